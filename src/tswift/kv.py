@@ -225,12 +225,12 @@ class StreamingKV(RecentKV):
         before, after = self.settled, max(self.settled, self.seen - self.slack)
         if after == before:
             return
-        offset = self._held - before  # from a token's place in the text to its slot
-        kept = {self.slot(place): place for place in self.staying(range(before, after))}
+        offset = self._held - before  # from a token's position in the text to its slot
+        kept = {self.slot(position): position for position in self.staying(range(before, after))}
         self.settled = after
         newer = range(after, self.seen)
-        moves = kept | {self._held + place - after: place for place in newer}
-        moves = {slot: place + offset for slot, place in moves.items() if slot != place + offset}
+        moves = kept | {self._held + position - after: position for position in newer}
+        moves = {slot: position + offset for slot, position in moves.items() if slot != position + offset}
         parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
         packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
         sent = packed.to(self.keys.device, non_blocking=True).split([*map(len, parts)])

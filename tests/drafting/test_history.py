@@ -205,7 +205,7 @@ class Known:
     def __len__(self) -> int:
         return self.length
 
-    def guess(self, paths, most) -> list[Candidates]:
+    def guess(self, paths, count) -> list[Candidates]:
         self.asked += map(tuple, paths)
         return [self.guesses.get(tuple(path), NONE) for path in paths]
 

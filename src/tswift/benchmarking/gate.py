@@ -190,16 +190,16 @@ def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> lis
             verdicts.append(Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, False, note))
     for rule in rules:
         ours, theirs = rule.values(measurement), rule.values(baseline)
-        places = dict.fromkeys([*theirs, *ours])
-        draws = Counter(place[:3] for place in places)
-        for place in places:
-            (value, runs), (before, wanted) = ours.get(place, _ABSENT), theirs.get(place, _ABSENT)
+        keys = dict.fromkeys([*theirs, *ours])
+        draws = Counter(key[:3] for key in keys)
+        for key in keys:
+            (value, runs), (before, expected) = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
             why = "not in the baseline" if before is None else "not measured" if value is None else ""
-            if not why and wanted - runs:
-                why = f"{len(wanted - runs)} of the baseline's runs not measured"
+            if not why and expected - runs:
+                why = f"{len(expected - runs)} of the baseline's runs not measured"
             ok = before is None or (value is not None and not why and rule.allows(before, value))
-            method, prefill, length, draw = place
-            name = _draw_name(*draw) if draw and draws[place[:3]] > 1 else ""
+            method, prefill, length, draw = key
+            name = _draw_name(*draw) if draw and draws[key[:3]] > 1 else ""
             note, limit = ": ".join(filter(None, (name, why))), None if before is None else rule.limit(before)
             verdicts.append(Verdict(rule.metric.gate, method, prefill, length, ok, note, before, value, limit))
     return verdicts

@@ -205,7 +205,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     return Floor(shape, machine, drafting)
 
 
-def foresee(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
+def roofline_tables(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
     """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read."""
     config, is_shape = read_config(query.model), query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)

@@ -129,11 +129,11 @@ def roofline(typed: options.Typed, json: options.Json = None) -> None:
     if drafted and query.alpha is None:
         raise InputError("goes with --alpha", drafted[0])
 
-    from tswift.benchmarking.roofline import foresee
+    from tswift.benchmarking.roofline import roofline_tables
     from tswift.cli import output
 
     result = output.writable(json)
-    tables, content = foresee(query)
+    tables, content = roofline_tables(query)
     result.show(*tables)
     result.write("roofline", typed.command, content)
 

@@ -193,7 +193,7 @@ class DrawProgram:
         others = zip(best[1::2], scores[::2], scores[1::2], strict=True) if leads else ()
         return best[::2], [(token, first - second) for token, first, second in others]
 
-    def rank_rows_of(
+    def row_ranker(
         self,
         ids: NDArray[np.int32],
         logits: NDArray[np.float32],

@@ -176,9 +176,9 @@ typedef struct {
     uint8_t *seen;          /* [count, width]: whether it is in the penalty window; or none */
     int64_t count, width, most, window;
     double favour;          /* a place weighs e to this times one whose match is a token shorter */
-} Guess;
+} Recall;
 
-void tswift_recall(const Guess *g) {
+void tswift_recall(const Recall *g) {
     for (int64_t p = 0; p < g->count; p++) {
         const int32_t *path = g->paths + (p ? g->ends[p - 1] : 0), *end = g->paths + g->ends[p];
         int32_t *ids = g->ids + p * g->width;

@@ -53,7 +53,7 @@ def _structure(pointers: str, integers: str, reals: str = "") -> Any:
 
 _Index = _structure("text last before orders", "count room bits kinds reach")
 _Logits = _structure("logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans")
-_Guess = _structure(
+_Recall = _structure(
     "index kept paths ends depths newest matches positions ids logits seen", "count width most window", "favour"
 )
 
@@ -172,14 +172,14 @@ class LogitHistory:
             "ids": np.empty((_ROUND, width), np.int32),
             "logits": np.empty((_ROUND, width), np.float32),
         } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
-        self._ask = _Guess(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
+        self._ask = _Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
         self._ask.index, self._ask.kept = ctypes.addressof(self._index), ctypes.addressof(self._logits)
         _point(self._ask, self._fixed | self._asked)
         # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
         rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
         program, noisy = DrawProgram(rule, seed_stream(sampler.seed), width), self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
-        self._rank = program.rank_rows_of(*given, self._asked["positions"] if noisy else None)
+        self._rank = program.row_ranker(*given, self._asked["positions"] if noisy else None)
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take in the pass over the next chunk of the prompt."""
@@ -212,28 +212,28 @@ class LogitHistory:
         for position in range(max(0, known, end + 1 - self._ask.window), end + 1):
             self._fixed["newest"][text[position]] = position
 
-    def guess(self, paths: Sequence[Sequence[int]], most: int) -> list[Candidates]:
+    def guess(self, paths: Sequence[Sequence[int]], count: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
 
         Args:
             paths: the root, the text's last token, and drafted tokens below it.
-            most: tokens wanted for each, up to 16.
+            count: tokens wanted for each, up to 16.
         """
         guesses: list[Candidates] = []
         longest = _ORDERS[-1]
         text = self._tables["text"][max(0, len(self) - longest) : len(self)].tolist()
         for start in range(0, len(paths), _ROUND):
             asked = paths[start : start + _ROUND]
-            whole, count = [[*text, *path][-max(longest, len(path)) :] for path in asked], len(asked)
-            tokens = np.array([token for each in whole for token in each], np.int32)
-            self._asked["ends"][:count] = [*accumulate(map(len, whole))]
-            self._asked["depths"][:count] = [*map(len, asked)]
-            self._ask.paths, self._ask.count = tokens.ctypes.data, count
+            contexts, size = [[*text, *path][-max(longest, len(path)) :] for path in asked], len(asked)
+            tokens = np.array([token for context in contexts for token in context], np.int32)
+            self._asked["ends"][:size] = [*accumulate(map(len, contexts))]
+            self._asked["depths"][:size] = [*map(len, asked)]
+            self._ask.paths, self._ask.count = tokens.ctypes.data, size
             self._library.tswift_recall(ctypes.byref(self._ask))
-            matches = self._asked["matches"][:count].tolist()
-            for (place, length), ids, scores in zip(matches, *self._rank(count, most), strict=True):
+            matches = self._asked["matches"][:size].tolist()
+            for (position, length), ids, scores in zip(matches, *self._rank(size, count), strict=True):
                 likely = sum(score > -inf for score in scores)
-                guesses.append(Candidates(ids[:likely], scores[:likely], length, place))
+                guesses.append(Candidates(ids[:likely], scores[:likely], length, position))
         return guesses
 
 
@@ -282,7 +282,7 @@ class HistorySource(Source):
         self._seconds = 0.0
         asked: set[int] = set()
         while nodes := self._pay(tree, asked, context):
-            guesses = self._guess([tree.path(node) for node in nodes], context)
+            guesses = self._candidates([tree.path(node) for node in nodes], context)
             asked.update(nodes)
             for node, guess in zip(nodes, guesses, strict=True):
                 self._offer(tree, node, guess)
@@ -301,7 +301,7 @@ class HistorySource(Source):
                 nodes.append(node)
         return nodes
 
-    def _guess(self, paths: Sequence[Sequence[int]], context: Context) -> list[Candidates]:
+    def _candidates(self, paths: Sequence[Sequence[int]], context: Context) -> list[Candidates]:
         """What may be drawn below paths from the root."""
         self._seconds += _SECONDS * len(paths)
         unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
@@ -327,7 +327,7 @@ class HistorySource(Source):
         ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)]
         path = tree.path(node)
         paths = [[*path, *ahead[:count]] for count in range(1, len(ahead) + 1)]
-        for token, further in zip(ahead, self._guess(paths, context), strict=True):
+        for token, further in zip(ahead, self._candidates(paths, context), strict=True):
             child = tree.children[node].get(token) if guess.tokens[:1] == [token] else None
             if child is None or child in asked:
                 return

@@ -245,23 +245,23 @@ class Journal(NamedTuple):
 def parse_journal(content: bytes) -> Journal:
     """Read a journal; nothing in it is too broken for that."""
     *lines, rest = content.split(b"\n")
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     end = 0
     for number, line in enumerate(lines, 1):
         end += len(line) + 1
         text, _, crc = line.rpartition(b"\t")
         try:
-            told = json.loads(text) if crc == b"%08x" % crc32(text) else {}
-            checkpoint = Checkpoint(told.pop("tokens"), told.pop("crc32"), told, end)
+            counters = json.loads(text) if crc == b"%08x" % crc32(text) else {}
+            checkpoint = Checkpoint(counters.pop("tokens"), counters.pop("crc32"), counters, end)
             whole = isinstance(checkpoint.tokens, int) and isinstance(checkpoint.crc32, int)
-            sound = whole and checkpoint.tokens > (found[-1].tokens if found else -1)
+            sound = whole and checkpoint.tokens > (checkpoints[-1].tokens if checkpoints else -1)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             sound = False
         if not sound:
             last = number == len(lines) and not rest
-            return Journal(found, last, None if last else number)
-        found.append(checkpoint)
-    return Journal(found, truncated=bool(rest))
+            return Journal(checkpoints, last, None if last else number)
+        checkpoints.append(checkpoint)
+    return Journal(checkpoints, truncated=bool(rest))
 
 
 # --- writing
