@@ -58,3 +58,12 @@ def test_every_option_is_on_a_page() -> None:
         for parameter in command.params:
             if parameter.param_type_name == "option":
                 assert {*parameter.opts, *parameter.secondary_opts} <= named, command.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_need_a_prompt_have_one(page: Path) -> None:
+    """Only the bundled model has a text to continue of its own."""
+    for command in re.findall(r"^(?:.*[ /])?tswift (?:generate|compare) (.*?)(?:#|$)", page.read_text(), re.M):
+        others = re.search(r"--(model (?!demo)|preset|heads|draft-model|drafter)", command)
+        if command.count("--") and "`" not in command and others:
+            assert "--prompt" in command, command

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tests.jobs.killing import Process
 from tests.rows import every_row
 from tswift.benchmarking.summary import Table
 from tswift.cli import main
-from tswift.cli.output import CLOSED_PIPE, one_line, show, visible, writable
+from tswift.cli.output import CLOSED_PIPE, loading, one_line, show, visible, writable
 
 
 def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
@@ -159,3 +161,17 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, ca
         stdout.flush()
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KeyboardInterrupt), loading("demo", quiet=False):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "tswift: interrupted while demo was loaded; nothing was begun\n"
+
+
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "tswift", "generate"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -200,6 +200,6 @@ def _run(job: Job, display: Display, signals: Signals) -> None:
     except KeyboardInterrupt as stop:
         with suppress(OSError):  # a terminal that was closed
             display.summary(job)
-            display.say(f"{stop or 'interrupted'}; {job.saved()}")
+            display.say(f"{str(stop) or 'interrupted'}; {job.saved()}")
         raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
     display.summary(job)

@@ -78,7 +78,7 @@ def loading(what: str, quiet: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         if not quiet:
-            print(f"tswift: {stop or 'interrupted'} while {what} was loaded; nothing was begun", file=sys.stderr)
+            print(f"tswift: {str(stop) or 'interrupted'} while {what} was loaded; nothing was begun", file=sys.stderr)
         raise
 
 

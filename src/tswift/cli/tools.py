@@ -265,7 +265,7 @@ def serve(
                 say(f"{model.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
                 answer(service, config, sock, demo_page)
             except KeyboardInterrupt as stop:
-                say(f"{stop or 'interrupted'}; what is unfinished goes on when tswift serve starts again")
+                say(f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve starts again")
                 raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
             finally:
                 service.close()
