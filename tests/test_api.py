@@ -60,6 +60,9 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         ("length", {"length": 10.5}),
         ("seed", {"seed": "a"}),
         ("written", {"written": [1 << 20]}),
+        ("written", {"written": "a"}),
+        ("stop_at_eos", {"stop_at_eos": "yes"}),
+        ("method", {"method": ["ar"]}),
         ("method", {"method": "nope"}),
         ("params", {"params": {"min_p": 0.1}}),
         ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),  # which it does not use
@@ -67,6 +70,8 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         with pytest.raises(tswift.InputError, match=f"^{field}: ") as caught:
             tswift.generate(model, **{"prompt": "The", "length": 5, **wrong})  # type: ignore[arg-type]
         assert caught.value.field == field
+    with pytest.raises(tswift.InputError, match=r"^model: must be what tswift\.load returns, got 'demo'"):
+        tswift.generate("demo", "The", 5)  # type: ignore[arg-type]
 
 
 def test_examples_on_a_tiny_model(checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ def generate(
     Raises:
         InputError: a wrong argument, named: as :func:`begin`, or one of another type.
     """
-    _refuse_types(prompt, length, seed, params, options, logprobs)
+    _refuse_types(model, prompt, length, method, seed, params, options, stop_at_eos, written, logprobs)
     if options is not None:
         refuse_unused([method], options.changed())
     run = begin(
@@ -389,17 +389,34 @@ def generate(
 
 
 def _refuse_types(
-    prompt: object, length: object, seed: object, params: object, options: object, logprobs: object
+    model: object,
+    prompt: object,
+    length: object,
+    method: object,
+    seed: object,
+    params: object,
+    options: object,
+    stop_at_eos: object,
+    written: object,
+    logprobs: object,
 ) -> None:
     """Refuse arguments of other types, by name."""
-    ids = isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt)
+    if not isinstance(stop_at_eos, bool):
+        raise InputError(f"must be True or False, got {stop_at_eos!r:.60}", "stop_at_eos")
     for name, fine, expected, value in (
-        ("prompt", isinstance(prompt, str) or ids, "a text or token ids", prompt),
+        ("model", isinstance(model, LoadedModel), "what tswift.load returns", model),
+        ("prompt", isinstance(prompt, str) or _are_ids(prompt), "a text or token ids", prompt),
         ("length", isinstance(length, Integral), "an integer", length),
+        ("method", isinstance(method, str), "a name", method),
         ("seed", isinstance(seed, Integral), "an integer", seed),
         ("params", isinstance(params, SamplingParams), "SamplingParams", params),
         ("options", options is None or isinstance(options, DraftOptions), "DraftOptions", options),
+        ("written", _are_ids(written), "token ids", written),
         ("logprobs", logprobs is None or isinstance(logprobs, Integral), "an integer", logprobs),
     ):
         if not fine or isinstance(value, bool):
             raise InputError(f"must be {expected}, got {value!r:.60}", name)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(token, Integral) for token in value)

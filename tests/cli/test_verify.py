@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import TEXT, Tswift
 from tests.rows import every_row
@@ -135,6 +136,19 @@ def test_violations(tswift: Tswift, run: Path) -> None:
     assert found["findings"][0]["index"] == 7
     assert found["violations"] == len(found["findings"]) > 30
     assert f"and {found['violations'] - 20} more" in tswift("verify", run).out.decode()
+
+
+def test_another_model_is_refused(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    same = Path(shutil.copytree(checkpoint, tmp_path / "same"))
+    assert tswift("verify", run, "--model", same, "--quiet").code == 0
+    for name, differs in ((other, "weights"), ("demo", "config")):
+        said = f"tswift: error: --model: {name} is not the model that {run} was made with: {differs} differ\n"
+        refused = tswift("verify", run, "--model", name, "--quiet")
+        assert (refused.code, refused.err) == (2, said)
 
 
 def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:

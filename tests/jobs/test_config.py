@@ -127,10 +127,10 @@ def test_right(options: dict[str, Any]) -> None:
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
         ("ar tokenswift", {"draft_weights": "int8"}, {"draft_weights": "int8"}),
         ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
-        ("ar standalone", {"model": "theirs"}, "draft_model: names a smaller model with the tokens of theirs, which s"),
+        ("ar standalone", {"model": "theirs"}, "draft_model: is required: standalone drafts with a smaller model "),
         ("tokenswift", {"draft_model": "x"}, "draft_model: tokenswift does not use it; standalone, triforce, auto do"),
         ("ar reuse", {"draft_model": "x"}, "draft_model: none of ar, reuse uses it; standalone, triforce, auto do"),
-        ("ar block", {}, "drafter: names a drafter (dspark or dflash), which block needs"),
+        ("ar block", {}, "drafter: is required: block drafts with a drafter (dspark or dflash)"),
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
         *(
             (method, {"draft_weights": "int8"}, f"draft_weights: {method} does not draft with the model itself; ")

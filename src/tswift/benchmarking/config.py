@@ -181,7 +181,7 @@ def assistant_of(options: BenchOptions) -> str | None:
     if ASSISTED not in options.peers:
         return None
     if options.draft_model is None and options.model != DEMO:
-        message = f"names a smaller model with the tokens of {options.model}, which {ASSISTED} needs"
+        message = f"is required: {ASSISTED} drafts with a smaller model that has the tokens of {options.model}"
         raise InputError(message, "draft_model")
     return options.draft_model or DEMO_DRAFT
 

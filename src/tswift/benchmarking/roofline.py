@@ -22,7 +22,7 @@ from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery
 from tswift.benchmarking.summary import NOTHING, Table, duration, machine_name, method_name, quantity
 from tswift.decoding.loop import DecodeStats
 from tswift.drafting.options import FULL, find_method
-from tswift.errors import InputError
+from tswift.errors import InputError, did_you_mean
 from tswift.kv import ask_for_huge_pages
 from tswift.models.checkpoint import in_one_line, read_config, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
@@ -73,7 +73,8 @@ class Drafting:
 def find_machine(name: str, dtype: str) -> Machine:
     """A published machine, if its rate in this dtype is known."""
     if name not in MACHINES:
-        raise InputError(f"no device {name!r}; there are here, cpu, cuda, {', '.join(MACHINES)}", "device")
+        known = ("here", "cpu", "cuda", *MACHINES)
+        raise InputError(f"no device {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}", "device")
     if dtype not in _DTYPES:
         rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
         raise InputError(f"{rate}; give --bandwidth and --flops", "dtype")

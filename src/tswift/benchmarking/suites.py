@@ -18,7 +18,7 @@ from typing import Any
 
 from tswift.benchmarking.config import BASELINE
 from tswift.benchmarking.summary import METRICS, Figure, Place, Row, drafted_only, grid_order, method_name, summarise
-from tswift.errors import InputError
+from tswift.errors import InputError, did_you_mean
 
 PAPER_LENS = (20_000, 40_000, 60_000, 80_000, 100_000)
 PAPER_MACHINE = "NVIDIA A100 80G"
@@ -209,7 +209,7 @@ SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
 def find_suite(name: str) -> Suite:
     """The suite of a name, or an ``InputError``."""
     if name not in SUITES:
-        raise InputError(f"no suite {name!r:.40}; there are {', '.join(SUITES)}", "suite")
+        raise InputError(f"no suite {name!r:.40}; there are {', '.join(SUITES)}{did_you_mean(name, SUITES)}", "suite")
     return SUITES[name]
 
 

@@ -13,6 +13,7 @@ from tswift.cli.output import FAILED, Bars, Output, loading, show, writable
 from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig
+from tswift.jobs.folder import AUDIT, read_run, read_tokens
 from tswift.models.config import DEMO, ModelConfig, refuse_shape
 
 if TYPE_CHECKING:
@@ -131,17 +132,18 @@ def verify(
     ModelConfig(**model)
     refuse_shape(model.get("model", ""))
     config, params = typed.make(AuditConfig), typed.make(SamplingParams)
-    text = "" if tokens is None else config.read(model.get("model", DEMO))
+    # what is mistyped is refused before torch is imported, which takes seconds
+    record = None if run is None else read_run(run)
+    ids, text = ([], "") if tokens is None else (read_tokens(tokens, "tokens"), config.read(model.get("model", DEMO)))
     found = writable(json_file)
     with loading(str(model.get("model") or run or DEMO), quiet):
-        from tswift.jobs.folder import read_run
         from tswift.jobs.verification import run_input, text_input
 
-        if run is not None:
-            audited = run_input(read_run(run), **model)
+        if record is not None:
+            audited = run_input(record, **model)
         else:
             assert tokens is not None
-            audited = text_input(tokens, config, params, model, text)
+            audited = text_input(tokens, ids, config, params, model, text)
     _judge(audited, found, typed.command, quiet, not no_progress)
 
 
@@ -151,7 +153,6 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
     Raises:
         Exit: it is not what the rule draws.
     """
-    from tswift.jobs.folder import AUDIT, read_run
     from tswift.jobs.verification import run_input, with_model
 
     run = read_run(path)

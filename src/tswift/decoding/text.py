@@ -18,7 +18,9 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(each, str) for each in strings):
         raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
-    if not all(0 < len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MOST_STOPS:
+    if "" in strings:
+        raise InputError("must not be empty", "stop")
+    if not all(len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MOST_STOPS:
         most = f"at most {_MOST_STOPS} strings of 1 to {_LONGEST_STOP:,} characters"
         raise InputError(f"must be {most}, got {stop!r:.60}", "stop")
     return tuple(strings)

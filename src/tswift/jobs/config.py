@@ -175,10 +175,10 @@ def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
     draft_model = config.draft_model
     for method, kind in {method: find_method(method) for method in methods}.items():
         if kind.networks and config.drafter is None:
-            raise InputError(f"names a drafter ({' or '.join(kind.networks)}), which {method} needs", "drafter")
+            raise InputError(f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})", "drafter")
         if kind.draft and draft_model is None:
             if config.model != DEMO:
-                message = f"names a smaller model with the tokens of {config.model}, which {method} needs"
+                message = f"is required: {method} drafts with a smaller model that has the tokens of {config.model}"
                 raise InputError(message, "draft_model")
             draft_model = DEMO_DRAFT
     return {

@@ -15,6 +15,7 @@ from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig, RunConfig, take
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.job import load_exact_or_not
+from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import refuse_shape
 from tswift.models.devices import find_device
 from tswift.models.load import LoadedModel, load
@@ -52,10 +53,25 @@ def run_input(run: RunRecord, **asked: Any) -> AuditInput:
     how = {**{name: getattr(config, name) for name in own}, "kv_dtype": _kv_dtype(config, asked), **asked}
     refuse_shape(how["model"])
     _tokens(run)  # better now than after a model was loaded
-    audited = with_model(run, load_exact_or_not(bool(exact), **how))
+    model = load_exact_or_not(bool(exact), **how)
+    _refuse_other_model(run, model)
+    audited = with_model(run, model)
     if exact and audited.note:
         raise InputError(f"cannot be had here: {audited.note}", "exact")
     return replace(audited, note=None) if exact is False else audited
+
+
+def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
+    """Refuse a model that did not make the run, as far as hashes tell: weights in another type have other ones."""
+    known, about = run.record["model"], model.about()
+    if about["quantization"] != known.get("quantization"):
+        return
+    hashes = {"config": config_hash}
+    if about["dtype"] == known["dtype"] and about["quantization"] is None:
+        hashes["weights"] = weights_hash
+    for what, taken in hashes.items():
+        if taken(model.target.model) != known.get(what):
+            raise InputError(f"{model.name} is not the model that {run.path} was made with: {what} differ", "model")
 
 
 def _kv_dtype(config: RunConfig, asked: Mapping[str, Any]) -> str:
@@ -78,14 +94,13 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
 
 
 def text_input(
-    path: Path, config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], text: str
+    path: Path, tokens: list[int], config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], text: str
 ) -> AuditInput:
-    """A file of token ids, its prompt's ``text``, and the options that are said to have made it.
+    """The token ids of a file, their prompt's ``text``, and the options that are said to have made them.
 
     ``model`` are arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
     here, so they are not exact unless ``exact`` is set.
     """
-    tokens = read_tokens(path, "tokens")
     loaded = load(**{**model, "exact": bool(model.get("exact"))})
     prompt = take(loaded.encode(text), config.prefill, bundled=config.bundled)
     params, _ = ending(params, loaded.eos_ids, config.stop_at_eos)

@@ -152,7 +152,8 @@ def prepare(
     if len(kept) <= count:
         raise InputError(
             f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens among {len(rows):,}, "
-            f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}",
+            f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}"
+            + ("; a smaller `seq_len` takes shorter ones" if len(long) < len(rows) else ""),
             _FIELD if config.held_out is None else "held_out",
         )
     held = kept[((np.arange(count) + 0.5) * len(kept) / count).astype(int)]

@@ -85,6 +85,7 @@ TOGETHER = {
     """,
     "bench --suite": """
         table2 | --suite: no suite 'table2'; there are table1, table3, table4, table5
+        tabel3 | ; did you mean table3?
         table5 --prefill 8 --ngrams 3 | --ngrams: suite table5 sets it itself
         table14 --prefill 8 | --prefill: suite table14 sets it itself
         table3 --prefill 8 --simulate-alpha 0.5 | --simulate-alpha: cannot be given together with --suite
@@ -151,6 +152,7 @@ TOGETHER = {
         verify /nowhere | /nowhere
         verify PROMPT | prompt.txt
         roofline --device nope --dtype bfloat16 | --device
+        roofline --device a100 --dtype bfloat16 | cuda, a100-80g, h100-sxm, h200; did you mean a100-80g?
         roofline --device h200 --dtype float32 | --dtype
         roofline --bandwidth 100 | --bandwidth
         roofline --flops 100 | --bandwidth
