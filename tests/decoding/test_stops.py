@@ -117,8 +117,10 @@ def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedMo
     wrong = {"stop": ("", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"), "logprobs": (-1, 21, 1.5, True, "3")}
     for name, values in wrong.items():
         for value in values:
-            with pytest.raises(InputError, match=rf"^{name}: must be"):
+            with pytest.raises(InputError, match=rf"^{name}: must "):
                 steps_of(model, "ar", SamplingParams(), **{name: value})
+    with pytest.raises(InputError, match=r"^stop: must not be empty$"):
+        steps_of(model, "ar", SamplingParams(), stop=["x", ""])
 
 
 def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(model: LoadedModel) -> None:
