@@ -138,7 +138,7 @@ def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, 
 
 
 def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny, tokens: list[list[int]]) -> None:
-    held = r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller seq_len takes shorter ones$"
+    held = r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller seq_len takes"
     with pytest.raises(InputError, match=held):
         prepared(tiny, held_out=18)
     largest = max(map(max, tokens))
