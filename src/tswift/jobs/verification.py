@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
     known, about = run.record["model"], model.about()
     if about["quantization"] != known.get("quantization"):
         return
-    hashes = {"config": config_hash}
+    hashes: dict[str, Callable[[Any], str]] = {"config": config_hash}
     if about["dtype"] == known["dtype"] and about["quantization"] is None:
         hashes["weights"] = weights_hash
     for what, taken in hashes.items():
