@@ -283,7 +283,7 @@ def row(name: str, length: int) -> list[str]:
         written = texts(model, dict.fromkeys(METHODS, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
     words = ["equal" if written[method] == written["ar"] else "DIFFERS" for method in METHODS]
-    return [name, *words, f"{far:.0e}", model.target.special]
+    return [name, *words, f"{far:.0e}", model.target.attention_features]
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class Dist:
             return True
         return True
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect after success; rank 0 may have found nothing to do while the others still wait."""
         if self.first:
             self.store.set(_LEFT, "yes")

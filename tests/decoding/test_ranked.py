@@ -129,7 +129,7 @@ def _troubles(folder: Path) -> dict[str, object]:
     found["first stops"] = _steps(model, most=None if second else 3)
     found["second stops"] = _steps(model, most=3 if second else None)
     found["all"] = _steps(model)
-    model.ranks.leave()
+    model.ranks.disconnect()
     return found
 
 

@@ -104,7 +104,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     def network():
         return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97)
 
-    assert wrap_model(network(), "tiny", "sdpa").special_fault is None
+    assert wrap_model(network(), "tiny", "sdpa").features_fault is None
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     # all cases are in tests/attention/test_backends.py; the interpreter takes a minute for them
     monkeypatch.setattr(backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False)))
@@ -125,10 +125,10 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
 def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
     model = load(device="cpu")
-    model.target.special_fault = "a fault"
+    model.target.features_fault = "a fault"
     copied = _with_copy(model, "int8")
     assert copied.drafting is not None
-    assert copied.drafting.special_fault == "a fault"
+    assert copied.drafting.features_fault == "a fault"
     assert copied.about()["draft_layers"] == "eager, as a fault"
 
 

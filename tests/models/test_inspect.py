@@ -121,7 +121,7 @@ def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
         num_key_value_heads=2, max_position_embeddings=64, sliding_window=100,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     )  # fmt: skip
-    assert probe_attention(MistralForCausalLM(config)).special == "sliding windows of 100 tokens"
+    assert probe_attention(MistralForCausalLM(config)).attention_features == "sliding windows of 100 tokens"
     assert Target(MistralForCausalLM(config)).max_positions == 128
     assert Target(tiny_llama("gqa", torch.float32)).max_positions == 16_384
 

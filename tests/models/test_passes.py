@@ -140,7 +140,7 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
     """Only passes over a partial cache, whose slots are in no order, are left to the host."""
     network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(97)
     target = Target(network, BACKENDS["triton"]())
-    assert target.special
+    assert target.attention_features
     assert target.replays
     heads = ChainedHeads(target.hidden_size, 2)
     options, prompt = DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64), random_prompt(12)

@@ -288,7 +288,7 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
     monkeypatch.undo()
     # the text that is tried when a model is loaded is shorter than any window
     model = target_of("mistral", sliding_window=40)
-    assert (bool(model.special), model.program) == (True, None)
+    assert (bool(model.attention_features), model.program) == (True, None)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -107,7 +107,7 @@ def probed(config: str, **settings: object):
 @pytest.mark.parametrize(("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))])
 def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int]) -> None:
     seen = probe_attention(tiny_llama(kind, torch.float32, layers=3))
-    assert (seen.heads, seen.wants, seen.special) == (heads, [AttentionSpec()] * 3, "")
+    assert (seen.heads, seen.wants, seen.attention_features) == (heads, [AttentionSpec()] * 3, "")
 
 
 @pytest.mark.parametrize("window", [1, 7, 511, 512, 100_000])
@@ -120,13 +120,13 @@ def test_windows_of_some_layers() -> None:
     seen = probed("Gemma2Config", sliding_window=WINDOW, head_dim=8)
     assert [each.window for each in seen.wants] == [WINDOW, None]
     assert {each.softcap for each in seen.wants} == {50.0}
-    assert seen.special == f"sliding windows of {WINDOW} tokens and soft-capped scores"
+    assert seen.attention_features == f"sliding windows of {WINDOW} tokens and soft-capped scores"
 
 
 def test_a_window_that_is_named_and_not_used() -> None:
     """OLMoE hands its attention a window, and masks as if it had none; Llama knows of no windows at all."""
-    assert probed("OlmoeConfig", sliding_window=WINDOW, num_experts=4, num_experts_per_tok=2).special == ""
-    assert probed("LlamaConfig", sliding_window=WINDOW).special == ""
+    assert probed("OlmoeConfig", sliding_window=WINDOW, num_experts=4, num_experts_per_tok=2).attention_features == ""
+    assert probed("LlamaConfig", sliding_window=WINDOW).attention_features == ""
 
 
 def test_sinks_are_the_models_own() -> None:
@@ -135,7 +135,7 @@ def test_sinks_are_the_models_own() -> None:
     assert [
         each.sinks is layer.self_attn.sinks for each, layer in zip(seen.wants, model.model.layers, strict=True)
     ] == [True] * 2
-    assert seen.special.endswith("and attention sinks")
+    assert seen.attention_features.endswith("and attention sinks")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def leading(device: str) -> Iterator[Dist]:
     except BaseException:
         ranks.report()
         raise
-    ranks.leave()
+    ranks.disconnect()
 
 
 def follow(device: str) -> int:
@@ -103,7 +103,7 @@ def follow(device: str) -> int:
             for _ in generation.steps():
                 if signals.number:
                     break
-            ranks.leave()
+            ranks.disconnect()
     except Gone as error:
         if ranks is None:
             print(f"tswift: error: rank {os.environ['RANK']}: {error}", file=sys.stderr)

@@ -531,7 +531,7 @@ def _refuse_no_folder(path: Path) -> None:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{str(path)[:80]} cannot be looked at ({reason})") from None
+        raise InputError(f"{str(path)[:80]} cannot be accessed ({reason})") from None
     if not is_folder:
         raise InputError(f"there is no folder {path}")
 

@@ -75,9 +75,9 @@ def compiled(target: Target, note: str) -> str:
     if target.program is not None:
         return PROGRAM
     if not (target.replays and target.device.type == "cuda"):
-        note = note or target.special_fault or ""
-        if not note and target.special and target.device.type == "cuda":
-            note = f"they have {target.special}"
+        note = note or target.features_fault or ""
+        if not note and target.attention_features and target.device.type == "cuda":
+            note = f"they have {target.attention_features}"
         return f"{EAGER}, as {note}" if note else EAGER
     reason = target.compile()
     target.prepare(FullKV(target.kv_shape, 1), 1)  # tries whether graphs can be captured
@@ -126,7 +126,7 @@ def fingerprint(target: Target) -> str:
         kv.length = held
         return target.forward(tokens, before + depths, kv, ancestors)
 
-    def alike() -> Forwarded:  # the same token on every row
+    def repeated() -> Forwarded:  # the same token on every row
         return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
 
     def chain() -> Forwarded:
@@ -138,11 +138,11 @@ def fingerprint(target: Target) -> str:
         tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
         return forward(tokens, (index + 1) // 2, ancestors)
 
-    same, rows = alike(), range(width)
-    _compare(target, (same, [0] * width, alike), (same, rows, alike), "its place in the pass")
+    same, rows = repeated(), range(width)
+    _compare(target, (same, [0] * width, repeated), (same, rows, repeated), "its place in the pass")
     whole = chain()
     written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
-    _compare(target, (whole, [0], chain), (same, [0], alike), "other nodes")
+    _compare(target, (whole, [0], chain), (same, [0], repeated), "other nodes")
     half = width // 2
     _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
     for depth in (0, 1, 2):  # one by one, as plain decoding does
@@ -252,11 +252,11 @@ def wrap_model(
     use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
-        if target.device.type in _DOUBTED and target.special and BACKENDS[backend]().WANTS:
+        if target.device.type in _DOUBTED and target.attention_features and BACKENDS[backend]().WANTS:
             kinds = {(wants.window, wants.softcap, wants.sinks is None): wants for wants in target.wants if wants}
             shape, heads = target.kv_shape, (target.kv_shape.heads, target.groups)
             reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
-            target.special_fault = reason and f"{reason} with {target.special}"  # plain products take over
+            target.features_fault = reason and f"{reason} with {target.attention_features}"  # plain products take over
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         apart = _apart(target, ids, expected)
@@ -268,7 +268,7 @@ def wrap_model(
     allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
     if not apart <= allowed:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
-    if backend == "native" and not (target.special or target.split):
+    if backend == "native" and not (target.attention_features or target.split):
         # the program has no windows, soft caps and sinks, and a text as short as this shows none
         with suppress(Unfit, Unbuilt):
             target.program = PassProgram(target.model)

@@ -115,7 +115,7 @@ class AttentionProbe:
         self._windows: dict[_Rule, int | None] = {}
 
     @property
-    def special(self) -> str:
+    def attention_features(self) -> str:
         """What the layers need, in words; empty for nothing."""
         windows = sorted({wants.window for wants in self.wants if wants.window is not None})
         words = [f"sliding windows of {', '.join(f'{window:,}' for window in windows)} tokens"] if windows else []

@@ -233,7 +233,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LoadPlan:
     """What is to be loaded, as far as it is known before any weights are read; what cannot be had has been refused."""
 
     asked: ModelConfig
@@ -266,7 +266,7 @@ def _asked(**given: Any) -> ModelConfig:
     return replace(asked, draft_weights=None) if asked.draft_weights == UNQUANTISED else asked
 
 
-def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _Plan:
+def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     reduced = asked.draft_weights
     if reduced is not None and ranks.count > 1:
         raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
@@ -284,13 +284,13 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _Plan:
     if reduced is not None:  # what cannot be quantised is refused before it is loaded
         weight_only(reduced, config, device, dtype, "draft_weights")
     drafter = None if asked.drafter is None else drafter_of(asked.drafter, config, simulated)
-    return _Plan(asked, device, config, dtype, kv_dtype, drafter, heads_source(asked.model, config, asked.heads))
+    return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, heads_source(asked.model, config, asked.heads))
 
 
-def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _Plan:
+def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
     """Of a smaller model, which comes as its target does; its own heads, if it has any, are not read."""
     asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
-    return _Plan(asked, target.device, read_config(name), target.dtype, target.dtype)
+    return _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
 
 
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
@@ -331,7 +331,7 @@ def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     with silence():
         drafting = Target(cheaper_copy(loaded.target.model, kind), BACKENDS[loaded.attention]())
     drafting.kv_shape = loaded.target.kv_shape  # it reads the same caches
-    drafting.special_fault = loaded.target.special_fault
+    drafting.features_fault = loaded.target.features_fault
     if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
     return replace(loaded, drafting=drafting, draft_weights=kind, draft_prepared=compiled(drafting, ""))
@@ -366,7 +366,7 @@ def _refuse_other_tokens(name: str, ours: dict[str, int], model: str, theirs: di
         raise InputError(f"{name} {reason}", "draft_model")
 
 
-def _open(plan: _Plan, ranks: Dist = ALONE, tokenizer_optional: bool = False) -> tuple[LoadedModel, str]:
+def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
     Returns:
@@ -515,7 +515,7 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
     return spec
 
 
-def _sizes(plan: _Plan) -> ModelSpec:
+def _sizes(plan: _LoadPlan) -> ModelSpec:
     asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
     text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
     if isinstance(source, Path):

@@ -80,7 +80,7 @@ class Target:
         self.width: int | None = None
         self.tried = False  # whether steps on the device have been compared with the host's: decoding/device_step.py
         self.distrust: str | None = None  # what was wrong with them
-        self.special_fault: str | None = None  # why ``special`` is left to plain products although the backend has it
+        self.features_fault: str | None = None  # why plain products compute these features although the backend can
         self.sampler_fault: str | None = None  # why a GPU draws tokens without the sampler's kernels
         # a C function that makes passes of up to MOST_WIDTH nodes, and the logits; None if PyTorch makes them
         self.program: PassProgram | None = None
@@ -94,7 +94,7 @@ class Target:
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
         # windows, soft caps and sinks of the layers, in words (empty for none) and by layer
-        self.special, self.wants = probe.special, probe.wants
+        self.attention_features, self.wants = probe.attention_features, probe.wants
         self.device, self.dtype = probe.device, probe.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1  # over ranks: passes are collective, and not replayed
         heads, kv_heads, head_dim = probe.heads
@@ -136,7 +136,7 @@ class Target:
     @property
     def _meets_wants(self) -> bool:
         """Whether the attention backend does all that the layers need over a cache in the text's order."""
-        return not self.special or (self._attention.WANTS and self.special_fault is None)
+        return not self.attention_features or (self._attention.WANTS and self.features_fault is None)
 
     @property
     def taps(self) -> bool:
@@ -291,7 +291,7 @@ class Target:
 
     def serves(self, kv: KVBuffer) -> bool:
         """Whether the attention does all that the layers need over such a cache: windows need slots in order."""
-        return not self.special or (self._meets_wants and isinstance(kv, FullKV))
+        return not self.attention_features or (self._meets_wants and isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place, as one CUDA graph where that is possible."""
@@ -317,7 +317,7 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         attend = self._attention(self._layout, length, len(tokens), ancestors)
-        special = SpecAttention(attend, self.wants) if self.special else None
+        special = SpecAttention(attend, self.wants) if self.attention_features else None
         return self._compute(tokens, positions, Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens))))
 
     @torch.inference_mode()
@@ -367,7 +367,7 @@ class Target:
         nodes = len(positions)
         attend = self._attention(self._layout, kv.length, nodes, ancestors)
         special: SpecialAttention | SpecAttention | None = None
-        if self.special:
+        if self.attention_features:
             if self.serves(kv):
                 special = SpecAttention(attend, self.wants)
             else:
@@ -378,7 +378,7 @@ class Target:
         """A pass of fixed width, with attention whose rows are exact."""
         attend = self._exact(self._layout, kv.length, nodes, ancestors)
         known = attend if self._meets_wants else ChunkedAttention(self._layout, kv.length, nodes, ancestors)
-        special = SpecAttention(known, self.wants) if self.special else None
+        special = SpecAttention(known, self.wants) if self.attention_features else None
         return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
 
     def _rows(self, kv: KVBuffer, nodes: int) -> int:
