@@ -80,7 +80,7 @@ def read_file(path: Path, most: int, option: str | None = None, missing: str | N
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error})", option) from None
     except ValueError:  # a NUL in the name, or incomplete UTF-8
-        raise InputError(f"no file can be called {path}", option) from None
+        raise InputError(f"invalid file name {path}", option) from None
 
 
 def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0) -> bytes:

@@ -119,7 +119,7 @@ OVER = "Mean ± sample standard deviation over"
             changed(make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3)),
             "Repeats did not all count the same.",
         ),
-        (changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)), "medusa 3, tokenswift 4 or 5."),
+        (changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)), "medusa 3, tokenswift 4 or 5)."),
         (
             changed(SMALL, differing),
             "Same tokens as AR: 2 of 4 runs. Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77, NOT "

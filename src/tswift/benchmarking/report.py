@@ -288,7 +288,8 @@ def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> li
         depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
     beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
-    return notes + [f"alpha divides by the tokens drafted along a path: {', '.join(words)}{beside}."] * bool(words)
+    formula = "alpha = accepted tokens / (passes x most tokens drafted along a path"
+    return notes + [f"{formula}: {', '.join(words)}{beside})."] * bool(words)
 
 
 def _notes(cells: Sequence[Row], measurement: Record, what: str, state: str) -> list[str]:
