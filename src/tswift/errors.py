@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,6 +51,14 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close."""
     close = get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
+    """A suggestion for a path that does not exist: what lies beside it, or one of some names if it is a name alone."""
+    beside: list[str] = []
+    with suppress(OSError):
+        beside = [match.relative_to(path.parent).parts[0] for match in path.parent.glob(pattern)]
+    return did_you_mean(path.name, [*beside, *names] if path.name == str(path) else beside)
 
 
 MOST_RECORD = 64_000_000  # bytes of JSON that tswift itself has written

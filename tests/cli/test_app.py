@@ -30,6 +30,30 @@ def test_help_does_not_import_torch() -> None:
     assert "first 1,024 tokens" in " ".join(done.stdout.split())
 
 
+CHEAP = """
+    generate --resume nowhere
+    generate --heads no.safetensors
+    compare --heads no.safetensors
+    bench --heads no.safetensors
+    bench --prompts nowhere
+    bench --workload prosa
+    verify nowhere
+    verify --tokens nowhere
+    train --corpus ./nowhere
+    train-draft --corpus ./nowhere
+    train --resume nowhere
+"""
+
+
+def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    lines = [line.split() for line in CHEAP.strip().splitlines()]
+    code = f"import sys; from tswift.cli import main; print([main(words) for words in {lines}], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout == f"{[2] * len(lines)} False\n", done.stderr
+    assert done.stderr.count("\n") == len(lines)
+    assert not any(tmp_path.iterdir())
+
+
 def test_version_and_help(tswift: Tswift) -> None:
     result = tswift("--version")
     assert (result.code, result.out.decode()) == (0, f"tswift {package.__version__}\n")

@@ -14,7 +14,7 @@ from tswift.benchmarking import gate
 from tswift.benchmarking.config import DRAFTLESS, BenchOptions, CompareConfig, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES, find_suite
 from tswift.benchmarking.summary import parts, simulation
-from tswift.benchmarking.workloads import KINDS, encode, read_texts, read_workloads
+from tswift.benchmarking.workloads import KINDS, Text, encode, read_texts, read_workloads
 from tswift.cli import options, output
 from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading
 from tswift.decoding.params import SamplingParams
@@ -22,7 +22,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import fields_of
 from tswift.jobs.folder import FINISHED, default_path, lock_folder, made_folder
-from tswift.models.config import SHAPE_PREFIX, refuse_shape
+from tswift.models.config import SHAPE_PREFIX, refuse_missing_heads, refuse_shape
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import Case, Run
@@ -44,6 +44,7 @@ def compare(
     text_config, bench_options = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
     refuse_shape(bench_options.model)
     bench_options.check()
+    refuse_missing_heads(bench_options.heads)
     text = text_config.read(bench_options.model)
     with loading(bench_options.model, quiet):
         from tswift.benchmarking.config import configure
@@ -236,6 +237,10 @@ def bench(
         else:
             bench_options.check()
         baseline = gate.load_measurement(judging.against) if judging.against else None
+        measured, texts = earlier is not None and (merge or earlier["state"] == FINISHED), list[Text]()
+        if not measured:
+            refuse_missing_heads(bench_options.heads)
+            texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
         simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
         longest, length = max(plan.prefills), max(plan.lens)
         name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
@@ -267,7 +272,7 @@ def bench(
 
             if not resume:
                 stack.enter_context(made_folder(folder))
-            if earlier and (merge or earlier["state"] == FINISHED):
+            if earlier and measured:
                 record = earlier
                 record["options"] = _kept(given)
             else:
@@ -275,7 +280,6 @@ def bench(
                 from tswift.benchmarking.run import begin_measurement, measure
                 from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare
 
-                texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
                 least = 1 if plan.workload else longest
                 if chosen:
                     groups, left_out = prepare(chosen, bench_options, plan)

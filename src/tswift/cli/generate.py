@@ -30,7 +30,8 @@ from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.models.config import ModelConfig
+from tswift.jobs.folder import read_record
+from tswift.models.config import ModelConfig, refuse_missing_heads
 
 if TYPE_CHECKING:
     from tswift.cli.output import Display
@@ -149,6 +150,9 @@ def generate(
     device = typed.make(ModelConfig).device
     if following():
         raise typer.Exit(follow(device))
+    if resume is not None:
+        read_record(resume)
+    refuse_missing_heads(typed.values.get("heads"))
     text = None if config is None else config.read(config.model)
     what = f"the model of {resume}" if config is None else config.model
     with ExitStack() as stack:

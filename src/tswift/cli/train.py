@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from tswift.cli import options
 from tswift.cli.output import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
     from tswift.benchmarking.summary import Table
@@ -40,7 +41,12 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         if resume is None and "corpus" not in typed.values:
             message = "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
             raise InputError(message, "corpus")
-        config = typed.make(kind) if resume is None else None  # what is mistyped is refused before torch is imported
+        # what is mistyped is refused before torch is imported
+        config = typed.make(kind) if resume is None else None
+        if config is not None:
+            corpus_files(config.corpus)
+        elif not os.path.isdir(str(resume)):  # no error of a name that no file has
+            raise InputError(f"there is no folder {str(resume)[:80]}", "resume")
 
         from tswift.cli import output
         from tswift.cli.output import Bars

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tswift.errors import MOST_RECORD, InputError, did_you_mean, parse_json, read_file
+from tswift.errors import MOST_RECORD, InputError, close_name, parse_json, read_file
 from tswift.models.config import DEMO, DEMO_DRAFT
 from tswift.models.shapes import PREFIX, shape_config, skeleton
 
@@ -133,14 +133,6 @@ def find_source(model: str) -> tuple[str, Path | None]:
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise InputError(f"there is no folder {model!r}{close_name(path, f'*/{CONFIG}', _BUNDLED)}", "model")
     return model, None
-
-
-def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
-    """A suggestion for a path that does not exist: what lies beside it, or one of some names if it is a name alone."""
-    beside: list[str] = []
-    with suppress(OSError):
-        beside = [match.relative_to(path.parent).parts[0] for match in path.parent.glob(pattern)]
-    return did_you_mean(path.name, [*beside, *names] if path.name == str(path) else beside)
 
 
 def read_config(model: str) -> Any:

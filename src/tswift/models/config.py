@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, close_name, did_you_mean
 from tswift.options import check_options, option
 
 DEMO = "demo"  # the bundled model
@@ -12,6 +14,7 @@ DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16")
+HEAD_KINDS = ("chained", "conditioned")
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a quantised weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
@@ -47,6 +50,19 @@ def refuse_shape(model: str) -> None:
     if model.startswith(SHAPE_PREFIX):
         reason = "has random weights: its text says nothing; tswift bench times it, tswift roofline counts it"
         raise InputError(f"{model} {reason}", "model")
+
+
+def refuse_missing_heads(heads: str | None) -> None:
+    """Refuse a file of heads that is not there.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    missing = False
+    with suppress(OSError, ValueError):  # loading says it
+        missing = heads is not None and heads not in HEAD_KINDS and not Path(heads).exists()
+    if missing:
+        raise InputError(f"there is no file {heads}{close_name(Path(str(heads)), '*', HEAD_KINDS)}", "heads")
 
 
 @dataclass(frozen=True, kw_only=True)

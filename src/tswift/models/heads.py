@@ -22,14 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tswift.attention.native import Unbuilt
-from tswift.errors import InputError, parse_json, renaming
+from tswift.errors import InputError, close_name, parse_json, renaming
 from tswift.models.checkpoint import (
     CONFIG,
     INDEX,
     WEIGHTS,
     StoredTensor,
     account,
-    close_name,
     fingerprint_in_any_dtype,
     read_header,
     read_into,

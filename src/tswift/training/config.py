@@ -230,3 +230,27 @@ def _absolute(name: str) -> str:
         return str(path.resolve()) if path.exists() else name
     except (OSError, RuntimeError, ValueError):
         return name
+
+
+def corpus_files(corpus: str) -> list[str]:
+    """The files that a path names; empty if it may be a hub id."""
+    if not corpus.strip():
+        raise InputError("is empty", "corpus")
+    try:
+        path = Path(corpus).expanduser()
+        exists, folder = path.exists(), path.is_dir()
+        files = sorted(file for file in path.iterdir() if file.is_file()) if folder else [path] * path.is_file()
+    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
+        raise InputError(f"invalid file name {corpus[:80]}", "corpus") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
+        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", "corpus") from None
+    for suffix in (".parquet", ".txt"):
+        named = [str(file) for file in files if file.suffix == suffix]
+        if named:
+            return named
+    if exists:
+        problem = "holds no .parquet or .txt files" if folder else "is no folder, and no .parquet or .txt file"
+        raise InputError(f"{corpus} {problem}", "corpus")
+    if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
+        raise InputError(f"there is no file or folder {corpus}", "corpus")
+    return []

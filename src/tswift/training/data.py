@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tswift.errors import InputError
 from tswift.models.checkpoint import hub
-from tswift.training.config import TrainConfig
+from tswift.training.config import TrainConfig, corpus_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,30 +52,6 @@ def open_corpus(corpus: str) -> Dataset:
     if problem:
         raise InputError(f"{corpus} {problem}", _FIELD)
     return rows
-
-
-def corpus_files(corpus: str) -> list[str]:
-    """The files that a path names; empty if it may be a hub id."""
-    if not corpus.strip():
-        raise InputError("is empty", _FIELD)
-    try:
-        path = Path(corpus).expanduser()
-        exists, folder = path.exists(), path.is_dir()
-        files = sorted(file for file in path.iterdir() if file.is_file()) if folder else [path] * path.is_file()
-    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
-        raise InputError(f"invalid file name {corpus[:80]}", _FIELD) from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", _FIELD) from None
-    for suffix in (".parquet", ".txt"):
-        named = [str(file) for file in files if file.suffix == suffix]
-        if named:
-            return named
-    if exists:
-        problem = "holds no .parquet or .txt files" if folder else "is no folder, and no .parquet or .txt file"
-        raise InputError(f"{corpus} {problem}", _FIELD)
-    if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
-        raise InputError(f"there is no file or folder {corpus}", _FIELD)
-    return []
 
 
 def clean(text: str | None) -> str:

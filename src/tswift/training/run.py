@@ -36,8 +36,8 @@ from tswift.jobs.job import Signals, Stopped
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import environment, find_device, now, ran_out
 from tswift.models.load import load
-from tswift.training.config import Progress, TrainConfig
-from tswift.training.data import corpus_files, prepare
+from tswift.training.config import Progress, TrainConfig, corpus_files
+from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
 from tswift.training.tasks import Trainee, learning_rate, trainee_of
 
