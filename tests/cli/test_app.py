@@ -47,8 +47,9 @@ CHEAP = """
 
 def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     lines = [line.split() for line in CHEAP.strip().splitlines()]
-    code = f"import sys; from tswift.cli import main; print([main(words) for words in {lines}], 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    code = f"import os, sys; os.chdir({str(tmp_path)!r}); from tswift.cli import main; "
+    code += f"print([main(words) for words in {lines}], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == f"{[2] * len(lines)} False\n", done.stderr
     assert done.stderr.count("\n") == len(lines)
     assert not any(tmp_path.iterdir())
