@@ -16,12 +16,15 @@ from tswift.benchmarking.plots import acceptance_figure
 from tswift.benchmarking.summary import METRICS, Metric
 from tswift.decoding.loop import DecodeStats
 
-WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "tokenswift", "--warmup", 4)
+WORDS = ("bench", "--prefill", 4, "--methods", "tokenswift", "--warmup", 4)
+LENS = ("--lens", "10,25")
 
 
 @pytest.fixture
 def bench(tswift, checkpoint, prompt):
-    return lambda *words: tswift(*WORDS, "--model", checkpoint, "--prompts", prompt, *words)
+    return lambda *words: tswift(
+        *WORDS, *(() if "--lens" in words else LENS), "--model", checkpoint, "--prompts", prompt, *words
+    )
 
 
 def test_outputs_and_the_gate(bench):
@@ -55,9 +58,9 @@ def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path)
     lines = ({"id": 1, "prompt": "The ship had lain three days."}, {"id": 2, "prompt": "Nobody spoke of it."})
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ("--workload", tmp_path / "own.jsonl", "--workload", "structured:1", "--peer", "transformers")
-    refused = tswift(*WORDS, "--model", checkpoint, *words, "--prompts", "x.txt")
+    refused = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--prompts", "x.txt")
     assert "--workload: cannot be given together with --prompts" in refused.err
-    result = tswift(*WORDS, "--model", checkpoint, *words, "--out", "b", "--no-plots")
+    result = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--out", "b", "--no-plots")
     assert result.code == 0, result.err
     lines = [line.split()[:4] for line in result.out.decode().splitlines() if line.startswith("transformers ")]
     assert lines == [["transformers", kind, n, "4"] for kind, n in (("own", "2"), ("structured", "1")) for _ in "ab"]

@@ -180,7 +180,7 @@ _OUTPUT = "Output"
 def bench(
     typed: options.Typed,
     suite: Annotated[
-        str | None,
+        list[str] | None,
         options.option("", f"One of the paper's tables or figures, beside what was published: {', '.join(SUITES)}."),
     ] = None,
     tree: options.Trees = None,
@@ -205,7 +205,11 @@ def bench(
 
     Exit code 1 if a text is not plain decoding's, or on a regression against --against.
     """
-    given = {**typed.values, **({"suite": suite} if suite else {}), **({"tree": tree} if tree else {})}
+    given = {
+        **typed.values,
+        **({"suite": options.once("suite", suite)} if suite else {}),
+        **({"tree": tree} if tree else {}),
+    }
     judged = {name: given.pop(name) for name in gate.JUDGED if name in given}
     with ExitStack() as stack:
         earlier, missing = None, list[str]()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
@@ -67,8 +67,11 @@ def takes(
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         for name, (kind, default, option) in carried.items():
-            hint = str if option.parse is not None else type_of(kind, name)[0]
-            if option.repeat:
+            own_type = type_of(kind, name)[0]
+            hint = str if option.parse is not None else own_type
+            if option.parse is not None and not option.repeat and get_origin(own_type) in (tuple, Sequence):
+                hint = list[str]  # a second list is refused: it would silently take the place of the first
+            elif option.repeat:
                 hint = list[str] if option.parse is not None else list[get_args(hint)[0]]  # type: ignore[misc]
             text = (shown or {}).get(name)
             text = described(default, option) if text is None else f"{option.help} (default: {text})"
@@ -84,9 +87,18 @@ def _value(name: str, value: Any, option: Option) -> Any:
     if option.parse is None:
         return tuple(value) if option.repeat else value
     try:
-        return option.parse(",".join(value) if option.repeat else value)
+        if isinstance(value, list):
+            value = ",".join(value if option.repeat else [once(name, value)])
+        return option.parse(value)
     except InputError as error:
         raise InputError(error.message, error.field or name) from None
+
+
+def once(name: str, values: Sequence[str]) -> str:
+    """The value of an option that was typed; InputError if it was typed more than once."""
+    if len(values) > 1:
+        raise InputError("is given twice", name)
+    return values[0]
 
 
 def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Parameter:

@@ -84,7 +84,7 @@ COMMANDS = {
 def words_of(world: World, command: str, *more: object, without: Sequence[str] = ()) -> list[object]:
     """A command's words, ``without`` some options and their values, and then ``more``."""
     base: list[object] = [*COMMANDS[command].split()]
-    for option in without:
+    for option in (*without, *["--lens"] * ("--lens" in more)):  # which cannot be given twice
         if option in base:
             del base[base.index(option) : base.index(option) + 2]
     names = {"MODEL": world.model, "PROMPT": world.prompt, "RUN": world.run, "BENCH": world.bench}

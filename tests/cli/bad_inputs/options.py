@@ -75,6 +75,8 @@ TOGETHER = {
     """,
     "bench": """
         --prefill 8 --prefill 8 | --prefill
+        --seeds 1 --seed 2 | --seeds: is given twice
+        --method ar --methods medusa | --methods: is given twice
         --against BENCH | --against
         --fail-on alpha | --against
         --force | --force
@@ -85,6 +87,7 @@ TOGETHER = {
     """,
     "bench --suite": """
         table2 | --suite: no suite 'table2'; there are table1, table3, table4, table5
+        table3 --suite table4 | --suite: is given twice
         tabel3 | ; did you mean table3?
         table5 --prefill 8 --ngrams 3 | --ngrams: suite table5 sets it itself
         table14 --prefill 8 | --prefill: suite table14 sets it itself
