@@ -1,4 +1,4 @@
-"""A made-up filter and a made-up method, added where docs/development.md says, are found everywhere."""
+"""A made-up filter, method and metric, added where docs/development.md says, are found everywhere."""
 
 from __future__ import annotations
 
@@ -35,15 +35,31 @@ METHOD = {
     ],
     "src/tswift/drafting/methods.py": [('    "ar": ar,\n', '    "ar": ar,\n    "twice": reuse,\n')],
 }
+METRIC = {
+    "src/tswift/decoding/loop.py": [
+        (
+            "    @property\n    def alpha(",
+            "    @property\n    def nodes_per_step(self) -> float:\n        return self.nodes / max(self.passes, 1)\n\n"
+            "    @property\n    def alpha(",
+        )
+    ],
+    "src/tswift/benchmarking/summary.py": [
+        (
+            "METRICS: dict[str, Metric] = {\n",
+            "METRICS: dict[str, Metric] = {\n"
+            '    "nodes_per_step": Metric("nodes/step", "nodes / passes", exact=True, gate="nodes", column=True),\n',
+        )
+    ],
+}
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with a filter and a method more."""
+    """A copy of the sources with a filter, a method and a metric more."""
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "prompts", folder / "prompts")
-    for name, changes in {**FILTER, **METHOD}.items():
+    for name, changes in {**FILTER, **METHOD, **METRIC}.items():
         text = (folder / name).read_text()
         for old, new in changes:
             assert text.count(old) == 1, old
@@ -113,3 +129,22 @@ def test_a_method_is_found_everywhere(tree: Path) -> None:
     assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "twice"]
     assert record["drafting"]["twice"]["ngrams"] == 5
     assert "twice" in (tree / "bench" / "bench.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_metric_is_found_everywhere(tree: Path) -> None:
+    bench = "bench --methods medusa --prefill 64 --lens 20,40 --warmup 0 --no-plots --out"
+    unknown, first, judged = tswift(
+        tree,
+        f"{bench} none --against first/bench.json --fail-on node",
+        f"{bench} first",
+        f"{bench} second --against first/bench.json --fail-on nodes",
+    )
+    assert "nodes" in unknown[2]
+    assert (first[0], judged[0]) == (0, 0), judged[2]
+    assert "nodes/step" in judged[1]
+    samples = json.loads((tree / "second" / "bench.json").read_text())["samples"]
+    points = [point for sample in samples if sample["method"] == "medusa" for point in sample["points"]]
+    assert min(point["nodes_per_step"] for point in points) > 1
+    assert "nodes_per_step" in (tree / "second" / "bench.csv").read_text().partition("\n")[0]
+    assert "nodes/step" in (tree / "second" / "bench.md").read_text()
