@@ -8,7 +8,7 @@ OUT ?= runs/gpu/out
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test test-all lint bench gate demo-model demo-draft gpu gpu-dry
+.PHONY: setup run test test-all test-isa lint bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)
 
@@ -28,6 +28,10 @@ test: setup
 PROFILE ?= ci
 test-all: setup
 	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
+
+# what other processors could compute otherwise, under the instruction sets that this one can stand in for
+test-isa: setup
+	$(BIN)/python -m pytest -n 2 -m slow --durations=0 tests/lossless/test_processors.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -23,13 +23,13 @@ from transformers.utils import logging
 
 import tswift
 from recipes.corpus import train_tokenizer
-from tswift.decoding.params import SamplingParams
+from tswift.caches import FullKV
 from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.kv import FullKV
-from tswift.models.heads import ChainedHeads
-from tswift.models.load import LoadedModel
+from tswift.loading import LoadedModel
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.heads import ChainedHeads
 
 METHODS = [name for name, method in ALL_METHODS.items() if not method.networks]  # drafters are of single models
 WINDOW = 24  # tokens of a sliding window, where one is wanted

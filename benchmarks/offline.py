@@ -7,7 +7,8 @@ account of registers and spills. Prints a Markdown table, or a JSON line per ker
     python -m benchmarks.offline --json --case 90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
 
 A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree`` or ``chain``, and
-optionally ``window`` and ``softcap``.
+optionally ``window`` and ``softcap``. Or it is compute capability, dtype, KV heads, query heads per KV head, head size,
+hidden size, size of the MLP, and ``layer``: the kernels between a layer's products; optionally ``norms`` of heads.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from triton.compiler import ASTSource
 from benchmarks import tables
 from tswift.attention import triton as backend
 from tswift.attention.sdpa import AttentionSpec, Layout
+from tswift.forward import layer_kernels
 
 _TYPES = {
     torch.float64: "*fp64",
@@ -42,6 +44,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
     int: "i32",
     float: "fp32",
 }
@@ -85,6 +88,7 @@ def assembled(ptx: str) -> dict[str, int]:
 
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
+LAYER_NAMES = ("add_norm_rows", "rotate_rows", "silu_mul_rows", "quantize_row")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
 SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
@@ -103,13 +107,23 @@ SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head 
     *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
     *(("float32", 4, 7, size, 2, "tree") for size in (64, 96, 256)),
 ]
+LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, a model of 70b; two in other dtypes
+    ("bfloat16", 8, 4, 128, 4096, 14_336, "layer"),
+    ("bfloat16", 4, 7, 128, 3584, 18_944, "layer"),
+    ("bfloat16", 8, 4, 128, 2560, 9728, "layer", "norms"),
+    ("bfloat16", 3, 3, 64, 576, 1536, "layer"),
+    ("bfloat16", 8, 8, 128, 8192, 28_672, "layer"),
+    ("float16", 8, 4, 128, 4096, 14_336, "layer"),
+    ("float32", 8, 4, 128, 4096, 14_336, "layer", "norms"),
+]
 
 
 class Compiler:
     """Stands in a kernel's place: to launch it is to compile it."""
 
     def __init__(self, name: str, capability: int, kernels: list[dict[str, Any]]) -> None:
-        self.name, self.kernel, self.capability, self.kernels = name, getattr(backend, name), capability, kernels
+        self.name, self.capability, self.kernels = name, capability, kernels
+        self.kernel = getattr(layer_kernels if name in LAYER_NAMES else backend, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
         return self
@@ -125,6 +139,7 @@ class Compiler:
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
             | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
+            | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx))}
             | {"arithmetic": arithmetic(ptx)}
         )
 
@@ -168,6 +183,31 @@ def compiled(
     return [{"dtype": dtype, "nodes": nodes} | kernel for kernel in kernels]
 
 
+def compiled_layer(
+    capability: int, dtype: str, kv_heads: int, groups: int, size: int, hidden: int, inner: int, kind: str, *more: str
+) -> list[dict[str, Any]]:
+    """The kernels between a layer's products; of the FP8 product, too, where there is one."""
+    kernels: list[dict[str, Any]] = []
+    compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
+    with patch.multiple(layer_kernels, **compilers):
+        made = {"dtype": getattr(torch, dtype)}
+        rows, weight = torch.zeros(32, hidden, **made), torch.ones(hidden, **made)
+        for added in (None, rows):
+            layer_kernels.add_norm(rows, added, weight, 1e-5)
+        sizes = [kv_heads * groups * size, kv_heads * size, kv_heads * size]
+        query, key, value = torch.zeros(32, sum(sizes), **made).split(sizes, 1)
+        angles = (torch.zeros(32, size, **made), torch.zeros(32, size, **made))
+        norms = (angles[0][0], angles[0][0]) if "norms" in more else (None, None)
+        cache = torch.zeros(2, kv_heads, 1024, size, **made)
+        length = torch.zeros((), dtype=torch.int32)
+        layer_kernels.rotate(query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32)
+        layer_kernels.silu_mul(*torch.zeros(32, 2 * inner, **made).split(inner, 1))
+        if dtype == "bfloat16" and capability >= 89:
+            layer_kernels.quantize_rows(torch.zeros(32, inner, **made), 16)
+    shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
+    return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
+
+
 def main() -> None:
     """Compile; print a table, or a JSON line per kernel."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -178,8 +218,8 @@ def main() -> None:
         tuple(int(word) if word.isdigit() else word for word in case.split(",")) for case in args.case
     ]
     kernels = []
-    for case in cases or [(capability, *shape) for shape in SHAPES for capability in LIMITS]:
-        for kernel in compiled(*case):
+    for case in cases or [(capability, *shape) for shape in (*SHAPES, *LAYERS) for capability in LIMITS]:
+        for kernel in (compiled_layer if "layer" in case else compiled)(*case):
             kernels.append(kernel)
             if args.json:
                 print(json.dumps(kernel), flush=True)

@@ -22,12 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from recipes.corpus import PG19, load_documents, random_rows, split, token_stream, train_tokenizer
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, pretrain
-from tswift.decoding.params import SamplingParams
+from tswift.caches import FullKV
 from tswift.errors import InputError
-from tswift.kv import FullKV
+from tswift.forward.target import Target
 from tswift.models.checkpoint import fingerprint_in_any_dtype
-from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
-from tswift.models.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.heads import ChainedHeads, ConditionedHeads, load_heads
 from tswift.training.tasks import read_logits
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

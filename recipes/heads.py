@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from recipes.corpus import random_rows
-from tswift.decoding.params import SamplingParams
-from tswift.models.heads import Heads
-from tswift.models.target import Target
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.heads import Heads
 from tswift.training.config import DISTILL
 from tswift.training.data import jumping_positions
 from tswift.training.losses import HeadsLoss

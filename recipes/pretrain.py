@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from recipes.corpus import random_rows
-from tswift.models.heads import ChainedHeads
+from tswift.speculators.heads import ChainedHeads
 from tswift.training.data import jumping_positions
 from tswift.training.losses import CAUSAL
 from tswift.training.tasks import Trainer, muon

@@ -69,7 +69,7 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from recipes.corpus import train_tokenizer
-    from tswift.models.heads import ChainedHeads
+    from tswift.speculators.heads import ChainedHeads
 
     tokenizer = train_tokenizer(SENTENCES, 320)
     settings = {**_SIZES, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, **changes}

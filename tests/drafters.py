@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tswift.models.target import Target
+from tswift.forward.target import Target
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
 TAPS, BLOCK, MASK, RANK, DRAFT_VOCAB, DRAFT_LAYERS = (1, 4), 4, 96, 8, 40, 2

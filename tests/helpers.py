@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -9,20 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
+from tswift.caches import FullKV, KVBuffer, KVShape
+from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
+from tswift.decoding.tree import DraftTree
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.kv import FullKV, KVBuffer, KVShape
-from tswift.models.heads import HEAD_TYPES, Heads, MedusaHeads
-from tswift.models.target import Forwarded, Target
+from tswift.forward.target import Forwarded, Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
+from tswift.speculators.heads import HEAD_TYPES, Heads, MedusaHeads
 
 # all but those of published drafters, which need a model of their own: tests/drafting/test_networks.py
 METHODS = {name: method for name, method in _METHODS.items() if not method.networks}
@@ -92,6 +94,25 @@ def medusa_heads(dtype: torch.dtype = torch.float64, count: int = 3, layers: int
         for weight in heads.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     return heads.to(dtype).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def near_tie(network: PreTrainedModel, token: int, other: int, rows: int) -> Iterator[None]:
+    """Meanwhile, in passes of more than ``rows`` rows another token's logit is an ulp above this one's, else below.
+
+    So the likeliest token depends on how a token is forwarded, by no more than rounding does, on every processor.
+    """
+
+    def tie(_layer: nn.Module, _given: tuple[Tensor], logits: Tensor) -> Tensor:
+        side = math.inf if logits.shape[:-1].numel() > rows else -math.inf
+        logits[..., other] = logits[..., token].nextafter(torch.tensor(side, dtype=logits.dtype))
+        return logits
+
+    hook = network.get_output_embeddings().register_forward_hook(tie)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
@@ -178,7 +199,7 @@ class ToyTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
-    def chunks(self, tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+    def chunks(self, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
         values = torch.tensor(tokens, dtype=self.dtype).view(1, -1, 1)
         kv.write(0, values, values)
         kv.commit(range(len(tokens)))

@@ -49,6 +49,33 @@ def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
     assert drawn == [drawn[0]] * 4
 
 
+def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
+    """Whatever is held back for a character that is begun, or for a stop string that is not completed."""
+    model = tswift.load(str(checkpoint), dtype="float64")
+    for method in ("ar", "tokenswift"):
+        for stop in ((), ("\nxyz",)):
+            steps = [*tswift.generate(model, "The ship", 60, method=method, stop=stop)]
+            whole = model.tokenizer.decode(tokens_of(steps), skip_special_tokens=False)
+            assert "".join(step.text for step in steps) == whole
+    begun = tokens_of(steps)[:20]
+    rest = tswift.generate(model, "The ship", 60, method="ar", written=begun)
+    shown = model.tokenizer.decode(begun, skip_special_tokens=False) + "".join(step.text for step in rest)
+    assert shown.replace("\N{REPLACEMENT CHARACTER}", "") == whole.replace("\N{REPLACEMENT CHARACTER}", "")
+
+
+def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
+    shown = repr(tswift.load(str(checkpoint), dtype="float64"))
+    assert "\n" not in shown
+    assert all(word in shown for word in (str(checkpoint), "cpu", "float64", "positions", "heads"))
+
+
+def test_a_keyword_that_there_is_not(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match=r"^load.* unexpected keyword argument 'devise'; did you mean device\?$"):
+        tswift.load(str(checkpoint), devise="cpu")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'lenght'; did you mean length\?$"):
+        tswift.generate(tswift.load(str(checkpoint)), "The ship", lenght=3)  # type: ignore[call-arg]
+
+
 def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
     model = tswift.load(str(checkpoint))
     for field, wrong in (

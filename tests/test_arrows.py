@@ -1,11 +1,15 @@
-"""Imports point down: from the command line to the attention, never back (DESIGN.md, "The house")."""
+"""Imports point down: from the command line to the attention, never back."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
+import sys
 from pathlib import Path
 
 import tswift
+from tests.walk import OPTIONAL
 
 ROOT = Path(tswift.__file__).parent
 # from the top; a package may import what stands beside it or below
@@ -17,18 +21,25 @@ ORDER = [
     {"engine"},
     {"drafting"},
     {"decoding"},
-    {"models"},
-    {"kv", "attention"},
-    {"options", "distributed"},
+    {"loading"},
+    {"speculators"},
+    {"forward"},
+    {"models", "sampling"},
+    {"caches", "attention"},
+    {"options", "tables", "distributed", "native_build"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
 def imported(path: Path) -> set[str]:
-    """The packages of ours that a module imports, also within functions."""
+    """The packages of ours that a module imports, also within functions, but for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    for node in ast.walk(tree):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module == "tswift":
@@ -55,4 +66,38 @@ def test_imports_point_down() -> None:
             for name in imported(path)
             if LEVEL[name] < LEVEL[own] and name != "__init__"
         ]
+    assert not wrong
+
+
+def outside(path: Path) -> set[str]:
+    """The packages of others that a module imports, also within functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "tswift", ""}
+
+
+def test_what_is_imported_is_declared() -> None:
+    declared = (ROOT.parents[1] / "pyproject.toml").read_text().replace("-", "_")
+    imports = set().union(*map(outside, ROOT.rglob("*.py")))
+    assert {name for name in imports if not re.search(rf'"{name}\b', declared)} == set()
+
+
+def test_the_walk_knows_every_module_that_needs_triton() -> None:
+    assert {path.stem for path in ROOT.rglob("*.py") if "\nimport triton\n" in path.read_text()} <= {*OPTIONAL}
+
+
+def test_references_in_docstrings_lead_somewhere() -> None:
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        for name in re.findall(r":(?:class|meth|func|data|mod|attr):`~?(tswift\.[\w.]+)`", path.read_text()):
+            module, parts = name, list[str]()
+            while not (ROOT.parent / f"{module.replace('.', '/')}.py").exists() and "." in module:
+                module, _, last = module.rpartition(".")
+                parts.insert(0, last)
+            found: object = importlib.import_module(module)
+            for part in parts:
+                found = getattr(found, part, None) or getattr(found, "__dataclass_fields__", {}).get(part)
+            if found is None:
+                wrong.append(f"{path.name}: {name}")
     assert not wrong

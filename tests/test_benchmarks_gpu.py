@@ -23,6 +23,7 @@ from benchmarks.gpu.run import covered  # noqa: E402
 pytestmark = pytest.mark.slow
 
 TABLES = {
+    "first contact": {"loaded", "methods", "products", "probes"},
     "equality": {"tests"},
     "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},
     "passes": {"prepared", "passes"},
@@ -41,10 +42,17 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + done.stdout + (tmp_path / "work" / "gpu.log").read_text()
 
     out = tmp_path / "out"
-    assert sorted(path.name for path in out.iterdir()) == ["cache.tgz", "gpu.json", "gpu.md", "gpu.tgz"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "cache.tgz",
+        "first_contact.txt",
+        "gpu.json",
+        "gpu.md",
+        "gpu.tgz",
+    ]
     assert max(path.stat().st_size for path in out.iterdir()) <= 16 * 2**20
     with tarfile.open(out / "gpu.tgz") as tar:
-        assert sorted(tar.getnames()) == ["equality.xml", "figures.jsonl", "gpu.json", "gpu.log", "gpu.md"]
+        names = ["equality.xml", "figures.jsonl", "first_contact.txt", "gpu.json", "gpu.log", "gpu.md"]
+        assert sorted(tar.getnames()) == names
     content = json.loads((out / "gpu.json").read_text())
     text = (out / "gpu.md").read_text()
     assert text == command.markdown(content)
@@ -59,6 +67,14 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
         assert {figure["table"] for figure in found} - {"begun", "ended"} == tables
         assert not [figure for figure in found if figure.get("error")]
 
+    # every method has met the model, and each probe had its own process
+    methods = [figure for figure in content["figures"] if figure["table"] == "methods"]
+    assert [row["method"] for row in methods] == ["ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall"]
+    assert all(row["same_as_ar"] and row["graphs"] is None for row in methods)
+    said = (out / "first_contact.txt").read_text()
+    assert said.count("== bits") == 3
+    assert "Traceback" not in said
+
     # the equality tests have run, in order of value
     outcomes = {each["test"]: each["outcome"] for each in content["figures"] if "test" in each}
     assert set(outcomes.values()) == {"passed", "skipped"}
@@ -66,7 +82,7 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     assert names[0] == "test_nothing_of_the_core_is_done_without"
     float32 = "test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32[tokenswift]"
     assert outcomes[float32] == "passed"
-    assert names.index(float32) < names.index("test_every_method_writes_the_text_of_plain_decoding_in_bfloat16")
+    assert names.index(float32) > names.index("test_every_method_writes_the_text_of_plain_decoding_in_bfloat16")
 
     # steps are a real text's: n-grams are found, and as much is accepted as was asked for
     rows = [figure for figure in content["figures"] if figure["table"] == "steps"]

@@ -36,8 +36,8 @@ from tests.helpers import tokens_of
 from tswift import custom_generate
 from tswift.cli import main
 from tswift.decoding.drafter import Step
-from tswift.decoding.params import SamplingParams, warp
 from tswift.errors import InputError
+from tswift.sampling.parameters import SamplingParams, warp
 
 KINDS = ("Llama, GQA", "Qwen2.5", "Gemma 3 (windows)")
 PROMPT = "The ship had lain three days becalmed,"

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FILTER = {
-    "src/tswift/decoding/params.py": [
+    "src/tswift/sampling/parameters.py": [
         (
             "    eta: float = option(",
             '    floor: float = option(0.0, "Drop logits below it.", panel=_PANEL, off=0.0, least=0, most=99)\n'
@@ -36,7 +36,7 @@ METHOD = {
     "src/tswift/drafting/methods.py": [('    "ar": ar,\n', '    "ar": ar,\n    "twice": reuse,\n')],
 }
 METRIC = {
-    "src/tswift/decoding/loop.py": [
+    "src/tswift/decoding/stats.py": [
         (
             "    @property\n    def alpha(",
             "    @property\n    def nodes_per_step(self) -> float:\n        return self.nodes / max(self.passes, 1)\n\n"

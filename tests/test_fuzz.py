@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import make_measurement
 from tests.fuzzing import damage, fuzzed, json_damage, other_values
-from tswift.benchmarking.gate import load_measurement
-from tswift.benchmarking.report import encode
+from tswift.benchmarking.record import encode, load_measurement
 from tswift.errors import InputError
 from tswift.jobs.config import read_prompt
 from tswift.jobs.folder import read_tokens
+from tswift.loading import load
 from tswift.models.checkpoint import read_config, stored_tensors
-from tswift.models.heads import load_heads
-from tswift.models.load import load
+from tswift.speculators.heads import load_heads
 
 CPU = torch.device("cpu")
 

@@ -17,14 +17,14 @@ from tests.attention.oracle import by, case, dense, error, odd_nodes, tree_of
 from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.sdpa import AttentionSpec, Layout
 from tswift.decoding.audit import audit
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import noise_bits
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.engine import begin
+from tswift.engine import Request, begin
+from tswift.forward.target import Target
 from tswift.jobs.config import read_prompt
-from tswift.models.load import LoadedModel
-from tswift.models.target import Target
+from tswift.loading import LoadedModel
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import noise_bits
 
 CUDA = torch.cuda.is_available()
 DRY = os.environ.get("GPU_DRY") == "1" and not CUDA
@@ -48,13 +48,13 @@ def demo_prompt(model: LoadedModel) -> list[int]:
 
 
 def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
-    return tokens_of(list(begin(model, demo_prompt(model), length, method=method, seed=seed).steps()))[:length]
+    return tokens_of(list(begin(model, Request(demo_prompt(model), length, method=method, seed=seed)).steps()))[:length]
 
 
 def core_missing(model: LoadedModel) -> str:
     """What of the core is done without: decoding is right then, too, but slow."""
-    made = (model.attention, model.layers, model.target.graphs)
-    return "" if made == ("triton", "compiled", None) else str(made)
+    made = (model.attention, model.layers, model.target.graph_fault)
+    return "" if made == ("triton", "fused", None) else str(made)
 
 
 @cuda_only
@@ -63,6 +63,34 @@ def test_nothing_of_the_core_is_done_without() -> None:
     twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]  # the first one's graphs are gone by the second
     assert twice[0] == twice[1]
     assert not core_missing(model)
+
+
+@cuda_only
+def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
+    """Random weights in the shape of Llama 3.1 8B: its layers, kernels and widths are those of the real one."""
+    model = tswift.load("shape:llama3.1-8b", device=DEVICE)
+    assert "exact" not in model.target.fallbacks
+    prompt = random_prompt(1000)
+    texts = [
+        tokens_of(list(begin(model, Request(prompt, TEXT, method=name, seed=1)).steps()))
+        for name in ("ar", "medusa", "tokenswift")
+    ]
+    assert texts[1:] == texts[:1] * 2
+
+
+@cuda_only
+def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
+    """Passes have one width, so nothing rounds otherwise; and the audit sees through another seed's text."""
+    model = bundled("bfloat16")
+    assert not core_missing(model)
+    assert "exact" not in model.target.fallbacks
+    plain = demo_text(model, "ar", TEXT)
+    other = [name for name, method in METHODS.items() if not method.draft and name != "ar-reference"]
+    differ = [name for name in other if demo_text(model, name, TEXT) != plain]
+    assert not differ
+    prompt, params = demo_prompt(model), SamplingParams(banned=model.eos_ids)  # as `begin` has them
+    assert audit(model.target, prompt, plain, params, 1).exact == TEXT
+    assert not audit(model.target, prompt, demo_text(model, "ar", TEXT, seed=2), params, 1).ok
 
 
 @pytest.mark.parametrize("method", SOME[1:])
@@ -126,6 +154,7 @@ def error_of(backend, shape: tuple[int, int, int], prefix: int, nodes: int, dtyp
 
 @cuda_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
 def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
     """Captured at one length, replayed at others; storing the new keys and values is part of the graph."""
     nodes, capacity = 41, 30_100
@@ -157,34 +186,6 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
             scale,
         )
         assert error(out, exact) < TRITON_TOLERANCE[dtype]
-
-
-@cuda_only
-def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
-    """Passes have one width, so nothing rounds otherwise; and the audit sees through another seed's text."""
-    model = bundled("bfloat16")
-    assert not core_missing(model)
-    assert model.inexact is None
-    plain = demo_text(model, "ar", TEXT)
-    other = [name for name, method in METHODS.items() if not method.draft and name != "ar-reference"]
-    differ = [name for name in other if demo_text(model, name, TEXT) != plain]
-    assert not differ
-    prompt, params = demo_prompt(model), SamplingParams(banned=model.eos_ids)  # as `begin` has them
-    assert audit(model.target, prompt, plain, params, 1).exact == TEXT
-    assert not audit(model.target, prompt, demo_text(model, "ar", TEXT, seed=2), params, 1).ok
-
-
-@cuda_only
-def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
-    """Random weights in the shape of Llama 3.1 8B: its layers, kernels and widths are those of the real one."""
-    model = tswift.load("shape:llama3.1-8b", device=DEVICE)
-    assert model.inexact is None
-    prompt = random_prompt(1000)
-    texts = [
-        tokens_of(list(begin(model, prompt, TEXT, method=name, seed=1).steps()))
-        for name in ("ar", "medusa", "tokenswift")
-    ]
-    assert texts[1:] == texts[:1] * 2
 
 
 def test_the_noise_has_the_same_bits_everywhere() -> None:

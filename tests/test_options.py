@@ -8,12 +8,23 @@ import pytest
 
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import AuditConfig, RunConfig
 from tswift.models.config import ModelConfig
-from tswift.options import check_options, described, option, option_of, options_of, parse_numbers
+from tswift.options import (
+    changed,
+    check_options,
+    described,
+    given_names,
+    given_options,
+    option,
+    option_of,
+    options_of,
+    parse_numbers,
+    part,
+)
+from tswift.sampling.parameters import SamplingParams
 
 KINDS = (SamplingParams, DraftOptions, ModelConfig, RunConfig, AuditConfig, CompareConfig, BenchOptions, Plan)
 
@@ -106,3 +117,25 @@ def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
     assert as_typed(caught.value, ["generate"]) == "--gamma: cannot be given together with --tree"
     # and by the command's own name for it
     assert as_typed(InputError("is `seed`", "length"), ["generate"]) == "--len: is --seed"
+
+
+@dataclass(frozen=True)
+class Whole:
+    example: Example = part(Example)
+    more: int = option(0, "More.")
+    given: frozenset[str] = given_names()
+
+
+def test_options_of_parts_go_by_their_names() -> None:
+    made = changed(Whole(), {"count": 5, "more": 0})
+    assert (made.example, made.more, made.given) == (Example(count=5), 0, {"count", "more"})
+    other = changed(made, {"share": 0.25, "more": 2})
+    assert (other.example, other.more, other.given) == (Example(count=5, share=0.25), 2, {"count", "share", "more"})
+    with pytest.raises(InputError, match=r"^count: must be between 1 and 9, got 10"):
+        changed(made, {"count": 10})
+
+
+def test_what_was_given_counts_although_it_is_the_default() -> None:
+    made = changed(Whole(), {"count": 3, "share": 0.25})
+    assert given_options(made.example, made.given) == {"count": 3, "share": 0.25}
+    assert given_options(made.example) == {"share": 0.25}

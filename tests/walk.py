@@ -16,7 +16,8 @@ import tswift
 from tswift.cli import main
 
 ROOT = Path(tswift.__file__).parent
-OPTIONAL = ("triton", "flash", "plots")  # modules that need packages which may be missing
+# modules that need packages which may be missing
+OPTIONAL = ("triton", "sampler_triton", "layer_kernels", "flash", "plots")
 
 
 def walk(words: list[str]) -> list[str]:

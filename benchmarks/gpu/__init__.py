@@ -17,7 +17,9 @@ FIGURES = "figures.jsonl"
 LEAST = 10.0  # seconds; with less left no section is begun
 GRACE = 15.0  # seconds beyond its time after which a section is killed
 # In order of value, with the most seconds that each may take.
+FIRST = "first contact"
 SECTIONS = {
+    FIRST: 240.0,
     "equality": 170.0,
     "probe": 120.0,
     "passes": 60.0,
@@ -25,6 +27,17 @@ SECTIONS = {
     "simulated": 75.0,
     "shapes": 90.0,
     "generate": 45.0,
+}
+# Of first contact: the most seconds of each probe, and how many processes ask it, each with empty caches. The first one
+# tells most, and is over within 90 seconds.
+PROBES = {
+    "model": (90.0, 1),
+    "setitem": (20.0, 1),
+    "poison": (20.0, 1),
+    "inference": (20.0, 1),
+    "commit": (20.0, 1),
+    "products": (30.0, 1),
+    "bits": (60.0, 3),
 }
 
 

@@ -17,15 +17,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 from xml.etree import ElementTree
 
 from benchmarks import tables
-from benchmarks.gpu import FIGURES, GRACE, LEAST, SECTIONS, note
+from benchmarks.gpu import FIGURES, FIRST, GRACE, LEAST, PROBES, SECTIONS, note
 
 BEGAN = time.time()
 LARGEST = 16 << 20  # bytes of a file that a borrowed machine hands back
 _RESERVE = 10.0  # seconds at the end for the last report
+_SAID = "first_contact.txt"  # what the probes of first contact print, tracebacks in full
+
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # of compiled kernels
 
 
 @dataclass
@@ -61,6 +66,8 @@ class Session:
         states = self.states()
         print(f"[{self.deadline - time.time():5.0f} s left] {states}", file=sys.stderr, flush=True)
         content = {**self.about, "dry": self.dry, "sections": states, "figures": self.figures()}
+        if (self.work / _SAID).exists():
+            shutil.copy(self.work / _SAID, self.out / _SAID)
         for name, text in (("gpu.json", json.dumps(content, indent=0)), ("gpu.md", markdown(content))):
             (self.work / name).write_text(text)
             shutil.copy(self.work / name, self.out / name)
@@ -128,8 +135,8 @@ def targets(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def environment(session: Session) -> dict[str, str]:
     """Of all processes: offline, caches within the folder, kernels interpreted in a dry run."""
     folder = session.work.resolve()
-    own = {"HF_HUB_OFFLINE": "1", "GPU_FOLDER": str(folder)}
-    own |= {f"{name}_CACHE_DIR": str(folder / "cache" / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
+    own = {"HF_HUB_OFFLINE": "1", "GPU_FOLDER": str(folder), "TSWIFT_TRACEBACK": "1"}
+    own |= {name: str(folder / "cache" / name.partition("_")[0].lower()) for name in CACHES}
     dry = {"GPU_DRY": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if session.dry else {}
     return {**os.environ, **own, **dry}
 
@@ -152,6 +159,43 @@ def run_tests(session: Session, log: IO[bytes]) -> None:
         passed |= outcome == "passed"
     ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short", 124: "cut short"}
     session.end("equality", ends.get(code, f"failed: pytest ended with {code}"))
+
+
+def run_probes(session: Session) -> str:
+    """Run every probe of first contact in processes of its own, and report after each; returns how the section ended.
+
+    A failed capture may spoil a process.
+    """
+    until, failed = time.time() + min(SECTIONS[FIRST], session.left()), []
+    for name, (seconds, processes) in PROBES.items():
+        for _ in range(processes):
+            limit = min(seconds, until - time.time())
+            if limit < 1:
+                return f"cut short before {name}"
+            outcome = _run_probe(session, name, limit, empty=processes > 1)
+            if outcome != "done":
+                failed.append(f"{name} {outcome}")
+            session.report()
+    return f"failed: {'; '.join(failed)}" if failed else "done"
+
+
+def _run_probe(session: Session, name: str, limit: float, empty: bool) -> str:
+    """Run one probe, perhaps with empty caches of compiled kernels; what it says is in a file at once."""
+    line = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.first_contact", "--folder", str(session.work)]
+    line += [*(["--dry"] if session.dry else []), name]
+    started = time.time()
+    with (session.work / _SAID).open("a") as file, TemporaryDirectory() as folder:
+        print(f"== {name}", file=file, flush=True)
+        own = dict.fromkeys(CACHES, folder) if empty else {}
+        env = {**environment(session), **own}
+        try:
+            code = subprocess.run(line, stdout=file, stderr=file, env=env, timeout=limit, check=False).returncode
+            outcome = "done" if code == 0 else f"ended with {code}"
+        except subprocess.TimeoutExpired:
+            outcome = f"had no end after {limit:.0f} s"
+        print(f"-- {outcome}, {time.time() - started:.0f} s", file=file, flush=True)
+    note(session.work, FIRST, "probes", probe=name, outcome=outcome, seconds=time.time() - started)
+    return outcome
 
 
 def command(session: Session, sections: Sequence[str]) -> list[str]:
@@ -189,6 +233,8 @@ def run_sections(session: Session, sections: Sequence[str]) -> None:
         while waiting := [name for name in sections if name not in session.states()]:
             if session.left() < LEAST + GRACE:
                 session.end(waiting[0], "left out: no time")
+            elif waiting[0] == FIRST:
+                session.end(FIRST, run_probes(session))
             elif waiting[0] == "equality":
                 run_tests(session, log)
             else:
@@ -220,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tarfile.open(args.cache) as tar:
             tar.extractall(session.work, filter="data")
     (session.work / FIGURES).write_text("")
+    (session.work / _SAID).unlink(missing_ok=True)
     run_sections(session, [name for name in SECTIONS if name in names])
     print((session.out / "gpu.md").read_text())
     return 1 if any(state.startswith(("failed", "killed")) for state in session.states().values()) else 0

@@ -27,11 +27,11 @@ from benchmarks.gpu import SECTIONS as SECONDS
 from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, interleaved, noisy
 from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
-from tswift.decoding.params import SamplingParams
+from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
-from tswift.kv import FullKV, PartialKV
 from tswift.models.devices import available_bytes, environment
 from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
+from tswift.sampling.parameters import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 _ROOM = 4e9  # bytes left free beside the caches
@@ -73,7 +73,7 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
         with patch.object(target, "width", None if kv is loose else target.width):  # as with --no-exact
             target.prepare(kv, limit)
     target.synchronize()
-    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graphs)
+    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graph_fault)
     shape = shape_of(target.model, target.dtype.itemsize)
     for context in contexts:
         if run.late():
@@ -213,6 +213,8 @@ def main() -> int:
             traceback.print_exc()
             state = f"failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
         run.note("ended", seconds=time.time() - started, state=state)
+        if run.spoiled:  # a new process goes on
+            return 1
         try:
             run.tidy()
         except RuntimeError:  # after an illegal access every call fails: a new process goes on

@@ -17,12 +17,12 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.run import Run, at_context, covered, interleaved, kernels, noisy, replayed
 from tswift.attention.sdpa import Layout
-from tswift.decoding.drafter import DraftTree
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.kv import FullKV, KVBuffer
+from tswift.caches import FullKV, KVBuffer
+from tswift.decoding.tree import DraftTree
+from tswift.forward.target import Target
 from tswift.models.shapes import PREFIX, shape_config
-from tswift.models.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 
 _NAMED = 14  # kernels listed by name
 _PROFILED = 10  # steps whose kernels are recorded

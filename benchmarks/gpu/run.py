@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 from benchmarks.gpu import note
 from tswift.benchmarking.roofline import Machine
 from tswift.benchmarking.run import SimulatedWalk
+from tswift.caches import FullKV, KVBuffer
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Generation, begin
-from tswift.kv import FullKV, KVBuffer
-from tswift.models.load import LoadedModel, load
-from tswift.models.passes import Forwarded
+from tswift.engine import Generation, Request, begin
+from tswift.forward.passes import Forwarded
+from tswift.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX, SHAPES
 
 Key = TypeVar("Key")
@@ -105,7 +105,7 @@ class Run:
             started = time.perf_counter()
             self._model = model = load(PREFIX + name, device=str(self.device))
             if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
-                from tests.models.test_passes import LengthOnDevice
+                from tests.forward.test_passes import LengthOnDevice
 
                 model.target._attention = LengthOnDevice
             rows = model.target.model.get_output_embeddings().weight[: _words(model)]
@@ -113,9 +113,15 @@ class Run:
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             model.target.synchronize()
             about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact", "heads")}
-            about |= {"inexact": model.inexact, "graphs": model.target.graphs}
+            about |= {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.graph_fault}
             self.note("loaded", **about, seconds=time.perf_counter() - started)
         return self._model
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether a capture has failed, after which nothing in this process can be relied on."""
+        graphs = self._model.target._graphs if self._model else None
+        return graphs is not None and graphs.spoiled
 
     def drop_model(self) -> None:
         """Let go of the model."""
@@ -139,13 +145,15 @@ def at_context(
     """
     ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
-    decode = begin(model, ids, length, method=method, options=DraftOptions(nodes=nodes), walk=walk, **settings)
+    decode = begin(
+        model, Request(ids, length, method=method, options=DraftOptions(nodes=nodes), **settings), accept=walk
+    )
     forward = model.target.chunks
 
-    def chunks(tokens: Sequence[int], kv: FullKV) -> Iterator[Forwarded]:
+    def chunks(tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
         noisy(kv)
         kv.length = max(0, len(tokens) - _FORWARDED)
-        yield from forward(tokens[kv.length :], kv)
+        yield from forward(tokens[kv.length :], kv, prompt)
 
     with patch.object(model.target, "chunks", chunks):
         decode.decoding.prefill()
@@ -198,6 +206,7 @@ def interleaved(
     }
 
 
+@torch.inference_mode()
 def replayed(run: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of a run on the device, replayed as a CUDA graph so that no launch shows."""
     if device.type != "cuda":

@@ -4,7 +4,7 @@ import tswift
 
 model = tswift.load()
 steps = tswift.generate(model, "The ship had lain three days becalmed,", 200, seed=1)
-print(model.tokenizer.decode([token for step in steps for token in step.tokens]))
+print("".join(step.text for step in steps))
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tswift.decoding.drafter import Step
-    from tswift.decoding.params import SamplingParams
     from tswift.drafting.options import DraftOptions
     from tswift.engine import generate
-    from tswift.errors import Fault, InputError
-    from tswift.models.load import load
+    from tswift.errors import DecodeError, InputError
+    from tswift.loading import load
+    from tswift.sampling.parameters import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["DraftOptions", "Fault", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
+__all__ = ["DecodeError", "DraftOptions", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
 
 _HOMES = {
-    "load": "tswift.models.load",
+    "load": "tswift.loading",
     "generate": "tswift.engine",
-    "SamplingParams": "tswift.decoding.params",
+    "SamplingParams": "tswift.sampling.parameters",
     "DraftOptions": "tswift.drafting.options",
     "Step": "tswift.decoding.drafter",
     "InputError": "tswift.errors",
-    "Fault": "tswift.errors",
+    "DecodeError": "tswift.errors",
 }
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from tswift.decoding.params import SamplingParams
-from tswift.engine import Generation, begin
+from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, renamed
-from tswift.models.load import LoadedModel, adopt
+from tswift.loading import LoadedModel, adopt
+from tswift.sampling.parameters import SamplingParams
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "eta_cutoff", "repetition_penalty")
 _ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id")
@@ -70,7 +70,7 @@ def generate(
 
     Raises:
         InputError: something that is not served exactly, by its name in transformers.
-        Fault: something broke while decoding.
+        DecodeError: something broke while decoding.
     """
     config, given = model._prepare_generation_config(generation_config, **others)
     _refuse_fields(config)
@@ -90,7 +90,7 @@ def generate(
         loaded, turn = _adopted(model)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if config.do_sample else 0
         loaded = replace(loaded, eos_ids=_ends(config))
-        run = begin(loaded, prompt, length, method=tswift_method, params=params, seed=seed, stop_at_eos=True)
+        run = begin(loaded, Request(prompt, length, method=tswift_method, params=params, seed=seed, stop_at_eos=True))
     except InputError as error:
         raise renamed(error, {**_NAMES, "length": limit}) from None
     if streamer is not None:

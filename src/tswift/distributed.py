@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from tswift.errors import Fault, InputError
+from tswift.errors import DecodeError, InputError
 
 RANKS = "nproc_per_node"  # option of torchrun
 _DECODING = timedelta(hours=2)  # large weights take long to read, and a prompt may come from a pipe
@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
 
-class Gone(Fault):
+class Gone(DecodeError):
     """Another rank has died. It said why itself, or torchrun does."""
 
 
@@ -92,7 +92,7 @@ class Dist:
 
         Raises:
             InputError: as on the first rank that failed.
-            Fault: likewise.
+            DecodeError: likewise.
         """
         own: Exception | None = None
         try:
@@ -108,7 +108,7 @@ class Dist:
             raise own
         for rank, theirs in enumerate(errors):
             if theirs is not None:
-                raise InputError(*theirs) if isinstance(theirs, tuple) else Fault(f"rank {rank}: {theirs}")
+                raise InputError(*theirs) if isinstance(theirs, tuple) else DecodeError(f"rank {rank}: {theirs}")
 
     def report(self) -> None:
         """Let the others know that this rank prints what went wrong."""

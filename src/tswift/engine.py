@@ -11,25 +11,29 @@ from typing import Any
 import torch
 
 from tswift.attention.backends import partials_bytes
-from tswift.decoding.costs import costs_of, measure
+from tswift.caches import POLICIES
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
-from tswift.decoding.loop import Decoding, agree, lockstep
-from tswift.decoding.params import MOST_TOP, SamplingParams
+from tswift.decoding.lockstep import agree, lockstep
+from tswift.decoding.loop import Decoding
 from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
+from tswift.drafting.costs import costs_of, measure
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import cache_slots, make_drafter, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
-from tswift.errors import InputError
-from tswift.kv import POLICIES
+from tswift.errors import InputError, suggesting_names
+from tswift.forward.passes import NOMINAL
+from tswift.forward.program import CHUNK
+from tswift.forward.target import Target
+from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
+from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.models.load import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
-from tswift.models.passes import NOMINAL
-from tswift.models.target import CHUNK, Target
+from tswift.sampling.parameters import MAX_TOP, SamplingParams
 
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
+_KNOWN = 64  # tokens before a step that its text may depend on
 _ROWS = 3  # of float64 for each node of a pass: logits, filtered logits, noise
 
 
@@ -74,19 +78,26 @@ class MemoryEstimate:
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts if count)
 
 
-def check(
-    target: Target,
-    prompt: int,
-    length: int,
-    method: str,
-    options: DraftOptions,
-    option: str | None = "length",
-    draft: Target | None = None,
-) -> MemoryEstimate:
-    """Memory that a decode of ``length`` tokens after ``prompt`` tokens needs with a loaded model.
+@dataclass(frozen=True)
+class Demand:
+    """What of a decode says how much memory it needs."""
+
+    prompt: int  # tokens, at least
+    length: int  # new tokens
+    method: str
+    options: DraftOptions
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of its passes, at most."""
+        return self.options.nodes or (self.options.gamma or 0) + 1
+
+
+def check(target: Target, demand: Demand, option: str | None = "length", draft: Target | None = None) -> MemoryEstimate:
+    """Memory that a decode needs with a loaded model.
 
     Args:
-        options: resolved ones.
+        demand: with resolved options.
         option: what the user gave the length with, for the error.
         draft: the draft model, if there is one.
 
@@ -94,22 +105,13 @@ def check(
         InputError: more than the positions of the model or of its draft model, or than the free memory of its device;
             or there is no draft model, and the method needs one.
     """
-    if find_method(method).draft and draft is None:
-        raise InputError(f"{method} drafts with a smaller model, and none is loaded", "draft_model")
-    return _needed(target, draft, prompt, length, method, options, option)
+    if find_method(demand.method).draft and draft is None:
+        raise InputError(f"{demand.method} drafts with a smaller model, and none is loaded", "draft_model")
+    return _needed(target, draft, demand, option)
 
 
 def preflight(
-    model: str,
-    prompt: int,
-    length: int,
-    method: str,
-    options: DraftOptions,
-    *,
-    draft_model: str | None = None,
-    option: str = "length",
-    params: SamplingParams = _PARAMS,
-    **how: Any,
+    config: ModelConfig, demand: Demand, *, option: str = "length", params: SamplingParams = _PARAMS
 ) -> MemoryEstimate:
     """Memory that a decode needs at least, weights included: as :func:`check`, before anything is loaded.
 
@@ -117,9 +119,8 @@ def preflight(
     :func:`check`; what it refuses cannot be done.
 
     Args:
-        prompt: number of tokens, at least.
-        options: as asked for, not resolved.
-        model, draft_model, how: as for :func:`tswift.load`. A draft model that the method does not need is not read.
+        config: what is to be loaded. A draft model that the method does not need is not read.
+        demand: with options as asked for, not resolved.
         option: what the user gave the length with, for the error.
         params: sampling parameters, whose token ids are to be the model's.
 
@@ -127,34 +128,36 @@ def preflight(
         InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
             options that do not fit.
     """
-    spec, kind, draft = inspect_model(model, **how), find_method(method), None
+    spec = inspect_model(config)
+    kind = find_method(demand.method)
     _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
     if spec.heads is not None or not kind.needs_heads:
-        options = resolve(method, spec, spec.heads, options)
-    if draft_model is not None and (kind.draft or kind.may_draft):
-        draft = inspect_draft_model(str(draft_model), spec, how.get("attention", "auto"))
-    return _needed(spec, draft, prompt, length, method, options, option)
+        demand = replace(demand, options=resolve(demand.method, spec, spec.heads, demand.options))
+    draft = None
+    if config.draft_model is not None and (kind.draft or kind.may_draft):
+        draft = inspect_draft_model(config.draft_model, spec, config.attention)
+    return _needed(spec, draft, demand, option)
 
 
 def _needed(
-    model: Target | ModelSpec,
-    draft: Target | ModelSpec | None,
-    prompt: int,
-    length: int,
-    method: str,
-    options: DraftOptions,
-    option: str | None,
+    model: Target | ModelSpec, draft: Target | ModelSpec | None, demand: Demand, option: str | None
 ) -> MemoryEstimate:
     """Memory that a decode needs, of a model that is not loaded its weights included; more than there is is refused."""
-    kind, positions, ahead = find_method(method), prompt + length, isinstance(model, ModelSpec)
+    kind = find_method(demand.method)
+    options = demand.options
+    nodes = demand.nodes
+    positions = demand.prompt + demand.length
     draft = draft if kind.draft or kind.may_draft else None
-    needed = f"{'at least ' * ahead}{prompt:,} prompt tokens and {length:,} new ones need {positions:,} positions"
+    least = "at least " if isinstance(model, ModelSpec) else ""
+    texts = f"{least}{demand.prompt:,} prompt tokens and {demand.length:,} new ones"
+    needed = f"{texts} need {positions:,} positions"
     if positions > model.max_positions:
         raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
     if draft is not None and positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
-    network, nodes, token_bytes = model.network_spec, _nodes(options), model.kv_shape.bytes_per_token
-    partial, small, window = cache_slots(method, options, positions, network)
+    network = model.speculator_spec
+    token_bytes = model.kv_shape.bytes_per_token
+    partial, small, window = cache_slots(kind, options, positions, network)
     draft_kv_bytes = 0 if draft is None else small * draft.kv_shape.bytes_per_token
     if network is not None:
         draft_kv_bytes += window * network.kv_shape(model.dtype, model.device).bytes_per_token
@@ -167,14 +170,13 @@ def _needed(
         logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
     )
     if model.device.type == "cuda":
-        workspace = _workspace(estimate, model, prompt, length, method, options)
-        estimate = replace(estimate, workspace_bytes=workspace)
+        estimate = replace(estimate, workspace_bytes=_workspace(estimate, model, demand))
     if isinstance(model, ModelSpec):
         estimate = replace(
             estimate,
             weight_bytes=model.weight_bytes,
             heads_bytes=model.heads_bytes,
-            draft_bytes=model.network_bytes + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
+            draft_bytes=model.speculator_bytes + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
             copy_bytes=model.copy_bytes,
         )
     _refuse_memory(estimate, model.device, option)
@@ -187,32 +189,28 @@ def _refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
             raise InputError(f"has token ids outside the model's vocabulary of {vocab_size:,}", name)
 
 
-def _nodes(options: DraftOptions) -> int:
-    return options.nodes or (options.gamma or 0) + 1
-
-
-def _workspace(
-    estimate: MemoryEstimate, model: Target | ModelSpec, prompt: int, length: int, method: str, options: DraftOptions
-) -> int:
+def _workspace(estimate: MemoryEstimate, model: Target | ModelSpec, demand: Demand) -> int:
     """Bytes of temporary results on CUDA: those of which an 8B model at 100,000 tokens has at least 40 MB.
 
     Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention (44 MB for 128 rows,
     more for a long prompt's chunks), and what a selection copies of the keys, then of the values (268 MB for 4,096
     tokens). Less are outputs of graphs (30 MB), the table of n-grams (16 MB), and the state of a step (1 MB).
     """
-    nodes, token_bytes, whole = _nodes(options), model.kv_shape.bytes_per_token, max(0, prompt - 1) // CHUNK
-    queries, shape = min(2, whole) * CHUNK * token_bytes // 2 * model.groups, model.kv_shape
+    shape = model.kv_shape
+    options = demand.options
+    whole = max(0, demand.prompt - 1) // CHUNK
+    queries = min(2, whole) * CHUNK * shape.bytes_per_token // 2 * model.groups
     partials = partial(partials_bytes, model.attention, (shape.heads, model.groups), shape.head_dim)
     prefill = queries + (partials(whole * CHUNK, CHUNK) if whole else 0)
-    step = partials(estimate.positions + nodes, nodes)
+    step = partials(estimate.positions + demand.nodes, demand.nodes)
     if estimate.partial_bytes:
-        chosen = find_method(method)
+        chosen = find_method(demand.method)
         budget = options.budget or chosen.budget
         policy = POLICIES[(options.kv or chosen.kv[0]) if "kv" in chosen.uses else "retrieval"]
-        selection = budget * token_bytes // 2
-        if prompt > budget:
+        selection = budget * shape.bytes_per_token // 2
+        if demand.prompt > budget:
             prefill = max(prefill, selection)
-        if policy.renews and length > budget:  # once more, beside the graphs
+        if policy.renews and demand.length > budget:  # once more, beside the graphs
             step += selection
     return max(step, prefill - estimate.logits_bytes, 0)  # there are no logits while the prompt is read
 
@@ -229,6 +227,75 @@ def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str |
     option = "model" if estimate.loaded_bytes > free else option
     needed = f"{estimate} = {gigabytes(estimate.total_bytes)}"
     raise InputError(f"{needed}, {device.type} has {gigabytes(free)} free", option)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be decoded, and how; :func:`generate` explains the fields.
+
+    Raises:
+        InputError: a value of another type, named.
+    """
+
+    prompt: Sequence[int]  # token ids
+    length: int
+    method: str = "auto"
+    params: SamplingParams = _PARAMS
+    seed: int = 0
+    options: DraftOptions = _OPTIONS
+    stop_at_eos: bool = False
+    written: Sequence[int] = ()
+    stop: str | Sequence[str] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop_at_eos, bool):
+            raise InputError(f"must be True or False, got {self.stop_at_eos!r:.60}", "stop_at_eos")
+        for name, fine, expected in (
+            ("prompt", _are_ids(self.prompt), "a text or token ids"),
+            ("length", isinstance(self.length, Integral), "an integer"),
+            ("method", isinstance(self.method, str), "a name"),
+            ("seed", isinstance(self.seed, Integral), "an integer"),
+            ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
+            ("options", isinstance(self.options, DraftOptions), "DraftOptions"),
+            ("written", _are_ids(self.written), "token ids"),
+            ("logprobs", self.logprobs is None or isinstance(self.logprobs, Integral), "an integer"),
+        ):
+            value = getattr(self, name)
+            if not fine or isinstance(value, bool):
+                raise InputError(f"must be {expected}, got {value!r:.60}", name)
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse what a model with such a vocabulary cannot decode: an empty prompt, no tokens to generate, ids."""
+        if self.length <= len(self.written):
+            so_far = f", as {len(self.written):,} tokens are there already" if self.written else ""
+            raise InputError(f"must be at least {len(self.written) + 1:,}, got {self.length:,}{so_far}", "length")
+        if not self.prompt:
+            raise InputError("has no tokens", "prompt")
+        named = {"banned": self.params.banned, "logit_bias": self.params.logit_bias}
+        _refuse_ids(vocab_size, prompt=self.prompt, written=self.written, **named)
+        most = min(MAX_TOP, vocab_size)
+        if self.logprobs is not None and not 0 <= self.logprobs <= most:
+            raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
+
+    def text(self, tokenizer: Any) -> TextStream | None:
+        """The text so far, in which stop strings are looked for; None without any."""
+        strings = check_stop(self.stop)
+        if not strings:
+            return None
+        text = TextStream(tokenizer, strings)
+        text.add(self.written)
+        if text.stopped is not None:
+            raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
+        return text
+
+    def demand(self, options: DraftOptions) -> Demand:
+        """What says how much memory it needs, with its options resolved."""
+        return Demand(len(self.prompt), self.length, self.method, options)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(token, Integral) for token in value)
 
 
 @dataclass(frozen=True)
@@ -257,79 +324,59 @@ def ending(params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool) ->
     return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), ()
 
 
-def begin(
-    model: LoadedModel,
-    prompt: Sequence[int],
-    length: int,
-    *,
-    method: str = "auto",
-    params: SamplingParams = _PARAMS,
-    seed: int = 0,
-    options: DraftOptions = _OPTIONS,
-    stop_at_eos: bool = False,
-    written: Sequence[int] = (),
-    stop: str | Sequence[str] = (),
-    logprobs: int | None = None,
-    walk: Callable[[int], AcceptFn] | None = None,
-) -> Generation:
-    """Check the arguments of :func:`generate`, and allocate the caches.
+def begin(model: LoadedModel, request: Request, accept: Callable[[int], AcceptFn] | None = None) -> Generation:
+    """Check a request, and allocate the caches.
 
     Where ranks hold the model together, all of them have to call this, and what rank 0 asks for counts.
 
     Args:
-        walk: makes a walk for :class:`Decoding` from the maximum tokens drafted along a path.
+        accept: makes an ``accept`` for :class:`Decoding` from the maximum tokens drafted along a path.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method, options that do not
             fit the model, or more positions or memory than there are; on any rank.
     """
     ranks = model.ranks
-    prompt, length, method, params, seed, options, stop_at_eos, written, stop, logprobs = ranks.share(
-        (prompt, length, method, params, seed, options, stop_at_eos, written, stop, logprobs)
-    )
+    request = ranks.share(request)
     with ranks.fail_together():
-        if length <= len(written):
-            so_far = f", as {len(written):,} tokens are there already" if written else ""
-            raise InputError(f"must be at least {len(written) + 1:,}, got {length:,}{so_far}", "length")
-        if not prompt:
-            raise InputError("has no tokens", "prompt")
-        named = {"banned": params.banned, "logit_bias": params.logit_bias}
-        _refuse_ids(model.target.vocab_size, prompt=prompt, written=written, **named)
-        most = min(MOST_TOP, model.target.vocab_size)
-        if logprobs is not None and not 0 <= logprobs <= most:
-            raise InputError(f"must be between 0 and {most}, got {logprobs}", "logprobs")
-        strings = check_stop(stop)
-        text = TextStream(model.tokenizer, strings) if strings else None
-        if text is not None:
-            text.add(written)
-            if text.stopped is not None:
-                raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
-        params, eos_ids = ending(params, model.eos_ids, stop_at_eos)
+        request.check(model.target.vocab_size)
+        text = request.text(model.tokenizer)
+        params, eos_ids = ending(request.params, model.eos_ids, request.stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
-        target = model.target.reference() if find_method(method).reference else model.target
-        resolved = resolve(method, target, model.heads, options)
-        need = check(target, len(prompt), length, method, resolved, draft=model.draft)
+        method = find_method(request.method)
+        target = model.target.reference() if method.reference else model.target
+        resolved = resolve(request.method, target, model.heads, request.options)
+        need = check(target, request.demand(resolved), draft=model.draft)
     costs, draft_costs, drafting = NOMINAL, None, resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
-        if model.drafting is not None and find_method(method).partial:
+        if model.drafting is not None and method.partial:
             draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:  # by all ranks together, which must decide alike: their clocks differ
         drafting = replace(resolved, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
-        positions, copy = len(prompt) + length, (model.drafting, draft_costs)
-        drafter = make_drafter(method, target, model.heads, drafting, model.draft, positions, costs, *copy)
+        copy = (model.drafting, draft_costs)
+        drafter = make_drafter(request.method, target, model.heads, drafting, model.draft, need.positions, costs, *copy)
         if ranks.count > 1:
             agree(drafter, ranks)
         decoding = Decoding(
-            target, prompt, params, seed, drafter, length, walk and walk(drafter.depth), written, logprobs
+            target,
+            request.prompt,
+            params,
+            request.seed,
+            drafter,
+            request.length,
+            accept and accept(drafter.depth),
+            request.written,
+            request.logprobs,
         )
     return Generation(decoding, drafter.depth, eos_ids, params, resolved, need, ranks, text)
 
 
+@suggesting_names
 def generate(
     model: LoadedModel,
     prompt: str | Sequence[int],
@@ -360,7 +407,7 @@ def generate(
         stop: strings that end the text. The last token is the one that completes the first of them; see
             :class:`tswift.decoding.text.TextStream` for the text up to there.
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones (0 to 20):
-            ``Step.logprobs``, see :func:`tswift.decoding.sampling.row_type`.
+            ``Step.logprobs``, see :func:`tswift.sampling.rule.row_type`.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked
@@ -369,54 +416,34 @@ def generate(
     Raises:
         InputError: a wrong argument, named: as :func:`begin`, or one of another type.
     """
-    _refuse_types(model, prompt, length, method, seed, params, options, stop_at_eos, written, logprobs)
-    if options is not None:
-        refuse_unused([method], options.changed())
-    run = begin(
-        model,
-        model.encode(prompt) if isinstance(prompt, str) else list(prompt),
+    if not isinstance(model, LoadedModel):
+        raise InputError(f"must be what tswift.load returns, got {model!r:.60}", "model")
+    request = Request(
+        model.encode(prompt) if isinstance(prompt, str) else prompt,
         length,
-        method=method,
-        params=params,
-        seed=seed,
-        options=options or _OPTIONS,
-        stop_at_eos=stop_at_eos,
-        written=written,
-        stop=stop,
-        logprobs=logprobs,
+        method,
+        params,
+        seed,
+        _OPTIONS if options is None else options,
+        stop_at_eos,
+        written,
+        stop,
+        logprobs,
     )
-    return run.steps()
+    refuse_unused([method], request.options.changed())
+    run = begin(model, request)
+    if not hasattr(model.tokenizer, "backend_tokenizer"):  # random weights have no texts
+        return run.steps()
+    return _with_text(run, length, written, TextStream(model.tokenizer, check_stop(stop)))
 
 
-def _refuse_types(
-    model: object,
-    prompt: object,
-    length: object,
-    method: object,
-    seed: object,
-    params: object,
-    options: object,
-    stop_at_eos: object,
-    written: object,
-    logprobs: object,
-) -> None:
-    """Refuse arguments of other types, by name."""
-    if not isinstance(stop_at_eos, bool):
-        raise InputError(f"must be True or False, got {stop_at_eos!r:.60}", "stop_at_eos")
-    for name, fine, expected, value in (
-        ("model", isinstance(model, LoadedModel), "what tswift.load returns", model),
-        ("prompt", isinstance(prompt, str) or _are_ids(prompt), "a text or token ids", prompt),
-        ("length", isinstance(length, Integral), "an integer", length),
-        ("method", isinstance(method, str), "a name", method),
-        ("seed", isinstance(seed, Integral), "an integer", seed),
-        ("params", isinstance(params, SamplingParams), "SamplingParams", params),
-        ("options", options is None or isinstance(options, DraftOptions), "DraftOptions", options),
-        ("written", _are_ids(written), "token ids", written),
-        ("logprobs", logprobs is None or isinstance(logprobs, Integral), "an integer", logprobs),
-    ):
-        if not fine or isinstance(value, bool):
-            raise InputError(f"must be {expected}, got {value!r:.60}", name)
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(token, Integral) for token in value)
+def _with_text(run: Generation, length: int, written: Sequence[int], stream: TextStream) -> Iterator[Step]:
+    """The steps of a decode, each with its text; the last one's includes what was held back."""
+    stream.add(written[-_KNOWN:])
+    count = len(written)
+    for step in run.steps():
+        count += len(step.tokens)
+        text = stream.add(step.tokens)
+        if count >= length or step.tokens[-1] in run.stop or stream.stopped is not None:
+            text += stream.finish()  # nothing is to come that could complete it
+        yield replace(step, text=text)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class InputError(ValueError):
@@ -25,7 +32,7 @@ class InputError(ValueError):
         self.message, self.field = message, field
 
 
-class Fault(RuntimeError):
+class DecodeError(RuntimeError):
     """Something broke while a command worked: numbers that are none, memory or disk that ran out, a folder that went.
 
     Args:
@@ -36,6 +43,25 @@ class Fault(RuntimeError):
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
     """The same error, about the parameter that the caller has in the place of the one that it names."""
     return InputError(error.message, fields.get(error.field or "", error.field))
+
+
+TRACEBACK = "TSWIFT_TRACEBACK"  # the environment's variable that asks for tracebacks
+_LONGEST_REASON = 200
+
+
+def cause_of(error: BaseException) -> str:
+    """Why something failed that can be done without, in one line: the error's first, and where in the package it was.
+
+    With ``TSWIFT_TRACEBACK`` set the traceback is printed, too.
+    """
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
+    package = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package in Path(frame.filename).parents]
+    if not frames:
+        return line
+    return f"{line} ({Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})"
 
 
 @contextmanager
@@ -53,6 +79,21 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def suggesting_names(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, whose TypeError for a keyword that it does not have says which one is meant."""
+    names = [*signature(function).parameters]
+
+    @wraps(function)
+    def called(*values: P.args, **named: P.kwargs) -> R:
+        for name in named:
+            if name not in names:
+                message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(message + did_you_mean(name, names))
+        return function(*values, **named)
+
+    return called
+
+
 def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
     """A suggestion for a path that does not exist: what lies beside it, or one of some names if it is a name alone."""
     beside: list[str] = []
@@ -61,25 +102,58 @@ def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
     return did_you_mean(path.name, [*beside, *names] if path.name == str(path) else beside)
 
 
-MOST_RECORD = 64_000_000  # bytes of JSON that tswift itself has written
+def find_path(name: str | os.PathLike[str], option: str | None = None) -> Path:
+    """The path of a file or folder that the user named, whether it exists or not; a leading ``~`` is expanded.
+
+    Raises:
+        InputError: no file can have this name: there is no such home folder, or it is too long. It names ``option``.
+    """
+    short = str(name) if len(str(name)) <= _LONG_NAME else f"{str(name)[:_LONG_NAME]}..."
+    try:
+        path = Path(name).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except RuntimeError:
+        raise InputError(f"{short} lies in a home folder that does not exist", option) from None
+    except ValueError:  # a NUL in the name, or incomplete UTF-8
+        raise InputError(f"invalid file name {short}", option) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise InputError(f"{short} cannot be accessed ({error.strerror})", option) from None
+        raise InputError(f"{short} is too long ({len(str(name)):,} characters)", option) from None
+    return path
+
+
+MAX_RECORD = 64_000_000  # bytes of JSON that tswift itself has written
 
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # what a shell puts for <(command)
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_LONG_NAME = 80  # characters of a name that an error shows
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
 
 
-def read_file(path: Path, most: int, option: str | None = None, missing: str | None = None) -> bytes:
+def read_file(
+    path: Path, most: int, option: str | None = None, missing: str | None = None, follow: bool = True
+) -> bytes:
     """All bytes of a file; InputError, naming ``option``, if it cannot be read, or has more than ``most`` bytes.
 
     A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell has opened already,
-    as for ``<(command)``, is read. ``missing`` is the error's message if there is no such file.
+    as for ``<(command)``, is read. ``missing`` is the error's message if there is no such file. Unless links are to be
+    followed, one is not opened either: it could point at anything.
     """
     try:
-        status = os.stat(path)
+        status = os.stat(path, follow_symlinks=follow)
         piped = stat.S_ISFIFO(status.st_mode) and str(path).startswith(_PIPES)
         if not (stat.S_ISREG(status.st_mode) or piped):
             kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
             raise InputError(f"{path} cannot be read (it is {kind})", option)
-        with path.open("rb") as file:
+        no_link = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # nor one that has come meanwhile
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_link)) as file:
             return read_stream(file, most, str(path), option, status.st_size)
     except InputError:
         raise

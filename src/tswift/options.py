@@ -7,17 +7,20 @@ values need not wait for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tswift.errors import InputError, did_you_mean
 
-_KEY = "option"
+_KEY, _PART, _GIVEN = "option", "part", "given"  # in a field's metadata
+T = TypeVar("T")
+Values = Mapping[str, Any]  # of options, by their names
 _BOUNDS = {"least": ("at least", ge), "above": ("above", gt), "most": ("at most", le), "below": ("below", lt)}
 _TECHNICAL = 1 << 31  # upper bounds from here on only keep numbers from overflowing
 
@@ -46,6 +49,35 @@ class Option:
 def option(default: Any, help: str, **carried: Any) -> Any:
     """A dataclass field that is an option; see :class:`Option` for what it can carry."""
     return field(default=default, metadata={_KEY: Option(help, **carried)})
+
+
+def part(kind: type) -> Any:
+    """A dataclass field that holds a dataclass of options."""
+    return field(default_factory=kind, metadata={_PART: kind})
+
+
+def given_names() -> Any:
+    """A dataclass field for the names of the options that were given, wherever they are; the rest are defaults."""
+    return field(default=frozenset(), compare=False, metadata={_GIVEN: True})
+
+
+def changed(options: T, values: Values) -> T:
+    """The same options with some changed by their names, those of its parts among them."""
+    made: dict[str, object] = {}
+    for each in fields(options):  # type: ignore[arg-type]
+        if _PART in each.metadata:
+            made[each.name] = changed(getattr(options, each.name), values)
+        elif _GIVEN in each.metadata:
+            made[each.name] = getattr(options, each.name) | values.keys()
+        elif _KEY in each.metadata and each.name in values:
+            made[each.name] = values[each.name]
+    return replace(options, **made)  # type: ignore[type-var]
+
+
+def given_options(options: Any, names: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a dataclass, by name, that are among some names or are not the default."""
+    values = ((each, getattr(options, each.name)) for each, _ in options_of(options))
+    return {each.name: value for each, value in values if each.name in names or value != each.default}
 
 
 def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
@@ -88,36 +120,38 @@ def check_options(options: Any) -> None:
         several = get_origin(expected) is tuple
         if several and not isinstance(value, (tuple, list)):  # a record of JSON has lists
             raise InputError(f"must be a tuple, got {value!r:.60}", each.name)
-        for single in value if several else (value,):
-            wrong = _fault(single, get_args(expected)[0] if several else expected, carried)
-            if wrong:
-                suggestion = did_you_mean(single, carried.choices) if isinstance(single, str) else ""
-                raise InputError(f"{wrong}, got {single!r:.60}{suggestion}", each.name)
+        values = tuple(value) if several else (value,)
+        fault = _fault(values, get_args(expected)[0] if several else expected, carried)
+        if fault is not None:
+            raise InputError(fault, each.name)
 
 
-def _fault(value: Any, expected: Any, carried: Option) -> str | None:
-    """What a value must be, if it is not; None if it is."""
-    if expected is bool:
-        return None if type(value) is bool else "must be yes or no"
-    if expected is int and (not isinstance(value, Integral) or isinstance(value, bool)):
-        return "must be an integer"
-    if expected is float and (not isinstance(value, Real) or isinstance(value, bool)):
-        return "must be a number"
-    if expected is float and isinstance(value, Integral) and abs(int(value)) >> 62:
-        return "must be a number below 2^62, or have a decimal point"
-    if expected is str and not isinstance(value, str):
-        return "must be a text"
-    if carried.choices and value not in carried.choices:
-        return f"must be one of {', '.join(carried.choices)}"
-    if expected in (int, float) and not _within(value, carried):
-        return f"must be {_range(value, carried) or 'a finite number'}"
+def _fault(values: Sequence[Any], expected: type, carried: Option) -> str | None:
+    """What the first wrong one of an option's values must be; None if all are right."""
+    for value in values:
+        number = isinstance(value, Integral if expected is int else Real) and not isinstance(value, bool)
+        if expected is bool:
+            must = None if type(value) is bool else "be yes or no"
+        elif expected in (int, float) and not number:
+            must = "be an integer" if expected is int else "be a number"
+        elif expected is float and isinstance(value, Integral) and abs(int(value)) >> 62:
+            must = "be a number below 2^62, or have a decimal point"
+        elif expected is str and not isinstance(value, str):
+            must = "be a text"
+        elif expected is Path and not isinstance(value, (str, Path)):
+            must = "be a path"
+        elif carried.choices and value not in carried.choices:
+            must = f"be one of {', '.join(carried.choices)}"
+        elif expected in (int, float) and not (isinstance(value, Integral) or math.isfinite(value)):
+            must = f"be {_range(value, carried) or 'a finite number'}"
+        else:
+            limits = ((getattr(carried, name), within) for name, (_, within) in _BOUNDS.items())
+            fits = all(limit is None or within(value, limit) for limit, within in limits)
+            must = None if fits else f"be {_range(value, carried)}"
+        if must is not None:
+            close = did_you_mean(value, carried.choices) if isinstance(value, str) else ""
+            return f"must {must}, got {value!r:.60}{close}"
     return None
-
-
-def _within(value: Any, carried: Option) -> bool:
-    return (isinstance(value, Integral) or math.isfinite(value)) and all(
-        getattr(carried, name) is None or fits(value, getattr(carried, name)) for name, (_, fits) in _BOUNDS.items()
-    )
 
 
 def _range(value: Any, carried: Option) -> str:

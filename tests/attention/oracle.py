@@ -14,7 +14,7 @@ NOTHING = AttentionSpec()
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 SINKS = torch.linspace(-1, 2, KV_HEADS * GROUP)
-WANTS = {
+SPECS = {
     "window": AttentionSpec(window=9),
     "a window of one": AttentionSpec(window=1),
     "soft cap": AttentionSpec(softcap=1.5),
@@ -23,7 +23,7 @@ WANTS = {
 }
 
 
-def dense(query, keys, values, ancestors, scale, wants=NOTHING, places=None, positions=None):
+def dense(query, keys, values, ancestors, scale, spec=NOTHING, places=None, positions=None):
     """Expanded, masked, in float64: all that tree attention avoids.
 
     With a window, ``places`` ``[kv heads, prefix]`` and ``positions`` ``[nodes]`` say where in the text keys and nodes
@@ -35,17 +35,17 @@ def dense(query, keys, values, ancestors, scale, wants=NOTHING, places=None, pos
     ancestors = chain(nodes, query.device) if ancestors is None else ancestors
     prefix = keys.shape[1] - nodes
     scores = query @ keys.transpose(1, 2) * scale
-    if wants.softcap is not None:
-        scores = wants.softcap * torch.tanh(scores / wants.softcap)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     sees = torch.cat([ancestors.new_ones(nodes, prefix), ancestors], 1).expand(kv_heads, -1, -1)
-    if wants.window is not None:
+    if spec.window is not None:
         positions = prefix + ancestors.sum(1) - 1 if positions is None else positions
         places = torch.arange(prefix, device=query.device).expand(kv_heads, -1) if places is None else places
         where = torch.cat([places, positions.expand(kv_heads, -1)], 1)
-        sees = sees & (positions[None, :, None] - where[:, None] < wants.window)
+        sees = sees & (positions[None, :, None] - where[:, None] < spec.window)
     scores = scores.masked_fill(~sees.repeat_interleave(group, 0), -torch.inf)
-    if wants.sinks is not None:
-        scores = torch.cat([scores, wants.sinks.double()[:, None, None].expand(-1, nodes, 1)], 2)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks.double()[:, None, None].expand(-1, nodes, 1)], 2)
     return scores.softmax(-1)[..., : keys.shape[1]] @ values
 
 
@@ -76,11 +76,11 @@ def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
 def by(backend):
     """A function that attends by a backend; the query's nodes are behind ``prefix`` keys, or the last of them."""
 
-    def attend(query, keys, values, ancestors, scale, wants=NOTHING, prefix=None):
+    def attend(query, keys, values, ancestors, scale, spec=NOTHING, prefix=None):
         nodes = query.shape[1]
         layout = Layout(len(keys), len(query) // len(keys), query.dtype, query.device)
         run = backend(layout, keys.shape[1] - nodes if prefix is None else prefix, nodes, ancestors)
-        return run(query, keys, values, scale, *([wants] if wants else []))
+        return run(query, keys, values, scale, *([spec] if spec else []))
 
     return attend
 
@@ -91,7 +91,7 @@ def error(out, exact) -> float:
 
 
 def odd_nodes(
-    attend, ancestors, prefix, dtype, shape=(1, 1, 16), wants=NOTHING, sharp=1.0, nodes=None, made=case, tile=1
+    attend, ancestors, prefix, dtype, shape=(1, 1, 16), spec=NOTHING, sharp=1.0, nodes=None, made=case, tile=1
 ) -> list[int]:
     """Nodes of a pass that have other bits than in passes of their own, their paths committed, as in plain decoding.
 
@@ -109,15 +109,15 @@ def odd_nodes(
     end, empty = prefix + count, torch.nan if keys.is_floating_point() else 0
     wholes = keys.new_full((2, len(keys), end + 300, keys.shape[2]), empty)
     wholes[0, :, :end], wholes[1, :, :end] = keys, values
-    if wants.window is not None:
-        wholes[:, :, : max(0, prefix - wants.window + 1) // tile * tile] = empty
+    if spec.window is not None:
+        wholes[:, :, : max(0, prefix - spec.window + 1) // tile * tile] = empty
     told = None if isinstance(ancestors, int) else ancestors.to(keys.device)
-    out, found = attend(query, *wholes, told, scale, wants, prefix), []
+    out, found = attend(query, *wholes, told, scale, spec, prefix), []
     assert out.isfinite().all()
     lines = chain(count) if told is None else ancestors
     for node in range(count) if nodes is None else nodes:
         path = torch.cat([torch.arange(prefix), prefix + lines[node].nonzero().flatten()])
-        alone = attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale, wants)
+        alone = attend(query[:, node : node + 1], keys[:, path], values[:, path], None, scale, spec)
         if not torch.equal(out[:, node : node + 1], alone):
             found.append(node)
     return found

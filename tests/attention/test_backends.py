@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, WANTS, case, chain, dense
-from tests.models.test_passes import LengthOnDevice
+from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, case, chain, dense
+from tests.forward.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import AttentionSpec, FlashAttention, Layout, ReferenceAttention, TreeAttention
 from tswift.errors import InputError
@@ -94,10 +94,10 @@ def test_the_backend_that_is_chosen(installed) -> None:
 def served(monkeypatch):
     """Why an attention cannot serve, on the CPU in float32."""
 
-    def tell(attention: type, heads: tuple[int, int] = (2, 3), wants: AttentionSpec | None = None, dtype=torch.float32):
+    def tell(attention: type, heads: tuple[int, int] = (2, 3), spec: AttentionSpec | None = None, dtype=torch.float32):
         monkeypatch.setitem(BACKENDS, "own", lambda: attention)
         return fails(
-            "own", dtype, torch.device("cpu"), 16, heads, [AttentionSpec(), wants] if wants else [AttentionSpec()]
+            "own", dtype, torch.device("cpu"), 16, heads, [AttentionSpec(), spec] if spec else [AttentionSpec()]
         )
 
     return tell
@@ -113,7 +113,9 @@ def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
         def __call__(self, query, keys, values, scale):
             raise RuntimeError("Failed to find C compiler.\nand more")
 
-    assert served(Broken) == "own attention fails here (Failed to find C compiler.)"
+    said = served(Broken)
+    assert said.startswith("own attention fails here (Failed to find C compiler. (attention/backends.py:")
+    assert "\n" not in said
 
 
 def test_attention_that_lies_in_one_element(served) -> None:
@@ -130,7 +132,7 @@ def test_attention_that_lies_in_one_element(served) -> None:
             return out
 
     for nodes, wrong in ((1, torch.nan), (1, 1.001), (3, 1.001), (17, 1.001), (32, 1.001)):
-        assert "own attention computes nonsense here (off by " in served(Lying), (nodes, wrong)
+        assert "own attention failed its numerical check (relative error " in served(Lying), (nodes, wrong)
 
 
 def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
@@ -141,32 +143,32 @@ def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
             def store(keys, values, new_keys, new_values, length, off=off) -> None:
                 LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
 
-        assert "computes nonsense" in served(Misplaced)
+        assert "failed its numerical check" in served(Misplaced)
 
 
 class Wanting(LengthOnDevice):
     """Attention that does what layers want, or something near it."""
 
-    WANTS = True
+    SPECS = True
 
     def __init__(self, layout, prefix, nodes, ancestors) -> None:
         super().__init__(layout, prefix, nodes, ancestors)
         self.prefix, self.static = int(prefix), isinstance(prefix, torch.Tensor)
         self.ancestors, self.tree = chain(nodes) if ancestors is None else ancestors, ancestors is not None
 
-    def understood(self, wants: AttentionSpec) -> AttentionSpec:
-        return wants
+    def understood(self, spec: AttentionSpec) -> AttentionSpec:
+        return spec
 
-    def __call__(self, query, keys, values, scale, wants=NOTHING):
-        if not wants:
+    def __call__(self, query, keys, values, scale, spec=NOTHING):
+        if not spec:
             return super().__call__(query, keys, values, scale)
         keys, values = keys[:, : self._end], values[:, : self._end]
-        return dense(query, keys, values, self.ancestors, scale, self.understood(wants)).to(query.dtype)
+        return dense(query, keys, values, self.ancestors, scale, self.understood(spec)).to(query.dtype)
 
 
 WIDE = AttentionSpec(600)
 KINDS = {
-    **WANTS,
+    **SPECS,
     "usual sizes": AttentionSpec(128, 50.0, SINKS),
     "a wide window": WIDE,
     "a mild cap": AttentionSpec(softcap=50.0),
@@ -175,43 +177,43 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_that_does_what_layers_want(served, dtype: torch.dtype) -> None:
-    for name, wants in KINDS.items():
-        assert served(Wanting, (KV_HEADS, GROUP), wants, dtype) is None, name
+    for name, spec in KINDS.items():
+        assert served(Wanting, (KV_HEADS, GROUP), spec, dtype) is None, name
 
 
 LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], AttentionSpec]]] = {
-    "no window": (WIDE, lambda self, wants: AttentionSpec()),
-    "no soft cap": (KINDS["a mild cap"], lambda self, wants: AttentionSpec()),
-    "no sinks": (WANTS["sinks"], lambda self, wants: AttentionSpec()),
-    "a window that is wider by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=129)),
-    "a window that is narrower by one": (KINDS["usual sizes"], lambda self, wants: replace(wants, window=127)),
-    "sinks of other heads": (WANTS["sinks"], lambda self, wants: replace(wants, sinks=wants.sinks.flip(0))),
-    "in trees": (WIDE, lambda self, wants: AttentionSpec() if self.tree else wants),
-    "in chains": (WIDE, lambda self, wants: wants if self.tree else AttentionSpec()),
-    "in prompts": (WIDE, lambda self, wants: AttentionSpec() if len(self.ancestors) > 128 else wants),
-    "in replayed passes": (WIDE, lambda self, wants: AttentionSpec() if self.static else wants),
-    "in passes of their own": (WIDE, lambda self, wants: wants if self.static else AttentionSpec()),
-    "below the window": (WIDE, lambda self, wants: wants if self.prefix >= 600 else replace(wants, window=20)),
-    "above the window": (WIDE, lambda self, wants: AttentionSpec() if self.prefix > 600 else wants),
+    "no window": (WIDE, lambda self, spec: AttentionSpec()),
+    "no soft cap": (KINDS["a mild cap"], lambda self, spec: AttentionSpec()),
+    "no sinks": (SPECS["sinks"], lambda self, spec: AttentionSpec()),
+    "a window that is wider by one": (KINDS["usual sizes"], lambda self, spec: replace(spec, window=129)),
+    "a window that is narrower by one": (KINDS["usual sizes"], lambda self, spec: replace(spec, window=127)),
+    "sinks of other heads": (SPECS["sinks"], lambda self, spec: replace(spec, sinks=spec.sinks.flip(0))),
+    "in trees": (WIDE, lambda self, spec: AttentionSpec() if self.tree else spec),
+    "in chains": (WIDE, lambda self, spec: spec if self.tree else AttentionSpec()),
+    "in prompts": (WIDE, lambda self, spec: AttentionSpec() if len(self.ancestors) > 128 else spec),
+    "in replayed passes": (WIDE, lambda self, spec: AttentionSpec() if self.static else spec),
+    "in passes of their own": (WIDE, lambda self, spec: spec if self.static else AttentionSpec()),
+    "below the window": (WIDE, lambda self, spec: spec if self.prefix >= 600 else replace(spec, window=20)),
+    "above the window": (WIDE, lambda self, spec: AttentionSpec() if self.prefix > 600 else spec),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: str) -> None:
-    wants, lie = LIES[name]
+    spec, lie = LIES[name]
     monkeypatch.setattr(Wanting, "understood", lie)
-    assert "own attention computes nonsense here (off by " in served(
-        Wanting, (KV_HEADS, GROUP), wants, torch.bfloat16
+    assert "own attention failed its numerical check (relative error " in served(
+        Wanting, (KV_HEADS, GROUP), spec, torch.bfloat16
     )  # which hides more than float32
 
 
 def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -> None:
     class Beyond(Wanting):
-        def __call__(self, query, keys, values, scale, wants=NOTHING):
-            out = super().__call__(query, keys, values, scale, wants)
-            return out + 0 * values[:, self._end :].sum() if wants else out
+        def __call__(self, query, keys, values, scale, spec=NOTHING):
+            out = super().__call__(query, keys, values, scale, spec)
+            return out + 0 * values[:, self._end :].sum() if spec else out
 
-    assert "off by nan" in served(Beyond, (KV_HEADS, GROUP), WANTS["window"])
+    assert "relative error nan" in served(Beyond, (KV_HEADS, GROUP), SPECS["window"])
 
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

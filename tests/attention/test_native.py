@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.attention.oracle import by, case, chain, dense, odd_nodes, tree_of
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
-from tswift.attention.native import NativeAttention, Unbuilt, parallel_region
+from tswift.attention.native import NativeAttention, parallel_region
 from tswift.attention.sdpa import TreeAttention
+from tswift.native_build import Unbuilt
 
 CPU = torch.device("cpu")
 REASON = why_not("native", torch.float32, CPU)

@@ -29,17 +29,31 @@ PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, *OTHERS = CASES = [
 ]
 
 
+# capability, dtype, KV heads, query heads per KV head, head size, hidden size, the MLP's, kind
+LAYERS = [
+    "90,bfloat16,8,4,128,4096,14336,layer",
+    "90,bfloat16,8,8,128,8192,28672,layer,norms",
+    "90,float32,8,4,128,2560,9728,layer,norms",
+    "80,bfloat16,8,4,128,4096,14336,layer",
+    "80,float16,3,3,64,576,1536,layer,norms",
+]
+
+
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> dict[str, list[dict]]:
-    """By case: the kernel that attends, the one that combines, the one that stores."""
+def lines(tmp_path_factory) -> list[dict]:
+    """All kernels, in the order of the cases."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.offline", "--json"]
-    command += [word for case in CASES for word in ("--case", case)]
+    command += [word for case in (*CASES, *LAYERS) for word in ("--case", case)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 3 * len(CASES)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def kernels(lines: list[dict]) -> dict[str, list[dict]]:
+    """By case: the kernel that attends, the one that combines, the one that stores."""
     return {case: lines[3 * index : 3 * index + 3] for index, case in enumerate(CASES)}
 
 
@@ -71,3 +85,15 @@ def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(kernels, p
         assert one["arithmetic"] == other["arithmetic"]
         assert one["warps"] == other["warps"] or one["ROWS"] / one["warps"] == other["ROWS"] / other["warps"] == 16
     assert kernels[PLAIN][0]["arithmetic"] != kernels[OLDER][0]["arithmetic"]
+
+
+def test_between_the_products_nothing_spills_and_nothing_is_fused(lines: list[dict]) -> None:
+    """A product fused with a sum is rounded once, and no longer what PyTorch computes."""
+    made = lines[3 * len(CASES) :]
+    names = ["add_norm_rows", "add_norm_rows", "rotate_rows", "silu_mul_rows"]
+    assert [kernel["kernel"] for kernel in made] == [*[*names, "quantize_row"] * 2, *names * 3]
+    for kernel in made:
+        assert kernel["spills"] == 0, kernel
+        if kernel["kernel"] != "quantize_row":  # whose product is not exact anyway
+            assert kernel["programs"] >= 2, kernel
+            assert kernel["fused"] == 0, kernel

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, by, case, chain, dense
+from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense
 from tswift.attention import sdpa
-from tswift.attention.sdpa import AttentionSpec, Layout, ReferenceAttention, SpecialAttention, TreeAttention
+from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention, ReferenceAttention, TreeAttention
 
 attend = by(TreeAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
@@ -83,30 +83,30 @@ class Cache:
     def __init__(self, length: int, places: torch.Tensor | None = None) -> None:
         self.length, self._places = length, places
 
-    def places(self, layer: int) -> torch.Tensor:
+    def positions(self, layer: int) -> torch.Tensor:
         return torch.arange(self.length)[None] if self._places is None else self._places[layer]
 
-    def before(self, window: int) -> int:
+    def first_visible_slot(self, window: int) -> int:
         return max(0, self.length - window + 1) if self._places is None else 0
 
 
-def run(wants: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree: bool = True, places=None):
+def run(spec: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree: bool = True, places=None):
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, dtype, sharp=3.0)
     ancestors = ancestors if tree else chain(nodes)
     positions = ancestors.sum(1) - 1 + (prefix if places is None else int(places.max()) + 1)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
     cache = Cache(prefix, places)
-    ours = SpecialAttention(layout, [AttentionSpec(), wants], cache, positions, ancestors if tree else None)
+    ours = MaskedAttention(layout, [AttentionSpec(), spec], cache, positions, ancestors if tree else None)
     held = None if places is None else places[1]
-    return ours(1, query, keys, values, scale), dense(query, keys, values, ancestors, scale, wants, held, positions)
+    return ours(1, query, keys, values, scale), dense(query, keys, values, ancestors, scale, spec, held, positions)
 
 
-@pytest.mark.parametrize("name", WANTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_against_a_dense_computation(monkeypatch, name: str) -> None:
     for block, tree in product((7, 2048), (True, False)):
         monkeypatch.setattr(sdpa, "_MASKED_BLOCK", block)
         for prefix, nodes in ((0, 1), (0, 30), (5, 12), (60, 1), (60, 12), (61, 40)):
-            torch.testing.assert_close(*run(WANTS[name], prefix, nodes, tree=tree), rtol=0, atol=1e-12)
+            torch.testing.assert_close(*run(SPECS[name], prefix, nodes, tree=tree), rtol=0, atol=1e-12)
 
 
 def test_a_cache_in_no_order() -> None:
@@ -115,12 +115,12 @@ def test_a_cache_in_no_order() -> None:
         [torch.stack([torch.randperm(50, generator=generator)[:20] for _ in range(KV_HEADS)]) for _ in "ab"]
     )
     for name in ("window", "all"):
-        torch.testing.assert_close(*run(WANTS[name], 20, 1, places=places), rtol=0, atol=1e-12)
+        torch.testing.assert_close(*run(SPECS[name], 20, 1, places=places), rtol=0, atol=1e-12)
 
 
 def test_other_dtypes() -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
-        ours, wanted = run(WANTS["all"], 60, 12, dtype)
+        ours, wanted = run(SPECS["all"], 60, 12, dtype)
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
 
@@ -128,15 +128,15 @@ def test_other_dtypes() -> None:
 def test_keys_before_the_window_are_not_read() -> None:
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 60, 3, torch.float64)
     keys[:, :52] = values[:, :52] = torch.nan  # the first position in the window of the next token, at 60, is 52
-    ours = SpecialAttention(
-        Layout(KV_HEADS, GROUP, torch.float64, CPU), [WANTS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors
+    ours = MaskedAttention(
+        Layout(KV_HEADS, GROUP, torch.float64, CPU), [SPECS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors
     )
     assert ours(0, query, keys, values, scale).isfinite().all()
 
 
 def test_a_layer_that_wants_nothing_gets_plain_attention() -> None:
     assert not AttentionSpec()
-    assert all(WANTS.values())
+    assert all(SPECS.values())
     torch.testing.assert_close(*run(AttentionSpec(), 300, 6), rtol=0, atol=1e-12)
 
 

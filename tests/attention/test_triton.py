@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.architectures import ARCHITECTURES
-from tests.attention.oracle import DIM, GROUP, KV_HEADS, WANTS, by, case, chain, dense, error, odd_nodes
+from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense, error, odd_nodes
 from tests.fuzzing import few
 from tests.helpers import random_tree
 from tswift.attention.backends import why_not
-from tswift.attention.sdpa import AttentionSpec, Layout, SpecialAttention
-from tswift.kv import FullKV
-from tswift.models.target import Target
+from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention
+from tswift.caches import FullKV
+from tswift.forward.target import Target
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.triton")
@@ -30,6 +30,21 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 attend = by(backend.TritonAttention)
+
+
+@pytest.fixture(autouse=True)
+def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's products of matrices, which the interpreter takes, sum a row by its place on some processors."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(_self, a, b, added, *_how) -> TensorHandle:
+        left, right = (part.data.astype(added.data.dtype) for part in (a, b))
+        total = added.data.copy()
+        for inner in range(left.shape[-1]):
+            total += left[..., inner, None] * right[..., inner, None, :]
+        return TensorHandle(total, added.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, sharp=1.0) -> None:
@@ -216,9 +231,9 @@ def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
 @SLOW
 @pytest.mark.parametrize(("prefix", "dtype"), [(126, HALF), (318, BRAIN)])
 def test_so_it_has_whatever_a_layer_wants(prefix: int, dtype: torch.dtype) -> None:
-    for wants in (*WANTS.values(), AttentionSpec(100), AttentionSpec(200, 1.5, WANTS["sinks"].sinks)):
-        shape = (1, 6 if wants.sinks is not None else GROUP, 64)
-        assert odd_nodes(attend, comb(9), prefix, dtype, shape, wants, tile=128) == [], wants
+    for spec in (*SPECS.values(), AttentionSpec(100), AttentionSpec(200, 1.5, SPECS["sinks"].sinks)):
+        shape = (1, 6 if spec.sinks is not None else GROUP, 64)
+        assert odd_nodes(attend, comb(9), prefix, dtype, shape, spec, tile=128) == [], spec
 
 
 def test_so_it_has_where_the_length_is_on_the_device() -> None:
@@ -267,8 +282,8 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     hidden = []
     for attention in (target._attention, backend.TritonAttention):
         target._attention = attention
-        if attention.WANTS:
-            monkeypatch.setattr(SpecialAttention, "__call__", None)  # all layers are the kernel's
+        if attention.SPECS:
+            monkeypatch.setattr(MaskedAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
         target.prefill(list(range(40)), kv)
         hidden.append(target.forward(tokens, 40 + depths, kv, tree.ancestors()).hidden)
@@ -285,21 +300,21 @@ LONG = AttentionSpec(window=270)
         *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]),
     ],
 )
-@pytest.mark.parametrize("name", [*WANTS, "a long window"])
+@pytest.mark.parametrize("name", [*SPECS, "a long window"])
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
-    wants = WANTS.get(name, LONG)
+    spec = SPECS.get(name, LONG)
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0)
     ancestors = ancestors if tree else chain(nodes)
     layout = Layout(KV_HEADS, GROUP, torch.float32, CPU)
     wholes = torch.full((2, KV_HEADS, prefix + nodes + 50, DIM), torch.nan)
     wholes[0, :, : prefix + nodes], wholes[1, :, : prefix + nodes] = keys, values
-    if wants.window is not None:
+    if spec.window is not None:
         # nobody's, so not to be read, but for what shares a tile with the first key that is seen
-        wholes[:, :, : max(0, prefix - wants.window + 1) // 128 * 128] = torch.nan
+        wholes[:, :, : max(0, prefix - spec.window + 1) // 128 * 128] = torch.nan
     run = backend.TritonAttention(layout, torch.tensor(prefix), nodes, ancestors if tree else None)
-    exact = dense(query, keys, values, ancestors, scale, wants)
-    worst = (run(query, *wholes, scale, wants).double() - exact).abs().max() / exact.abs().max()
+    exact = dense(query, keys, values, ancestors, scale, spec)
+    worst = (run(query, *wholes, scale, spec).double() - exact).abs().max() / exact.abs().max()
     assert worst < 3 * TOLERANCE[torch.float32]
     plain = dense(query, keys, values, ancestors, scale)
-    if wants.window is None:  # and the next layer may want nothing
+    if spec.window is None:  # and the next layer may want nothing
         assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float32]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import workload_hash
+from tswift.benchmarking.record import Machine, Measurement, parse, workload_hash
 
 MACHINE = Machine(bandwidth=2e10, flops=1e11)
 # what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's
@@ -131,6 +131,13 @@ def make_measurement(
         "workload": {"hash": workload_hash(workload), **workload},
         "samples": [sample(*axes) for axes in product(range(repeats), prompts, prefills, seeds, methods)],
     }
+
+
+def typed(measurement: dict[str, Any]) -> Measurement:
+    """The measurement as it is read."""
+    record = parse(measurement, Path("bench.json"), "against")
+    assert isinstance(record, Measurement)
+    return record
 
 
 def changed(measurement: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -9,23 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarking.helpers import changed, make_measurement, points_of
+from tests.benchmarking.helpers import changed, make_measurement, points_of, typed
 from tests.rows import every_row
-from tswift.benchmarking.gate import (
-    compare,
-    load_measurement,
-    moved,
-    parse_rule,
-    refuse_foreign,
-    schema_of,
-)
-from tswift.benchmarking.report import encode
-from tswift.benchmarking.run import workload_hash
+from tswift.benchmarking import gate
+from tswift.benchmarking.gate import Verdict, changes_table, parse_rule, refuse_foreign
+from tswift.benchmarking.record import Measurement, encode, load_measurement, read, to_json, workload_hash
 from tswift.errors import InputError
 
 BASE = make_measurement()  # tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
@@ -38,12 +30,16 @@ TIMES = (("speedup", "speedup"), ("tokens_per_s", "tokens_per_second"))
 Change = Callable[[dict[str, Any]], object]
 
 
+def compare(ours: dict[str, Any], baseline: dict[str, Any], *rules: str) -> list[Verdict]:
+    return gate.compare(typed(ours), typed(baseline), [parse_rule(rule) for rule in rules])
+
+
 def scaled(name: str, *factors: float, method: str = "tokenswift") -> Change:
     """Scale a figure of a method, by one factor or by one for each of its four points: seed by seed."""
 
     def scale(measurement: dict[str, Any]) -> None:
         for index, point in enumerate(points_of(measurement, method)):
-            point[name] *= factors[index % len(factors)]
+            point[name] = type(point[name])(point[name] * factors[index % len(factors)])  # passes are whole
 
     return scale
 
@@ -91,7 +87,7 @@ def unchanged(measurement: dict[str, Any]) -> None:
         ("alpha:0.063", scaled("alpha", 0.9), 0),
         ("alpha:0.0625", scaled("alpha", 0.9), 2),
         ("passes:5%", scaled("passes", 1.05), 0),
-        ("passes:4.9%", scaled("passes", 1.05), 4),
+        ("passes:4.8%", scaled("passes", 1.05), 4),
         # one rule looks at one metric
         ("beta", scaled("alpha", 0.5), 0),
         # one seed's gain does not make up for another's loss, but for times, which are compared as means
@@ -109,13 +105,13 @@ def unchanged(measurement: dict[str, Any]) -> None:
     ],
 )
 def test_what_fails(rule: str, change: Change, failed: int) -> None:
-    verdicts = compare(changed(BASE, change), BASE, [parse_rule(rule)])
+    verdicts = compare(changed(BASE, change), BASE, rule)
     assert sum(not verdict.ok for verdict in verdicts) == failed
 
 
 @every_row("change", [shortened, without_last, blanked("speedup", "medusa"), wrong_text])
 def test_what_only_the_baseline_lacks_does_not_fail(change: Change) -> None:
-    verdicts = compare(BASE, changed(BASE, change), [parse_rule("alpha"), parse_rule("speedup:1%")])
+    verdicts = compare(BASE, changed(BASE, change), "alpha", "speedup:1%")
     assert all(verdict.ok for verdict in verdicts)
 
 
@@ -127,7 +123,7 @@ TWICE = make_measurement(repeats=2)
     ("ours", "rule", "change", "force", "message"),
     [
         (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differ"),
-        (BASE, "alpha", lambda m: m["workload"].pop("heads"), True, "another workload: heads differs"),
+        (BASE, "alpha", lambda m: m["workload"].update(heads=None), True, "another workload: heads differs"),
         (BASE, "alpha", environment(cpu="another"), False, None),
         (TWICE, "speedup:10%", environment(gpu="NVIDIA H200"), False, FOREIGN),
         (TWICE, "tokens_per_s:10%", environment(threads=64), False, "--force compares it all the same"),
@@ -147,7 +143,7 @@ TWICE = make_measurement(repeats=2)
 def test_which_baselines_are_refused(
     ours: dict[str, Any], rule: str, change: Change, force: bool, message: str | None
 ) -> None:
-    arguments = (ours, changed(ours, change), [parse_rule(rule)], 1 if ours is BASE else 2, force)
+    arguments = (typed(ours), typed(changed(ours, change)), [parse_rule(rule)], 1 if ours is BASE else 2, force)
     if message is None:
         return refuse_foreign(*arguments)
     with pytest.raises(InputError, match=re.escape(message)):
@@ -173,7 +169,7 @@ def test_a_percentage_is_a_share_of_the_baseline(percent: float) -> None:
 
 def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
     ours = changed(BASE, lambda m: (scaled("alpha", 0.9, 0.7, 0.8, 1.0)(m), wrong_text(m)))
-    table = moved(compare(ours, BASE, [parse_rule("alpha")]))
+    table = changes_table(compare(ours, BASE, "alpha"))
     assert table.title == "4 of 13 comparisons regressed"
     assert table.notes == ["Unchanged: 9."]
     assert [row[:5] for row in table.rows] == [
@@ -183,19 +179,16 @@ def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
     ]
     assert table.rows[1][5:] == ["0.63", "0.504", "-0.126", "0.63"]
     slower = changed(SIMULATED, scaled("speedup", 0.5, method="medusa"))
-    rows = moved(compare(slower, SIMULATED, [parse_rule("speedup:10%")]), simulated=True).rows
+    rows = changes_table(compare(slower, SIMULATED, "speedup:10%"), simulated=True).rows
     assert [row[1] for row in rows] == ["medusa (simulated)"] * 2
-    lacking = moved(compare(changed(BASE, without_last), BASE, [parse_rule("speedup:90%")])).rows
+    lacking = changes_table(compare(changed(BASE, without_last), BASE, "speedup:90%")).rows
     assert lacking[0][2] == "REGRESSED: 1 of the baseline's runs not measured"
-
-
-VALIDATOR = jsonschema.Draft202012Validator(schema_of("bench"))
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(encode(GOOD))
-    assert load_measurement(path) == GOOD
+    assert to_json(load_measurement(path)) == GOOD
     assert len(path.read_text().splitlines()) < 150  # a sample per line
 
 
@@ -214,15 +207,16 @@ def test_the_hash_is_of_the_content() -> None:
         (b"[1]", "is not a bench.json"),
         (b'{"schema": 1}', "is not a bench.json"),
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
-        (lambda m: m["samples"][1]["points"][0].pop("passes"), "'passes' is a required property"),
+        (lambda m: m["samples"][1]["points"][0].pop("passes"), r"\$.samples\[1\].points\[0\].passes: Field required"),
         *[
-            (lambda m, name=name: m.pop(name), f"'{name}' is a required property")
+            (lambda m, name=name: m.pop(name), rf"\$.{name}: Field required")
             for name in ("environment", "samples", "simulated", "state")
         ],
         *[
-            (lambda m, name=name, value=value: m["samples"][1]["points"][0].update({name: value}), f"{name}: .*type")
-            for name in ("seconds", "tokens")
+            (lambda m, name=name, value=value: m["samples"][1]["points"][0].update({name: value}), rf"\[0\].{name}: ")
+            for name in ("seconds", "tokens", "of_floor", "newer")
             for value in (math.nan, math.inf, 10**400, True, "1", None)
+            if value is not None or name in ("seconds", "tokens")
         ],
         *[
             (change, "is damaged")
@@ -241,6 +235,8 @@ def test_the_hash_is_of_the_content() -> None:
                 lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
             )
         ],
+        (lambda m: m["workload"]["sampling"].update(min_p=math.nan), r"\$.workload.sampling.min_p: is not of the type"),
+        (lambda m: m["workload"]["sampling"].update(banned=[None]), r"\$.workload.sampling.banned: is not of the type"),
         (lambda m: m["samples"].clear(), "holds no samples"),
         (lambda m: m.update(state="running"), "did not run to its end"),
     ],
@@ -258,10 +254,29 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         load_measurement(tmp_path / "absent.json", "from")
 
 
-def test_measurements_of_earlier_versions_can_still_be_read() -> None:
-    paths = [RESULTS / "baseline.json", *RESULTS.rglob("bench.json")]
-    for path in paths:
-        measurement = load_measurement(path)
-        VALIDATOR.validate(measurement)
-        assert workload_hash(measurement["workload"]) == measurement["workload"]["hash"]
-    assert len(paths) > 1
+RECORDS = sorted(
+    path
+    for path in RESULTS.rglob("*.json")
+    if path.name in ("baseline.json", "suite.json", "unfinished.json") or path.name.startswith("bench")
+)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path) -> None:
+    content, record = json.loads(path.read_text()), read(path, "against")
+    written = to_json(record)
+    if isinstance(record, Measurement):
+        assert json.dumps(written, sort_keys=True) == json.dumps(content, sort_keys=True)  # an integer stays one
+        if record.state == "finished":
+            verdicts = gate.compare(record, load_measurement(path), [parse_rule("alpha"), parse_rule("speedup:0%")])
+            assert verdicts
+            assert {verdict.change for verdict in verdicts} <= {0, None}
+    else:  # what follows from the measurements is not read
+        assert content.keys() - written.keys() <= {"rows", "published", "pairs", "conclusion"}
+        assert all(content[name] == value for name, value in written.items())
+    for measurement in record.parts.values():
+        assert workload_hash(to_json(measurement.workload)) == measurement.workload.hash
+
+
+def test_results_hold_records() -> None:
+    assert len(RECORDS) > 30

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.benchmarking.helpers import make_measurement
+from tests.benchmarking.helpers import make_measurement, typed
 from tswift.benchmarking.plots import acceptance_figure, files, time_figure
 
-SEEDS = make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2))
-SINGLE = make_measurement(seeds=(0,))
+SEEDS = typed(make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2)))
+SINGLE = typed(make_measurement(seeds=(0,)))
 NAMES = ["AR", "AR, reference style", "medusa", "tokenswift"]
 
 
@@ -65,9 +65,9 @@ def test_time_has_a_line_per_method() -> None:
 
 
 def test_time_is_the_mean_over_runs() -> None:
-    measurement = make_measurement(methods=("ar",), seeds=(0, 1), lens=(6000,))
-    for sample, end in zip(measurement["samples"], (6000.0, 7200.0), strict=True):
-        sample["slices"] = [[3000, 60.0], [6000, end]]
+    measurement = typed(make_measurement(methods=("ar",), seeds=(0, 1), lens=(6000,)))
+    for sample, end in zip(measurement.samples, (6000.0, 7200.0), strict=True):
+        sample.slices = [(3000, 60.0), (6000, end)]
     (axes,) = time_figure(measurement).axes
     tokens, minutes = axes.lines[0].get_data()
     assert (tokens[0], tokens[-1], minutes[0]) == (0, 6000, 0)
@@ -90,7 +90,7 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
 
 
 def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
-    simulated = make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9})
+    simulated = typed(make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9}))
     for build in (time_figure, acceptance_figure):
         figure = build(simulated)
         assert "(simulated)" in figure.get_suptitle()
@@ -101,8 +101,9 @@ def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
 
 def test_each_prefill_and_each_kind_of_prompts_has_its_panels() -> None:
     record = make_measurement(prompts=("a", "bb"), seeds=(0,), prefills=(8, 16))
-    assert [axes.get_title() for axes in time_figure(record).axes] == ["prefill 8 tokens", "prefill 16 tokens"]
+    assert [axes.get_title() for axes in time_figure(typed(record)).axes] == ["prefill 8 tokens", "prefill 16 tokens"]
     for prompt, kind in zip(record["workload"]["prompts"], ("prose", "log"), strict=True):
         prompt.update(kind=kind, tokens=16)
-    assert [axes.get_title() for axes in time_figure(record).axes] == ["prose", "prose", "log", "log"]
-    assert [axes.get_title() for axes in acceptance_figure(record).axes[::3]] == ["prose", "prose", "log", "log"]
+    measurement = typed(record)
+    assert [axes.get_title() for axes in time_figure(measurement).axes] == ["prose", "prose", "log", "log"]
+    assert [axes.get_title() for axes in acceptance_figure(measurement).axes[::3]] == ["prose", "prose", "log", "log"]

@@ -6,10 +6,11 @@ import math
 import random
 import re
 from html import unescape
-from typing import Any
 
 import pytest
 
+from tests.benchmarking.helpers import make_measurement, typed
+from tswift.benchmarking.record import Group, SuiteRecord, SuiteText
 from tswift.benchmarking.suite_run import compression, quality, repeated, self_bleu, spans, texts_html
 from tswift.benchmarking.summary import QUALITY, from_source
 
@@ -71,10 +72,20 @@ def test_compression_sees_across_a_long_text() -> None:
     assert compression("\udc80") is not None
 
 
-def kept(tokens: list[int], label: str = "with penalty", seed: int = 0) -> dict[str, Any]:
+def kept(tokens: list[int], label: str = "with penalty", seed: int = 0) -> SuiteText:
     """A text whose tokens are words; some of them look like HTML."""
     pieces = [f" <w{token}&>" if token % 3 else f" w{token}" for token in tokens]
-    return {"label": label, "prompt": "p", "prefill": 8, "seed": seed, "tokens": tokens, "pieces": pieces}
+    return SuiteText(label=label, prompt="p", prefill=8, seed=seed, tokens=tokens, pieces=pieces)
+
+
+def shown(*texts: SuiteText) -> str:
+    """The page of a suite with these texts."""
+    times = {"started": "2026-11-23T14:00:00", "ended": "2026-11-23T14:10:00", "state": "finished"}
+    groups = [Group("", typed(make_measurement()))]
+    record = SuiteRecord(
+        suite="case-study", title="A & B", **times, command=["x"], missing=[], groups=groups, texts=list(texts)
+    )
+    return texts_html(record, "demo <x>")
 
 
 def test_repetitions_are_where_a_plain_search_finds_them() -> None:
@@ -91,17 +102,16 @@ def test_repetitions_are_where_a_plain_search_finds_them() -> None:
 def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
     stale, fresh = kept([*range(10), 50, *range(9)], "without"), kept(list(range(20)))
     assert [mark for _, mark in spans(stale)] == [False, True]
-    assert "".join(part for part, _ in spans(stale)) == "".join(stale["pieces"])
-    record = {"suite": "case-study", "title": "A & B", "texts": [fresh, stale]}
-    html = texts_html(record, "demo <x>")
+    assert "".join(part for part, _ in spans(stale)) == "".join(stale.pieces)
+    html = shown(fresh, stale)
     columns = re.findall(r"<section><h2>(.*?)</h2><p>(.*?)</p></section>", html, re.DOTALL)
     assert [heading for heading, _ in columns] == ["with penalty: 0% repeated", "without: 45% repeated"]
     for text, (_, body) in zip((fresh, stale), columns, strict=True):
-        assert unescape(re.sub(r"</?mark>", "", body)) == "".join(text["pieces"])
+        assert unescape(re.sub(r"</?mark>", "", body)) == "".join(text.pieces)
     assert re.findall("<mark>(.*?)</mark>", columns[1][1]) == [
         spans(stale)[1][0].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     ]
     assert "demo &lt;x&gt;" in html
     assert "<script" not in html
-    seeds = {**record, "texts": [kept([1], label, seed) for label in ("with", "without") for seed in (0, 1)]}
-    assert [part.count("<section>") for part in texts_html(seeds, "x").split("<h3>")] == [0, 2, 2]
+    seeds = shown(*(kept([1], label, seed) for label in ("with", "without") for seed in (0, 1)))
+    assert [part.count("<section>") for part in seeds.split("<h3>")] == [0, 2, 2]

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.benchmarking.helpers import changed, make_measurement, points_of
+from tests.benchmarking.helpers import changed, make_measurement, points_of, typed
 from tests.rows import every_row
 from tswift.benchmarking.report import csv_text, markdown, tables, write_report
-from tswift.benchmarking.summary import METRICS, Figure, Row, Table, duration, quantity, summarise, with_spread
+from tswift.benchmarking.summary import METRICS, Figure, Row, summarise
 from tswift.errors import InputError
 from tswift.jobs import folder as files
+from tswift.tables import Table, duration, quantity, with_spread
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = make_measurement()
@@ -39,8 +40,8 @@ MEASUREMENTS = {
     "paper": PAPER,
 }
 TEXTS = {
-    **{f"{name}.md": markdown(one, paper=name == "paper") for name, one in MEASUREMENTS.items()},
-    **{f"{name}.csv": csv_text(one) for name, one in MEASUREMENTS.items()},
+    **{f"{name}.md": markdown(typed(one), paper=name == "paper") for name, one in MEASUREMENTS.items()},
+    **{f"{name}.csv": csv_text(typed(one)) for name, one in MEASUREMENTS.items()},
 }
 
 
@@ -56,7 +57,7 @@ def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
         for point, value in zip(points_of(measurement, "medusa"), values, strict=True):
             point[name] = value
 
-    cells = summarise(changed(make_measurement(lens=(500,), **grid), set_values))
+    cells = summarise(typed(changed(make_measurement(lens=(500,), **grid), set_values)))
     return next(cell for cell in cells if cell.axis == "medusa")
 
 
@@ -86,14 +87,14 @@ def test_values_that_are_missing_do_not_count() -> None:
 def test_cells_are_ordered_whatever_the_samples_are() -> None:
     measurement = make_measurement(prefills=(4096, 1024), prompts=("a", "bb"))
     random.Random(0).shuffle(measurement["samples"])
-    cells, methods = summarise(measurement), ["ar", "medusa", "tokenswift"]
+    cells, methods = summarise(typed(measurement)), ["ar", "medusa", "tokenswift"]
     places = [(method, prefill, n) for prefill in (1024, 4096) for n in (500, 1000) for method in methods]
     assert [(cell.axis, *cell.place) for cell in cells] == places
     assert all(set(cell.draws) == {("a", 0), ("a", 1), ("bb", 0), ("bb", 1)} for cell in cells)
 
 
 def notes_of(measurement: dict[str, Any]) -> list[str]:
-    acceptance, times = tables(measurement)
+    acceptance, times = tables(typed(measurement))
     return [*acceptance.notes, *times.notes]
 
 
@@ -129,7 +130,7 @@ OVER = "Mean ± sample standard deviation over"
         (make_measurement(simulated=GIVEN), "Same tokens as AR, simulated acceptance apart: not compared."),
         (
             make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=GIVEN),
-            "Same tokens as AR, simulated acceptance apart: the 1 run.",
+            "Same tokens as AR, simulated acceptance apart: yes (1 run).",
         ),
         (changed(SMALL, lambda m: m.update(state="interrupted")), "The measurement did not run to its end"),
     ],
@@ -147,13 +148,13 @@ def test_cells_that_are_missing_are_dashes() -> None:
             for point in sample["points"]:
                 point.update(speedup=None, ar_seconds=None)
 
-    acceptance, times = tables(changed(SMALL, stop_early))
+    acceptance, times = tables(typed(changed(SMALL, stop_early)))
     assert acceptance.rows[1][2:4] == ["-", "-"]
     assert (times.rows[0][4:6], times.rows[0][7]) == (["-", "-"], "-")
 
 
 def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
-    paths = write_report(SMALL, tmp_path / "a" / "b", draw=True)
+    paths = write_report(typed(SMALL), tmp_path / "a" / "b", draw=True)
     assert [path.name for path in paths] == [
         *("bench.json", "bench.csv", "bench.md"),
         *("time.png", "time.svg", "acceptance.png", "acceptance.svg"),
@@ -163,7 +164,8 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
-    _, table, text = write_report({**SMALL, "state": "interrupted", "samples": []}, tmp_path, paper=True, draw=True)
+    nothing = typed({**SMALL, "state": "interrupted", "samples": []})
+    _, table, text = write_report(nothing, tmp_path, paper=True, draw=True)
     assert len(table.read_text().splitlines()) == 1  # the head
     assert "\nNothing was measured: no length was reached.\n" in text.read_text()
 
@@ -176,7 +178,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(InputError, match=r"^out: .* cannot be written to \(No space left on device\)"):
-        write_report(SMALL, tmp_path)
+        write_report(typed(SMALL), tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 

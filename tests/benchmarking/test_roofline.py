@@ -34,7 +34,7 @@ from tswift.benchmarking.roofline import (
     predict,
     tables,
 )
-from tswift.decoding.loop import DecodeStats
+from tswift.decoding.stats import DecodeStats
 from tswift.errors import InputError
 from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
 
@@ -45,10 +45,9 @@ A100 = MACHINES["a100-80g"]
 
 
 def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Any:
-    record = predict(LLAMA, machine, RooflineQuery(**query), positions)
-    passes, decodes = ([SimpleNamespace(**row) for row in record[name]] for name in ("passes", "decodes"))
+    found = predict(LLAMA, machine, RooflineQuery(**query), positions)
     return SimpleNamespace(
-        passes=passes, decodes=decodes, record=record, tables=tables(LLAMA, machine, record, "label")
+        passes=found.passes, decodes=found.decodes, record=found.as_dict(), tables=tables(found, "label")
     )
 
 
@@ -115,7 +114,7 @@ def test_a_floor_is_the_sum_of_its_stretches() -> None:
 
 
 def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec")
+    methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec", "cascade", "recall", "auto")
     config = configure(BenchOptions(methods, drafting={"budget": 128}, model=str(checkpoint)))
     floor, heads = floor_of(config, RATES), config.model.heads
     assert floor is not None
@@ -127,6 +126,9 @@ def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: py
         "tokenswift": Drafting(128, read),
         "reuse": Drafting(),
         "magicdec": Drafting(128, 0, 4),
+        "cascade": Drafting(128),
+        "recall": Drafting(),
+        "auto": Drafting(),  # its steps need not draft
     }
     network = config.model.target.model
     embeddings = network.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
@@ -214,7 +216,7 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ({"nodes": (10**10,)}, "nodes: must be between 1 and 1,000,000,000"),
         *[({name: 0}, f"{name}: must be") for name in ("prefill", "length", "depth", "budget")],
         ({}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
-        ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: must be one of int8, fp8, int4, got 'int5'"),
+        ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: must be one of fp8, int4, got 'int5'"),
         ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
 )

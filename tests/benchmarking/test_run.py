@@ -1,4 +1,4 @@
-"""Runs side by side: the grid as the schema says, probes of plain decoding, simulated acceptance, comparisons."""
+"""Runs side by side: the grid and its record, probes of plain decoding, simulated acceptance, comparisons."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import random
 from pathlib import Path
 from unittest.mock import Mock
 
-import jsonschema
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.benchmarking.helpers import typed
 from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
@@ -31,7 +31,7 @@ from tswift.benchmarking.config import (
     parse_shard,
     parse_trees,
 )
-from tswift.benchmarking.gate import schema_of
+from tswift.benchmarking.record import to_json
 from tswift.benchmarking.run import (
     Case,
     Probe,
@@ -47,14 +47,14 @@ from tswift.benchmarking.run import (
     slice_goals,
 )
 from tswift.benchmarking.workloads import Prompt, Text, encode, read_texts
-from tswift.decoding.drafter import DraftTree
-from tswift.decoding.loop import DecodeStats, Decoding
+from tswift.decoding.loop import Decoding
+from tswift.decoding.stats import DecodeStats
+from tswift.decoding.tree import DraftTree
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError
 
 LENGTH = 120
-SCHEMA = jsonschema.Draft202012Validator(schema_of("bench"))
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
@@ -118,8 +118,7 @@ def test_a_text_is_compared_with_the_probes_of_its_run():
     for token, first in ((10, None), (11, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
         _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), [run], [20]).samples()
-        compared = [sample[name] for name in ("same_as_ar", "first_difference", "compared_tokens")]
-        assert compared == [first is None, first, 1]
+        assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (first is None, first, 1)
 
 
 def test_plain_decodings_time_is_for_as_many_tokens():
@@ -128,7 +127,7 @@ def test_plain_decodings_time_is_for_as_many_tokens():
         made_up("tokenswift", passes=4, tokens=12, seconds=1.0),
     ]
     _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), runs, [10]).samples()
-    assert [sample["points"][0][name] for name in ("ar_seconds", "speedup")] == pytest.approx([2.4, 2.4])
+    assert (sample.points[0].ar_seconds, sample.points[0].speedup) == pytest.approx((2.4, 2.4))
 
 
 @given(st.floats(0.001, 1), st.floats(0, 0.01))
@@ -169,13 +168,14 @@ def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(seed: int, n
 
 
 def finish(record, config, plan: Plan, prompts=PROMPTS, on_progress=lambda *at: None):
-    """The record, measured; and its states as they were kept."""
+    """The record, measured, as a file has it."""
     kept = []
-    keep = lambda: kept.append(record["state"])  # noqa: E731
+    keep = lambda: kept.append(record.state)  # noqa: E731
     measure({"": config}, record, prompts, plan, lambda label, *at: on_progress(*at), keep)
-    assert kept == ["running"] * (len(kept) - 1) + [record["state"]]
-    SCHEMA.validate(json.loads(json.dumps(record)))
-    return record
+    assert kept == ["running"] * (len(kept) - 1) + [record.state]
+    content = json.loads(json.dumps(to_json(record)))
+    assert typed(content) == record
+    return content
 
 
 def measured(checkpoint, plan: Plan, *methods: str, **changes):
@@ -250,9 +250,9 @@ def patched(monkeypatch: pytest.MonkeyPatch, method: str, change) -> None:
     """Let the decode of a method be changed before it runs."""
     begin = run_module.begin
 
-    def changed(*arguments, **named):
-        generation = begin(*arguments, **named)
-        if named["method"] == method:
+    def changed(model, request, **named):
+        generation = begin(model, request, **named)
+        if request.method == method:
             change(generation)
         return generation
 
@@ -275,13 +275,13 @@ def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
 def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
     config = configure(options(checkpoint))
     plan, about = Plan((4,), (5,), warmup=0), config.model.about()
-    assert "exact" not in begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]
+    assert "exact" not in to_json(begin_measurement(config, PROMPTS, plan, ["tswift"]).workload)
     monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
-    assert begin_measurement(config, PROMPTS, plan, ["tswift"])["workload"]["exact"] == 8
+    assert begin_measurement(config, PROMPTS, plan, ["tswift"]).workload.exact == 8
     monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "kv_dtype": "float16"})
-    record = json.loads(json.dumps(begin_measurement(config, PROMPTS, plan, ["tswift"])))
-    assert record["workload"]["kv_dtype"] == "float16"
-    SCHEMA.validate(record)
+    record = begin_measurement(config, PROMPTS, plan, ["tswift"])
+    assert record.workload.kv_dtype == "float16"
+    assert typed(json.loads(json.dumps(to_json(record)))) == record
 
 
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
@@ -291,7 +291,7 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     config = configure(BenchOptions(methods, drafting={"costs": "nominal"}, dtype="float64", device="cpu"))
     prompts = encode(read_texts([]), config.model, 1024)
     plan = Plan((1024,), (500, 1000), (0, 1), warmup=0)
-    assert begin_measurement(config, prompts, plan, ["tswift"])["workload"] == baseline
+    assert to_json(begin_measurement(config, prompts, plan, ["tswift"]).workload) == baseline
 
 
 @pytest.mark.parametrize("ar", [FULL, SAMPLED])
@@ -387,7 +387,7 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
             continue
         with pytest.raises(InputError, match="methods: 2 methods side by side need"):
             open_runs(config, [1, 2, 3], 50, 0)
-    monkeypatch.setattr("tswift.models.load.load", lambda *arguments, **how: pytest.fail("it was loaded"))
+    monkeypatch.setattr("tswift.loading.load_model", lambda config: pytest.fail("it was loaded"))
     with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
         configure(options(checkpoint, "reuse"), 100, 4000, "lens")
 
@@ -451,10 +451,10 @@ def compared(config: BenchConfig, length: int = LENGTH):
 
 def test_all_methods_write_the_same_text(checkpoint):
     comparison = compared(configure(options(checkpoint, "tokenswift", "ar-reference")))
-    assert (comparison["ok"], comparison["audits"]) == (True, {})
-    plain, drafted, reference = comparison["outcomes"]
+    assert (comparison.ok, comparison.audits) == (True, {})
+    plain, drafted, reference = comparison.as_dict()["outcomes"]
     assert [outcome["method"] for outcome in (plain, drafted, reference)] == ["ar", "tokenswift", "ar-reference"]
-    assert {outcome["first_difference"] for outcome in comparison["outcomes"]} == {None}
+    assert {outcome["first_difference"] for outcome in (plain, drafted, reference)} == {None}
     assert plain["speedup"] == reference["speedup_over_reference"] == 1.0
     assert plain["speedup_over_reference"] == pytest.approx(1 / reference["speedup"])
     assert plain["passes"] == plain["tokens"] == LENGTH > drafted["passes"]
@@ -463,11 +463,11 @@ def test_all_methods_write_the_same_text(checkpoint):
 def test_a_wrong_method_is_found(checkpoint, monkeypatch):
     patched(monkeypatch, "medusa", skip_the_penalty)
     comparison = compared(configure(options(checkpoint, "medusa")))
-    plain, wrong = comparison["outcomes"]
-    assert [comparison["ok"], plain["explained"], wrong["explained"]] == [False, True, False]
-    findings = comparison["audits"]["medusa"]["findings"]
-    violations = [finding["index"] for finding in findings if finding["kind"] == "violation"]
-    assert violations[0] >= wrong["first_difference"]
+    plain, wrong = (outcome.sample for outcome in comparison.outcomes)
+    assert [comparison.ok, plain.explained, wrong.explained] == [False, True, False]
+    findings = comparison.audits["medusa"].findings
+    violations = [finding.index for finding in findings if finding.kind == "violation"]
+    assert violations[0] >= wrong.first_difference
 
 
 def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
@@ -497,12 +497,12 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
 
     patched(monkeypatch, "medusa", nudge)
     comparison = compared(config, 60)
-    nudged = comparison["outcomes"][1]
-    assert nudged["first_difference"] is not None
-    assert nudged["explained"] is True
-    assert nudged["margin"] is not None
-    assert nudged["margin"] <= comparison["audits"]["medusa"]["bound"]
-    assert comparison["ok"]
+    nudged = comparison.outcomes[1]
+    assert nudged.sample.first_difference is not None
+    assert nudged.sample.explained is True
+    assert nudged.margin is not None
+    assert nudged.margin <= comparison.audits["medusa"].bound
+    assert comparison.ok
 
 
 def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
@@ -513,9 +513,9 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
             raise KeyboardInterrupt
 
     comparison = compare(config, [1, 2, 3], LENGTH, 5, press, lambda *_: None)
-    assert comparison["interrupted"]
-    assert comparison["ok"]
-    assert all(30 < outcome["tokens"] < 60 for outcome in comparison["outcomes"])
+    assert comparison.interrupted
+    assert comparison.ok
+    assert all(30 < outcome.sample.points[0].tokens < 60 for outcome in comparison.outcomes)
 
     def press_at_once(run):
         raise KeyboardInterrupt

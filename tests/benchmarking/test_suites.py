@@ -12,16 +12,17 @@ import pytest
 
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, Plan
+from tswift.benchmarking.record import SuiteRecord
 from tswift.benchmarking.report import order_table, tables, write_report
 from tswift.benchmarking.run import measure
 from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare, quality, tree_nodes
 from tswift.benchmarking.suites import LENGTH, SUITES, Suite, compared, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS, Figure, Row
 from tswift.benchmarking.workloads import Prompt
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.sampling.parameters import SamplingParams
 
 PUBLISHED = {f"table{n}" for n in (1, 3, 4, 5, 6, 7, 8, 12)} | {"figure1"}
 
@@ -172,13 +173,13 @@ class Prepared:
         self.suite = dataclasses.replace(SUITES[name], **changes)
         self.groups, self.missing = prepare(self.suite, BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
 
-    def begin(self, plan: Plan) -> dict[str, Any]:
+    def begin(self, plan: Plan) -> SuiteRecord:
         return begin_suite(self.suite, self.groups, self.missing, PROMPTS, plan, ["tswift"])
 
-    def run(self, record: dict[str, Any], plan: Plan, tick: Any = lambda *at: None) -> None:
+    def run(self, record: SuiteRecord, plan: Plan, tick: Any = lambda *at: None) -> Any:
         judge = partial(judge_texts, record, next(iter(self.groups.values())).model.tokenizer)
-        record["state"] = measure(self.groups, record, PROMPTS, plan, tick, lambda: None, judge)
-        summarise_suite(record)
+        record.state = measure(self.groups, record, PROMPTS, plan, tick, lambda: None, judge)
+        return summarise_suite(record)["rows"]
 
 
 def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:
@@ -190,10 +191,10 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
         if label == "min-p 0.1" and run.stats.tokens > 8:
             raise KeyboardInterrupt
 
-    prepared.run(record, plan, tick)
-    assert record["state"] == "interrupted"
-    assert [group["measurement"]["state"] for group in record["groups"]] == ["finished", "interrupted", "running"]
-    assert {(row["axis"], row["length"]) for row in record["rows"]} == {
+    rows = prepared.run(record, plan, tick)
+    assert record.state == "interrupted"
+    assert [one.state for one in record.parts.values()] == ["finished", "interrupted", "running"]
+    assert {(row["axis"], row["length"]) for row in rows} == {
         ("top-p 0.9", 6),
         ("top-p 0.9", 12),
         ("min-p 0.1", 6),
@@ -206,20 +207,20 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     prepared = Prepared(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
     record = prepared.begin(plan)
-    prepared.run(record, plan)
-    assert [(text["label"], text["seed"]) for text in record["texts"]] == [
+    rows = prepared.run(record, plan)
+    assert [(text.label, text.seed) for text in record.texts] == [
         *(("with penalty", seed) for seed in (1, 2)),
         *(("without", seed) for seed in (1, 2)),
     ]
-    samples = [sample for group in record["groups"] for sample in group["measurement"]["samples"]]
-    for text, plain, drafted in zip(record["texts"], samples[::2], samples[1::2], strict=True):
-        assert (plain["method"], plain["seed"]) == ("ar", text["seed"])
-        for length, ours, theirs in zip((30, 150), plain["points"], drafted["points"], strict=True):
-            expected = quality(text["tokens"][:length], "".join(text["pieces"][:length]))
+    samples = [sample for one in record.parts.values() for sample in one.samples]
+    for text, plain, drafted in zip(record.texts, samples[::2], samples[1::2], strict=True):
+        assert (plain.method, plain.seed) == ("ar", text.seed)
+        for length, ours, theirs in zip((30, 150), plain.points, drafted.points, strict=True):
+            expected = quality(text.tokens[:length], "".join(text.pieces[:length]))
             # a character may be cut in two at the end of a part
-            assert {**ours["quality"], "compression": 0} == pytest.approx({**expected, "compression": 0})
-            assert ours["quality"] == theirs["quality"]
-    (first, second) = (row for row in record["rows"] if row["axis"] == "without")
+            assert {**(ours.quality or {}), "compression": 0} == pytest.approx({**expected, "compression": 0})
+            assert ours.quality == theirs.quality
+    (first, second) = (row for row in rows if row["axis"] == "without")
     assert first["figures"]["distinct"]["n"] == 2
     assert second["figures"]["self_bleu"]["std"] is not None
 

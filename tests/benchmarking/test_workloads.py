@@ -8,13 +8,12 @@ from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
-import jsonschema
 import pytest
 
-from tests.benchmarking.helpers import make_measurement
+from tests.benchmarking.helpers import make_measurement, typed
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peers
-from tswift.benchmarking.gate import schema_of
+from tswift.benchmarking.record import to_json
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import begin_measurement, measure
 from tswift.benchmarking.workloads import Prompt, read_workloads
@@ -82,8 +81,8 @@ def test_a_table_by_kind() -> None:
         record["workload"]["prompts"], ("prose", "prose", "log"), (90, 1024, 40), strict=True
     ):
         prompt.update(kind=kind, tokens=tokens)
-    jsonschema.validate(record, schema_of("bench"))
-    (table,) = tables(record)
+    measurement = typed(record)
+    (table,) = tables(measurement)
     assert [row[:5] for row in table.rows] == [
         ["AR", "prose", "2", "90 to 1,024", "500"],
         ["medusa", "prose", "2", "90 to 1,024", "500"],
@@ -93,7 +92,7 @@ def test_a_table_by_kind() -> None:
     steps = [row[table.columns.index("tokens/step")] for row in table.rows]
     # of medusa's two prompts 1 + 3 (0.40 + 0.02) and 1 + 3 * 0.40
     assert steps == ["1.00 ± 0.00", "2.23 ± 0.04", "1.00", "2.26"]
-    lines = csv_text(record).splitlines()
+    lines = csv_text(measurement).splitlines()
     assert [line.split(",")[8] for line in lines] == ["workload", "prose", "prose", "log", "log"]
 
 
@@ -105,7 +104,7 @@ def small(tmp_path_factory):
 
 
 def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
-    """The record of a tiny benchmark with all peers, and its texts by label."""
+    """The record of a tiny benchmark with all peers, as a file has it, and its texts by label."""
     options = BenchOptions(
         ("ar", "reuse"), model=str(checkpoint), draft_model=str(small), dtype="float64", peers=PEERS, sampling=sampling
     )
@@ -115,8 +114,9 @@ def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     keep = lambda label, case, found, samples: texts.update({case.prompt.name: found})  # noqa: E731
     state = measure({"": config}, record, prompts, plan, lambda *at: None, lambda: None, keep)
     assert state == "finished"
-    jsonschema.validate(json.loads(json.dumps(record)), schema_of("bench"))
-    return record, texts
+    content = json.loads(json.dumps(to_json(record)))
+    assert typed(content) == record
+    return content, texts
 
 
 def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: Path) -> None:
@@ -133,9 +133,9 @@ def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: 
             assert sum(count * steps for count, steps in enumerate(point["accepted"], 1)) == point["tokens"]
             assert (point["passes"] == point["tokens"]) >= (sample["method"] in ("ar", "transformers"))
     assert record["workload"]["peers"]["assisted"]["assistant_model"] == str(small)
-    notes = " ".join(tables(record)[0].notes)
+    notes = " ".join(tables(typed(record))[0].notes)
     assert "10 tokens looked up: the text of AR in 2 of 2 runs." in notes
-    assert "Same tokens as AR: all 2 runs." in notes
+    assert "Same tokens as AR: yes (2 runs)." in notes
 
 
 def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path) -> None:
@@ -146,14 +146,16 @@ def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path)
         assert texts["a/1"][name] != texts["a/1"]["ar"]
     assert all(one["same_as_ar"] is None for one in record["samples"] if one["method"] in PEERS)
     assert again["workload"] == record["workload"]
-    assert "samples with torch's random numbers, so a text of its own" in " ".join(tables(record)[0].notes)
+    assert "samples with torch's random numbers, so a text of its own" in " ".join(tables(typed(record))[0].notes)
 
 
 def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
     record = make_measurement(methods=("ar", "medusa"), prompts=("a",))
     record["workload"]["prompts"][0].update(kind="prose", tokens=9)
     record["workload"]["peers"] = {"transformers": {"do_sample": False}}
-    assert "a text of its own, since its penalty is over more than the window" in " ".join(tables(record)[0].notes)
+    assert "a text of its own, since its penalty is over more than the window" in " ".join(
+        tables(typed(record))[0].notes
+    )
 
 
 def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
@@ -166,7 +168,7 @@ def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
             raise KeyboardInterrupt
 
     assert measure({"": config}, record, prompts, PLAN, press, lambda: None) == "interrupted"
-    assert {len(sample["points"]) for sample in record["samples"]} == {1}
+    assert {len(sample.points) for sample in record.samples} == {1}
     assert not {thread.name for thread in threading.enumerate()} & set(PEERS)
 
 
@@ -177,7 +179,6 @@ def test_what_no_peer_can_do() -> None:
     for changes, message in (
         ({"simulate_alpha": 0.5}, "peers: transformers' generate is not measured with simulated acceptance"),
         ({"model": "shape:tiny"}, "peers: transformers' generate is not measured with random weights"),
-        ({"quantize": "int8"}, "peers: transformers' generate is not measured with quantised weights"),
         (
             {"model": "a-folder", "peers": ("assisted",)},
             "draft_model: is required: assisted drafts with a smaller model",

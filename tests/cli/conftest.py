@@ -14,7 +14,7 @@ import pytest
 from tswift.cli import main
 
 if TYPE_CHECKING:
-    from tswift.models.load import LoadedModel
+    from tswift.loading import LoadedModel
 
 
 TEXT = "The ship had lain three days becalmed, and nobody spoke."
@@ -53,9 +53,9 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     import tswift.jobs.job
     import tswift.jobs.verification
     import tswift.models.devices
-    from tswift.models import load as loading
+    from tswift import loading
 
-    real, remembered = loading.load, functools.cache(loading.load)
+    real, remembered = loading.load_model, functools.cache(loading.load_model)
 
     def cached(*arguments: Any, **named: Any) -> LoadedModel:
         try:
@@ -65,8 +65,8 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in [module for name, module in sys.modules.items() if name.startswith("tswift.")]:
-            if getattr(module, "load", None) is real:
-                patch.setattr(module, "load", cached)
+            if getattr(module, "load_model", None) is real:
+                patch.setattr(module, "load_model", cached)
         patch.setattr(tswift.models.devices, "_output", lambda command: None)  # asks git, which takes longer
         yield cached
 

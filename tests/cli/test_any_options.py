@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.bad_inputs import run
-from tswift.decoding.params import SamplingParams, parse_bias
 from tswift.engine import generate
-from tswift.models.load import LoadedModel
+from tswift.loading import LoadedModel
+from tswift.models.config import ModelConfig
+from tswift.sampling.parameters import SamplingParams, parse_bias
 
 LONGEST = 8
 
@@ -68,7 +69,7 @@ def command_lines(draw: st.DrawFn) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def model(checkpoint: Path, load_once: Callable[..., LoadedModel]) -> LoadedModel:
     """The tiny model in float64."""
-    return load_once(str(checkpoint), dtype="float64")
+    return load_once(ModelConfig(model=str(checkpoint), dtype="float64"))
 
 
 def plain_tokens(model: LoadedModel, ids: list[int], options: dict[str, str | None]) -> list[int]:

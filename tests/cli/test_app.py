@@ -15,7 +15,8 @@ import tswift as package
 from tests.cli.conftest import Tswift
 from tests.cli.terminal import on_terminal
 from tswift.cli.output import Display
-from tswift.errors import Fault
+from tswift.errors import DecodeError
+from tswift.models.config import SHAPES
 
 
 def test_help_does_not_import_torch() -> None:
@@ -28,6 +29,68 @@ def test_help_does_not_import_torch() -> None:
     assert "generate" in done.stdout
     assert "--no-shared-noise" in done.stdout
     assert "first 1,024 tokens" in " ".join(done.stdout.split())
+
+
+# every option and argument that takes the name of a file or a folder, by command; what is said of it names it
+NAMED = {
+    "generate": (
+        "--out",
+        "--resume",
+        "--prompt",
+        "--heads",
+        "--prompt-text hi --model",
+        "--chat --prompt-text hi --system",
+    ),
+    "serve": ("--runs",),
+    "compare": ("--json", "--prompt", "--heads", "--prompt-text hi --model"),
+    "runs": ("", "--json"),
+    "verify": ("", "--tokens", "--json"),
+    "bench": ("--out", "--resume", "--merge x", "--fail-on auto=9% --against", "--prompts", "--workload"),
+    "roofline": ("--json", "--model"),
+    "env": ("--json",),
+    "export-generate": ("",),
+    "train": ("--out", "--resume", "--corpus"),
+    "train-draft": ("--out", "--resume", "--corpus"),
+    "heads inspect": ("", "x --json"),
+}
+NO_NAMES = {"~nobody-at-all/x": "lies in a home folder that does not exist", "x" * 300: "is too long (30"}
+
+
+@pytest.mark.parametrize("command", NAMED)
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_name_that_no_file_can_have(tswift: Tswift, command: str, name: str) -> None:
+    for option in NAMED[command]:
+        typed = f"{name}.jsonl" if option == "--workload" else name
+        refused = tswift(*command.split(), *option.split(), typed)
+        assert refused.code == 2, option
+        named = option.split()[-1:]
+        assert (named[0] if named and named[0].startswith("--") else name[:20]) in refused.err
+        assert NO_NAMES[name] in refused.err
+        assert refused.err.count("\n") == 1
+        assert len(refused.err) < 160
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_run_to_resume_that_is_not_there(tswift: Tswift) -> None:
+    assert tswift("generate", "--resume", "nope").err == "tswift: error: --resume: there is no folder nope\n"
+
+
+@pytest.mark.parametrize("command", ["bench", "roofline"])
+def test_the_help_lists_every_shape(tswift: Tswift, command: str) -> None:
+    said = "".join(character for character in tswift(command, "--help").out.decode() if character.isprintable())
+    assert all(name in "".join(said.replace("│", "").split()) for name in SHAPES)
+
+
+def test_every_name_of_a_file_is_expanded(monkeypatch, tmp_path: Path, tswift: Tswift) -> None:
+    """A shell leaves the ``~`` of ``--out=~/run`` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tswift("export-generate", "~/model").code == 0
+    assert (tmp_path / "model" / "custom_generate" / "generate.py").is_file()
+    assert tswift("roofline", "--json=~/found.json").code == 0
+    assert (tmp_path / "found.json").is_file()
+    (tmp_path / "runs").mkdir()
+    assert tswift("runs", "~/runs").code == 0
+    assert list(Path.cwd().iterdir()) == []
 
 
 CHEAP = """
@@ -66,7 +129,7 @@ def test_version_and_help(tswift: Tswift) -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (Fault("the disk\nis full"), "the disk is full"),
+        (DecodeError("the disk\nis full"), "the disk is full"),
         (ZeroDivisionError("oops"), "unexpected ZeroDivisionError: oops"),
         (OSError(28, "No space left"), "writing: No space left"),
         (MemoryError(), "no memory is left"),
@@ -107,7 +170,7 @@ import time
 from types import SimpleNamespace
 from tswift.cli.output import Display
 stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
-with Display(100, quiet=False, progress=True) as display:
+with Display(SimpleNamespace(length=100), quiet=False, progress=True) as display:
     for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):
         display.show(word + " ", stats)
         time.sleep(0.1)
@@ -124,7 +187,7 @@ def test_text_goes_above_the_bar_in_whole_lines() -> None:
 
 def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     stats: Any = SimpleNamespace(tokens=1)
-    with Display(10, quiet=True, progress=True) as display:
+    with Display(SimpleNamespace(length=10), quiet=True, progress=True) as display:
         display.show("é\n", stats)
         display.show("[b]", stats)
     assert capfdbinary.readouterr().out == "é\n[b]".encode()

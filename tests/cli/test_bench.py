@@ -7,14 +7,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from tswift.benchmarking import run
-from tswift.benchmarking.gate import schema_of
 from tswift.benchmarking.plots import acceptance_figure
+from tswift.benchmarking.record import load_measurement
 from tswift.benchmarking.summary import METRICS, Metric
-from tswift.decoding.loop import DecodeStats
+from tswift.decoding.stats import DecodeStats
 
 WORDS = ("bench", "--prefill", 4, "--methods", "tokenswift", "--warmup", 4)
 LENS = ("--lens", "10,25")
@@ -115,9 +114,9 @@ def penalise_not(monkeypatch, method):
     """A method that draws without the penalty."""
     begin = run.begin
 
-    def made(*arguments, **named):
-        generation = begin(*arguments, **named)
-        if named["method"] == method:
+    def made(model, request, **named):
+        generation = begin(model, request, **named)
+        if request.method == method:
             sampler = generation.decoding._context.sampler
             sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
         return generation
@@ -130,7 +129,7 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     penalise_not(monkeypatch, "tokenswift")
     result = bench("--out", "b", "--ar", ar, "--lens", 80)
     assert result.code == 1
-    assert "1 texts are not plain decoding's" in result.err
+    assert "1 texts differ from plain decoding beyond rounding" in result.err
     assert "Not: tokenswift" in result.out.decode()
 
 
@@ -162,7 +161,6 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     first = bench("--out", "a")
     assert first.code == 0, first.err
     record = json.loads(Path("a/bench.json").read_text())
-    jsonschema.validate(record, schema_of("bench"))
     points = [point for sample in record["samples"] for point in sample["points"]]
     assert [point["waste"] for point in points] == [point["nodes"] / point["tokens"] for point in points]
     lines = list(csv.DictReader(Path("a/bench.csv").read_text().splitlines()))
@@ -171,7 +169,9 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     rows = [line.split() for line in first.out.decode().splitlines()]
     assert ["method", "prefill", "length", "alpha", "x"] in [row[:5] for row in rows if row and row[-1] == "waste"]
     assert [row[-1] for row in rows if row and row[0] == "medusa"][-2:] == [f"{p['waste']:.3f}" for p in points[2:]]
-    assert "nodes / token" in [axes.get_ylabel() for axes in acceptance_figure(record).axes]
+    assert "nodes / token" in [
+        axes.get_ylabel() for axes in acceptance_figure(load_measurement(Path("a/bench.json"))).axes
+    ]
     assert bench("--out", "b", "--against", "a/bench.json", "--fail-on", "waste").code == 0
     for point in points:
         point["waste"] -= 0.5

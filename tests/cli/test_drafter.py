@@ -12,8 +12,9 @@ from tests.cli.conftest import TEXT, Tswift
 from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
 from tswift.drafting.methods import cache_slots
-from tswift.drafting.options import DraftOptions
-from tswift.engine import preflight
+from tswift.drafting.options import DraftOptions, find_method
+from tswift.engine import Demand, preflight
+from tswift.models.config import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +74,11 @@ def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path],
 def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
     options = DraftOptions(budget=64, gamma=4)
     how = {"dtype": "float64", "drafter": str(drafters["eagle"])}
-    need = preflight(str(model), 20, 30, "eagle", options, **how)
-    plain = preflight(str(model), 20, 30, "ar", DraftOptions(), dtype="float64")
+    need = preflight(ModelConfig(model=str(model), **how), Demand(20, 30, "eagle", options))
+    plain = preflight(ModelConfig(model=str(model), dtype="float64"), Demand(20, 30, "ar", DraftOptions()))
     kept = 64 + 1 + 3 * 5  # the window, the spare slot, and what three of the levels feed back
     assert need.draft_kv_bytes == kept * 2 * 2 * 16 * 8
     attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN  # norms; fc, LM head, MLP
     assert need.draft_bytes == 8 * (attention + rest)
     assert (plain.draft_kv_bytes, plain.draft_bytes) == (0, 0)
-    assert cache_slots("ar", options, 50)[2] == 0
+    assert cache_slots(find_method("ar"), options, 50)[2] == 0

@@ -24,7 +24,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     tiny_heads(kind="conditioned").save(path, base="0123abcd")
     found = said(tswift("heads", "inspect", path))
     parameters = sum(weight.numel() for weight in tiny_heads(kind="conditioned").parameters())
-    assert (found["kind"], found["drafts, tokens"], found["hidden size"]) == ("conditioned", "3", str(HIDDEN))
+    assert (found["kind"], found["tokens drafted"], found["hidden size"]) == ("conditioned", "3", str(HIDDEN))
     assert (found["parameters"], found["dtypes"], found["layout"]) == (f"{parameters:,}", "BF16", "tswift")
     assert found["base model"] == "0123abcd"
     assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
@@ -43,14 +43,14 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
 def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     model = said(tswift("heads", "inspect", tokenswift_model(base, tmp_path / "m")))
-    assert (model["layout"], model["kind"], model["drafts, tokens"]) == ("TokenSwift", "chained", "3")
+    assert (model["layout"], model["kind"], model["tokens drafted"]) == ("TokenSwift", "chained", "3")
     assert model["dtypes"] == "F32"
     assert model["parameters"] == f"{3 * (32 * 32 + 2 * 32):,}"
     assert (model["read the state before the final norm"], model["vocab size"]) == ("yes", "-")
     folder = medusa_file(base, tmp_path)
     for path in (folder, folder / "medusa_lm_head.safetensors"):
         medusa = said(tswift("heads", "inspect", path))
-        assert (medusa["layout"], medusa["kind"], medusa["drafts, tokens"]) == ("Medusa", "medusa", "3")
+        assert (medusa["layout"], medusa["kind"], medusa["tokens drafted"]) == ("Medusa", "medusa", "3")
         assert medusa["vocab size"] != "-"
 
 
@@ -64,7 +64,7 @@ def test_pickles_and_a_file_that_cannot_be_written(tswift: Tswift, tmp_path: Pat
 def test_drafters(tswift: Tswift, tmp_path: Path) -> None:
     folder = drafter_folder(tmp_path / "d", "dspark")
     found = said(tswift("heads", "inspect", folder))
-    assert (found["kind"], found["drafts, tokens"], found["layout"]) == ("dspark", "4", "DeepSpec")
+    assert (found["kind"], found["tokens drafted"], found["layout"]) == ("dspark", "4", "DeepSpec")
     assert found["not read"] == "confidence_head.proj.weight, confidence_head.proj.bias"
     record = json.loads(tswift("heads", "inspect", folder, "--json", "-").out)
     assert record["heads"]["taps"] == [1, 4]

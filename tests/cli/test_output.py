@@ -15,9 +15,9 @@ import pytest
 from tests.cli.terminal import on_terminal
 from tests.jobs.killing import Process
 from tests.rows import every_row
-from tswift.benchmarking.summary import Table
 from tswift.cli import main
-from tswift.cli.output import CLOSED_PIPE, loading, one_line, show, visible, writable
+from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
+from tswift.tables import Table
 
 
 def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path
 
 
 CODE = """
-from tswift.benchmarking.summary import Table
+from tswift.tables import Table
 from tswift.cli.output import Bars
 from tswift.cli.output import show
 with Bars(quiet=False, progress=True) as bars:
@@ -164,7 +164,7 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, ca
 
 
 def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(KeyboardInterrupt), loading("demo", quiet=False):
+    with pytest.raises(KeyboardInterrupt), loading_notice("demo", quiet=False):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == "tswift: interrupted while demo was loaded; nothing was begun\n"
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.conftest import Tswift
 from tests.ranks import Ended, on_ranks
+from tswift import loading
 from tswift.cli import main
-from tswift.models import load as loading
 
 TEXT = "The ship had lain three days becalmed, and the captain would not leave the deck. The ship had lain three days"
 
@@ -87,10 +87,10 @@ def test_bad_input_is_said_once(words: list[str], tmp_path: Path, more: list[str
 def _broken(words: list[str], folder: Path) -> int:
     if os.environ["RANK"] == "1":
 
-        def load(**asked: object) -> None:
+        def load(*asked: object) -> None:
             raise MemoryError("there is none left")
 
-        loading.load = load  # type: ignore[assignment]
+        loading.load_model = load  # type: ignore[assignment]
     return _main(words, folder)
 
 

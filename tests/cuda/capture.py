@@ -44,6 +44,7 @@ class Log:
 LOG = Log()
 PINNED: dict[int, Tensor] = {}  # by address: page-locked memory, whose copies do not wait for the host
 _UNDER_WAY: list[Callable[[], object]] = []  # copies; each says what is to be done when it is over
+_SYNC_DEBUG: list[Any] = [0]  # modes that were set, the present one last
 
 
 class _Recorder(TorchDispatchMode):
@@ -77,7 +78,7 @@ class _Recorder(TorchDispatchMode):
         self.operators.append((func, mapped(_plain, args), mapped(_plain, kwargs), [held(x).detach() for x in outs]))
         return out
 
-    def take_back(self) -> None:
+    def trim_to(self) -> None:
         """A capture executes nothing: what was there before is there again."""
         for storage, before in self._before.values():
             storage.copy_(before)
@@ -144,9 +145,11 @@ class Capture:
         self._recorder.__exit__(kind, error, trace)
         _Recorder.now, LOG.on = None, self._on
         with torch.inference_mode():
-            self._recorder.take_back()
-            if error is None:
-                self._graph.captured(self._recorder, self._pool)
+            self._recorder.trim_to()
+        if error is not None:  # as PyTorch does: ending the capture fails, too
+            raise RuntimeError("operation failed due to a previous error during capture")
+        with torch.inference_mode():
+            self._graph.captured(self._recorder, self._pool)
 
 
 class Event:
@@ -198,6 +201,8 @@ def emulate(put: Callable[[Any, str, object], object]) -> None:
         "set_stream": lambda stream: None,
         "graph_pool_handle": object,
         "synchronize": lambda device=None: waited(),
+        "get_sync_debug_mode": lambda: _SYNC_DEBUG[-1],
+        "set_sync_debug_mode": _SYNC_DEBUG.append,
         "is_current_stream_capturing": lambda: _Recorder.now is not None,
     }.items():
         put(torch.cuda, name, value)
@@ -223,6 +228,13 @@ def refuse(what: str) -> None:
     """Fail as CUDA does if something waits, or copies from the host, while a graph is captured."""
     if _Recorder.now is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def synchronized() -> None:
+    """An operator waits for the device: fails where PyTorch was asked to find such ones."""
+    if _SYNC_DEBUG[-1] == "error":
+        raise RuntimeError("called a synchronizing CUDA operation")
+    waited()
 
 
 def waited(place: str = "") -> None:
@@ -317,7 +329,7 @@ def poison(tensor: Tensor) -> None:
 class StaticAttention:
     """Attention over a whole cache, masked by a length that only the device knows; in place of Triton's."""
 
-    STATIC, MOST_NODES, EXACT = True, 128, False
+    STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout

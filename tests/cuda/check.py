@@ -8,7 +8,7 @@ from tests.cuda.devsim import CUDA, Simulator  # isort: skip  # before the packa
 import torch
 
 from tests.cuda.capture import LOG
-from tswift.models.passes import Graphs
+from tswift.forward.passes import Graphs
 
 
 def _counts(run: Callable[[], object]) -> tuple[int, int, int, int, int]:
@@ -71,6 +71,8 @@ def main() -> None:
             ("copy_", lambda: there.copy_(here), (1, 1, 0, 0, 0)),
             ("copy_ back", lambda: here.copy_(there), (1, 0, 1, 0, 0)),
             ("copy_ on the device", lambda: there.copy_(there * 1), (0, 0, 0, 2, 0)),
+            ("an element that is set", lambda: there.__setitem__(1, 2.0), (1, 1, 0, 2, 0)),
+            ("a slice that is set", lambda: there.__setitem__(slice(1, 2), 2.0), (0, 0, 0, 2, 0)),
             ("an event", lambda: torch.cuda.Event().synchronize(), (1, 0, 0, 0, 0)),
             ("a stream", lambda: torch.cuda.current_stream().synchronize(), (1, 0, 0, 0, 0)),
             ("a replay", replay, (0, 0, 0, 0, 1)),
@@ -85,10 +87,14 @@ def main() -> None:
             print("an event of another device")
         if _answers(there) != (False, True):
             print("an answer that is read too early")
-        for what, run in (("a wait", lambda: there.tolist()), ("a copy", lambda: here.to(CUDA, non_blocking=True))):
-            graphs.failure = ""
+        for what, run, words, spoiled in (
+            ("a wait", lambda: there.tolist(), "called a synchronizing CUDA operation", False),
+            ("an element that is set", lambda: there.__setitem__(1, 2.0), "called a synchronizing", False),
+            ("a copy", lambda: here.to(CUDA, non_blocking=True), "not permitted when stream is capturing", True),
+        ):
+            graphs.failure, graphs.spoiled = "", False
             graphs.capture(run)
-            if "not permitted when stream is capturing" not in graphs.failure:
+            if words not in graphs.failure or graphs.spoiled != spoiled:
                 print(f"{what} while a graph is captured: {graphs.failure}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, under_way, waited
+from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, synchronized, under_way
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
@@ -74,6 +74,8 @@ class Device(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__setitem__ and _copies_a_number(*args):
+                sent(blocking=True)
             if func in _PRODUCTS and args[0].dim() == 1:  # done with squeeze_, of which a wrapper's shape hears nothing
                 return func(args[0].unsqueeze(0), *args[1:], **(kwargs or {})).squeeze(0)
             return func(*args, **(kwargs or {}))
@@ -90,13 +92,24 @@ class Simulator(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+def _copies_a_number(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether ``tensor[index] = value`` copies a number from the host, as PyTorch does where one element is set.
+
+    Python's numbers become tensors on the CPU, and ``copy_to`` in TensorIndexing.h copies what has the size of the
+    place. A slice or a row is filled, without a copy.
+    """
+    if isinstance(value, Device):
+        return False
+    return Tensor.__getitem__(tensor, index).dim() == 0
+
+
 def fetched(blocking: bool = True) -> None:
     """Count a copy from the device."""
     refuse("a copy to the host")
     if LOG.on:
         LOG.fetched[site()] += 1
     if blocking:
-        waited()
+        synchronized()
 
 
 def sent(blocking: bool) -> None:
@@ -105,7 +118,7 @@ def sent(blocking: bool) -> None:
     if LOG.on:
         LOG.sent[site()] += 1
     if blocking:
-        waited()
+        synchronized()
 
 
 def _there(device: object) -> bool:
@@ -122,11 +135,11 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name in _INDEXING and ours:
         index = [each for each in args[1] if each is not None]
         if any(not isinstance(each, Device) or each.dtype == torch.bool for each in index):
-            waited()  # PyTorch copies an index to the device, and a mask has to be counted
+            synchronized()  # PyTorch copies an index to the device, and a mask has to be counted
     elif name not in ("_to_copy", "copy_") and ours and any(tensor.dim() for tensor in hosts):
         raise RuntimeError(f"{name} of tensors on cuda and cpu, in {site()}: {[tuple(each.shape) for each in given]}")
     if name in WAITS and ours:
-        waited()
+        synchronized()
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -187,7 +200,8 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def install() -> None:
     """Patch PyTorch."""
-    torch.inference_mode = torch.no_grad  # type: ignore[assignment,misc]  # within it a wrapped tensor's views are none
+    # within inference mode a wrapped tensor's views are none
+    torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment,misc]
     torch.cuda._lazy_init = lambda: None
     emulate(setattr)
     for name in ("tensor", "as_tensor"):

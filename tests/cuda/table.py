@@ -6,9 +6,13 @@ Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import json
 import sys
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the package
@@ -16,29 +20,40 @@ import torch
 
 import tests.helpers as helpers
 from tests.cuda.capture import LOG, StaticAttention
+from tests.drafters import LAYOUTS, VOCAB, drafter_folder, qwen3
 from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
-from tswift.drafting.methods import make_drafter
+from tswift.drafting.methods import BUILDERS, make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.models.target import Target
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.formats import find_drafter
 
 PROMPT, WARM = 70, 4
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 _WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
+_NETWORKS = {"block": ("dspark-rnn", "dflash"), "eagle": ("eagle-safeai",)}  # layouts of published drafters
 CASES = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]]
+CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
 
 
 def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: bool) -> Decoding:
     """A decode of a tiny model, with default options where these do not ask for more text than there is."""
     put = (lambda module: moved(copy.deepcopy(module))) if simulated else copy.deepcopy
     dtype = torch.float32
-    target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
-    draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
     options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
-    drafter = make_drafter(method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft)
-    prompt = helpers.random_prompt(PROMPT)
     params = SamplingParams(window=24, min_p=0.02)
+    if kind in LAYOUTS:
+        target = Target(put(qwen3(dtype)), StaticAttention)
+        with TemporaryDirectory() as folder:
+            find_drafter(drafter_folder(Path(folder), kind)).load(target)
+        drafter = make_drafter(method, target, None, options)
+        prompt = helpers.random_prompt(PROMPT, vocab=VOCAB)
+    else:
+        target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
+        draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
+        drafter = make_drafter(method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft)
+        prompt = helpers.random_prompt(PROMPT)
     return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
 
 
@@ -60,23 +75,24 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
                 for name, found in places.items():
                     found.update(getattr(LOG, name))
         target = decoding._target
-        assert target.graphs is None, target.graphs
+        assert target.graph_fault is None, target.graph_fault
     counts = {name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)}
     found = {name: sorted(each) for name, each in places.items()}
-    return {"method": method, "kind": kind, "counts": counts, "places": found, "tokens": tokens}
+    same = tokens == _plain(kind in LAYOUTS)[: len(tokens)]
+    return {"method": method, "kind": kind, "counts": counts, "places": found, "tokens": tokens, "same": same}
 
 
-def plain(length: int) -> list[int]:
-    """What plain decoding writes, without a simulated device."""
-    decoding = _decoding("ar", "chained", length, None, simulated=False)
-    running = decoding.steps()
-    return [token for _ in range(length) for token in next(running).tokens]
+@functools.cache
+def _plain(network: bool) -> list[int]:
+    """What plain decoding writes, without a simulated device, by the model that published drafters draft for or not."""
+    decoding = _decoding("ar", "dflash" if network else "chained", 5, None, simulated=False)
+    return [token for step in itertools.islice(decoding.steps(), 200) for token in step.tokens]
 
 
 def main() -> None:
-    """Print all figures as JSON."""
-    found = [measure(method, kind, steps=5, nodes=20) for method, kind in CASES]
-    json.dump({"plain": plain(max(len(each["tokens"]) for each in found)), "found": found}, sys.stdout)
+    """Print all figures as JSON, or those of the methods that are named."""
+    chosen = [(method, kind) for method, kind in CASES if method in (sys.argv[1:] or BUILDERS)]
+    json.dump({"found": [measure(method, kind, steps=5, nodes=20) for method, kind in chosen]}, sys.stdout)
 
 
 if __name__ == "__main__":

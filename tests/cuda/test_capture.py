@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 
 import pytest
 import torch
 
-from tests import fake_torchao
+from tests import reweighted
 from tests.cuda import capture
 from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tswift.caches import FullKV
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv import FullKV
-from tswift.models.passes import Graphs
-from tswift.models.target import Target
+from tswift.forward.passes import Graphs
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
 OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
@@ -51,8 +52,8 @@ def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, 
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     drafter = drafter_of(method, kind, options, target, draft)
     steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
-    assert target.graphs is None
-    assert draft.graphs is None
+    assert target.graph_fault is None
+    assert draft.graph_fault is None
     return steps
 
 
@@ -126,7 +127,7 @@ def test_the_audit(graphs) -> None:
     target = target_of(graphs)
     assert audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 3).ok
     assert not audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 4).ok
-    assert target.graphs is None
+    assert target.graph_fault is None
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -148,7 +149,42 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     target = target_of(graphs)
     monkeypatch.setattr(capture.StaticAttention, "store", broken)
     target.prepare(FullKV(target.kv_shape, 60), 8)
-    assert target.graphs == "no kernel for this"
+    assert re.fullmatch(r"no kernel for this \(forward/target\.py:\d+\)", target.graph_fault)
+
+
+def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None:
+    """Nothing is captured after that, as PyTorch may refuse it in this process; the program runs as it is."""
+    shared, runs = graphs(), []
+
+    def broken() -> int:
+        runs.append("broken")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return len(runs)
+
+    assert shared.capture(broken)() == 4
+    assert shared.failure.startswith("operation not permitted when stream is capturing (forward/passes.py:")
+    assert "process" in shared.failure
+    shared.capture(lambda: runs.append("another"))
+    assert "another" not in runs
+
+
+def test_what_waits_is_found_before_a_capture(graphs) -> None:
+    """So that the process is sound, and other programs are captured."""
+    shared, tensor = graphs(), torch.ones(3)
+
+    def waits() -> None:
+        if torch.cuda.get_sync_debug_mode() == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    shared.capture(waits)()
+    assert "called a synchronizing CUDA operation" in shared.failure
+    assert torch.cuda.get_sync_debug_mode() != "error"
+    assert not shared.spoiled
+    replay = shared.capture(lambda: tensor.add_(1))
+    tensor.fill_(1)
+    replay()
+    assert tensor.tolist() == [2, 2, 2]
 
 
 def captured(graphs, run):
@@ -177,8 +213,9 @@ def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
 
 @pytest.mark.parametrize("wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize()])
 def test_what_waits_cannot_be_captured(graphs, wait) -> None:
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+    with pytest.raises(RuntimeError, match="previous error during capture") as found:
         captured(graphs(), lambda: wait(torch.ones(1)))
+    assert "not permitted when stream is capturing" in str(found.value.__context__)
 
 
 @pytest.mark.slow
@@ -193,10 +230,10 @@ def test_drafting_passes_on_a_copy(graphs, method: str, kv: str | None) -> None:
     found = []
     for asked in (None, graphs):
         target, copied, draft = target_of(asked), target_of(asked), target_of(asked, layers=1, kind="mqa")
-        fake_torchao.change(copied.model.get_decoder(), fake_torchao.rounded)
+        reweighted.change(copied.model.get_decoder(), reweighted.rounded)
         drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
         found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))
-        assert target.graphs is copied.graphs is None
+        assert target.graph_fault is copied.graph_fault is None
     plain, captured = found
     assert tokens_of(captured) == tokens_of(plain)
     assert [step.accepted for step in captured] == [step.accepted for step in plain]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-pytestmark = pytest.mark.slow  # two processes of half a minute
+pytestmark = pytest.mark.slow  # two processes of a minute together
 ROOT = Path(__file__).parents[2]
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 # What a step may ask of the host and of a device at most: lower it where a method comes to need less.
@@ -24,7 +24,7 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("tokenswift", "conditioned"): (1, 1, 1, 0, 2),
     ("cascade", "chained"): (6, 12, 6, 180, 2),
     ("cascade", "conditioned"): (6, 13, 6, 217, 2),
-    ("recall", "chained"): (2, 2, 2, 7, 1),
+    ("recall", "chained"): (1, 1, 1, 0, 1),
     ("reuse", "chained"): (1, 0, 1, 0, 1),
     ("magicdec", "chained"): (5, 3, 5, 9, 5),
     ("standalone", "chained"): (5, 2, 5, 6, 5),
@@ -32,31 +32,35 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("auto", "chained"): (3, 5, 3, 73, 1),
     ("auto", "conditioned"): (3, 6, 3, 135, 1),
     ("ar-reference", "chained"): (1, 0, 1, 0, 1),
+    ("block", "dspark-rnn"): (2, 3, 2, 4, 2),
+    ("block", "dflash"): (2, 3, 2, 4, 2),
+    ("eagle", "eagle-safeai"): (2, 3, 2, 4, 2),
 }
 
 # where the host may wait for the device, and copy to it, once a text is under way
 WAITS = frozenset(
     {
         "decoding/device_step.py:_verified",
-        "decoding/sampling.py:draw_with_runner_up",
+        "sampling/rule.py:draw_with_runner_up",
         "drafting/heads.py:_candidates",
-        "drafting/history.py:_keep",
+        "drafting/heads.py:propose",
+        "drafting/speculators.py:propose",
     }
 )
 SENT = frozenset(
     {
         "decoding/device_step.py:send",
-        "decoding/sampling.py:noise_bits",
-        "decoding/sampling.py:extend",
-        "decoding/loop.py:_verify",
+        "sampling/rule.py:noise_bits",
+        "sampling/rule.py:extend",
+        "decoding/step.py:_verify",
         "drafting/heads.py:guess",
-        "drafting/dynamic_tree.py:cache",
-        "drafting/history.py:committed",
-        "kv.py:commit",
-        "kv.py:append",
-        "kv.py:select",
-        "kv.py:settle",
-        "models/target.py:embed",
+        "drafting/speculators.py:committed",
+        "drafting/chains.py:cache",
+        "caches.py:commit",
+        "caches.py:append",
+        "caches.py:select",
+        "caches.py:settle",
+        "forward/target.py:embed",
     }
 )
 
@@ -91,9 +95,9 @@ def test_no_method_is_left_out(measured) -> None:
 
 
 @pytest.mark.parametrize("case", BOUNDS, ids="-".join)
-def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(measured, found, case) -> None:
+def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(found, case) -> None:
     assert len(found["tokens"]) > 5
-    assert found["tokens"] == measured["plain"][: len(found["tokens"])]
+    assert found["same"]
     counts = [found["counts"][name] for name in COUNTS]
     more = [
         f"{name}: {count}, not {most}"

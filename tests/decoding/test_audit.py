@@ -19,7 +19,8 @@ from torch import Tensor
 import tswift
 from tests.decoding.test_loop import parameters
 from tests.fuzzing import few
-from tests.helpers import decode_method, random_prompt, tiny_llama, tiny_target
+from tests.helpers import decode_method, near_tie, random_prompt, tiny_llama, tiny_target
+from tswift.caches import FullKV
 from tswift.decoding import audit as module
 from tswift.decoding.audit import (
     FALSE_ALARMS,
@@ -30,14 +31,13 @@ from tswift.decoding.audit import (
     RoundingMargin,
     Rows,
     audit,
-    contested,
-    most,
+    near_ties,
+    poisson_upper_bound,
 )
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.engine import begin
-from tswift.kv import FullKV
-from tswift.models.target import Target
+from tswift.engine import Request, begin
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 
 CPU = torch.device("cpu")
 
@@ -134,11 +134,11 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     # and by none much smaller: what it takes is the distance, not something that always suffices
     assert bool((~doubt.explained(margins * 0.98)).float().mean() > 0.9)
     # the row was known to be open to that before anything was turned
-    open_ = contested(Rows(sampler, logits, seen, noise), before, size)
+    open_ = near_ties(Rows(sampler, logits, seen, noise), before, size)
     assert float(open_[turned].double().mean()) > 0.97
-    far = contested(Rows(sampler, logits, seen, noise), before, 1e-9)
+    far = near_ties(Rows(sampler, logits, seen, noise), before, 1e-9)
     assert not bool(far.any())
-    assert bool((open_ <= contested(Rows(sampler, logits, seen, noise), before, 4 * size)).double().mean() > 0.97)
+    assert bool((open_ <= near_ties(Rows(sampler, logits, seen, noise), before, 4 * size)).double().mean() > 0.97)
 
 
 VOCAB, USUAL = 200, 0.01
@@ -174,7 +174,7 @@ def test_as_much_as_was_measured_is_explained_and_three_times_as_much_is_not(par
     assert [round(level.margin / honest.usual) for level in levels] == [0, 1, 2, 4]
     assert all(level.observed <= level.most for level in levels)
     assert 0.5 < levels[0].observed / levels[0].expected < 1.3  # a quarter more is expected than was measured
-    assert 0 < levels[0].observed < honest.contested < 2000
+    assert 0 < levels[0].observed < honest.near_ties < 2000
     assert [level.observed for level in levels] == sorted((level.observed for level in levels), reverse=True)
     wrong = judged(3, params).levels()
     assert sum(level.observed > level.most for level in wrong) >= 2
@@ -185,12 +185,12 @@ def test_the_most_that_others_do_not_refute() -> None:
     for mean in (0.05, 1.0, 8.0):
         counts = torch.poisson(torch.full((20_000, 33), mean), generator=torch.Generator().manual_seed(2)).long()
         made = counts[:, 1:].sum(1)
-        limits = {each: most(each, 32, 0.01) for each in made.unique().tolist()}
+        limits = {each: poisson_upper_bound(each, 32, 0.01) for each in made.unique().tolist()}
         share = sum(one > limits[of] for one, of in zip(counts[:, 0].tolist(), made.tolist(), strict=True)) / 20_000
         assert share < 0.012
         assert mean < 1 or share > 0.001  # it is not just always large
-    assert [most(0, 32, rate) for rate in (0.1, 0.01, 1e-6)] == [0, 1, 3]
-    assert most(32 * 50, 32, FALSE_ALARMS) > 60
+    assert [poisson_upper_bound(0, 32, rate) for rate in (0.1, 0.01, 1e-6)] == [0, 1, 3]
+    assert poisson_upper_bound(32 * 50, 32, FALSE_ALARMS) > 60
 
 
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
@@ -223,7 +223,7 @@ def clean(found: Audit, tokens: int) -> bool:
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     model = demo()
     prompt = model.encode(NOVEL.read_text())[:prefill]
-    run = begin(model, prompt, 200, params=params, seed=7)
+    run = begin(model, Request(prompt, 200, params=params, seed=7))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 7)
     assert clean(found, 200)
@@ -235,7 +235,9 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens() -> None:
     """With nothing in the cache, passes of all widths round nearly alike."""
     model = demo(dtype="bfloat16", exact=False)
     prompt = model.encode(NOVEL.read_text())[:90]
-    tokens = [token for step in begin(model, prompt, 100, method="ar", seed=4).steps() for token in step.tokens]
+    tokens = [
+        token for step in begin(model, Request(prompt, 100, method="ar", seed=4)).steps() for token in step.tokens
+    ]
     assert audit(model.target, prompt, tokens, SamplingParams(banned=model.eos_ids), 4).measured > 0.02
 
 
@@ -243,7 +245,7 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens() -> None:
 def test_bfloat16_on_the_bundled_model() -> None:
     model = tswift.load(dtype="bfloat16", exact=False)
     prompt = model.encode(NOVEL.read_text())[:512]
-    run = begin(model, prompt, 300, seed=11)
+    run = begin(model, Request(prompt, 300, seed=11))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 11)
     assert clean(found, 300)
@@ -251,7 +253,7 @@ def test_bfloat16_on_the_bundled_model() -> None:
     assert 0.01 < found.measured < 1
     assert found.width is None
     assert found.levels[0].observed == len(found.within)
-    assert len(found.within) < found.contested < 250
+    assert len(found.within) < found.near_ties < 250
     shifted = audit(model.target, prompt, tokens, run.params, 12)
     assert len(shifted.violations) > 100
 
@@ -260,22 +262,29 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
     model = tswift.load(dtype="bfloat16", exact=True)
     prompt = model.encode(NOVEL.read_text())[:300]
-    run = begin(model, prompt, 150, method="medusa", seed=3)
+    run = begin(model, Request(prompt, 150, method="medusa", seed=3))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 3)
     assert (found.ok, found.exact, found.width) == (True, 150, model.target.width)
-    assert (found.measured, found.bound, found.levels, found.contested) == (0, 0, (), 0)
-    model.target.width = None
-    near = audit(model.target, prompt, tokens, run.params, 3)  # the same text by other passes
+    assert (found.measured, found.bound, found.levels, found.near_ties) == (0, 0, (), 0)
+
+    greedy = replace(run.params, temperature=0, penalty=1)
+    tokens = [token for step in begin(model, Request(prompt, 40, params=greedy)).steps() for token in step.tokens]
+    token = next(token for token in tokens if tokens.count(token) == 1)
+    index, other = tokens.index(token), 1
+    assert other not in {*tokens, *model.eos_ids}
+    with near_tie(model.target.model, token, other, rows=model.target.width):
+        found = audit(model.target, prompt, tokens, greedy, 0)
+        assert (found.exact, found.measured) == (40, 0)
+        changed = audit(model.target, prompt, [*tokens[:index], other], greedy, 0)
+        model.target.width = None
+        near = audit(model.target, prompt, tokens, greedy, 0)  # the same text by other passes
     assert near.ok
-    assert near.within  # of these tokens the exact audit is to refuse the other one
-    model.target.width = found.width
-    for finding in near.within:
-        changed = [*tokens[: finding.index], finding.drawn]
-        (violation,) = audit(model.target, prompt, changed, run.params, 3).violations
-        assert (violation.index, violation.drawn) == (finding.index, finding.token)
-        assert violation.margin is not None
-        assert 0 < violation.margin < near.bound
+    assert (token, other) in [(finding.token, finding.drawn) for finding in near.within]
+    (violation,) = changed.violations
+    assert (violation.index, violation.drawn) == (index, token)
+    assert violation.margin is not None
+    assert 0 < violation.margin < near.bound
 
 
 @pytest.mark.slow
@@ -283,7 +292,7 @@ def test_a_token_is_no_violation_and_the_text_is_one() -> None:
     """Each token drawn with a slightly larger min-p is within the bound; that there are so many is not rounding."""
     model = tswift.load(dtype="bfloat16", exact=False)
     prompt, params = model.encode(NOVEL.read_text())[:256], SamplingParams(min_p=0.115)
-    run = begin(model, prompt, 800, method="ar", params=params, seed=1)
+    run = begin(model, Request(prompt, 800, method="ar", params=params, seed=1))
     tokens = [token for step in run.steps() for token in step.tokens]
     asked = replace(run.params, min_p=0.1)
     assert audit(model.target, prompt, tokens, run.params, 1).ok

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import tswift
+from tswift.caches import FullKV
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.engine import begin
-from tswift.kv import FullKV
+from tswift.engine import Request, begin
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 from tswift.training.tasks import read_logits
 
 pytestmark = pytest.mark.slow
@@ -34,12 +34,12 @@ class Text:
     def __init__(self, seed: int, **arithmetic: Any) -> None:
         self.model, self.seed, self.params = tswift.load(**arithmetic), seed, PARAMS
         self.prompt = self.model.encode(NOVEL.read_text())[seed * 256 :][:256]
-        self.params = begin(self.model, self.prompt, 80, method="ar", params=PARAMS).params  # with banned ids
+        self.params = begin(self.model, Request(self.prompt, 80, method="ar", params=PARAMS)).params  # with banned ids
         self.tokens = self.decode()
 
     def decode(self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other: Any) -> list[int]:
         given = {"params": self.params, "seed": self.seed, **other}
-        run = begin(self.model, prompt or self.prompt, 80, method="ar", written=written, **given)
+        run = begin(self.model, Request(prompt or self.prompt, 80, method="ar", written=written, **given))
         return [*written, *(token for step in run.steps() for token in step.tokens)]
 
     def with_token(self, index: int, token: int) -> list[int]:
@@ -128,6 +128,6 @@ def test_without_exact_passes_some_are_not_seen() -> None:
     found = text.audit(tokens)
     assert tokens != text.tokens
     assert found.ok
-    assert 0 < len(found.within) < found.contested
+    assert 0 < len(found.within) < found.near_ties
     assert not text.audit(FAULTS[EDGE](text)).ok
     assert not text.audit(noise_of_the_next_position(text)).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.forward.test_passes import LengthOnDevice, static_target
 from tests.helpers import (
     decode_steps,
     medusa_heads,
@@ -21,18 +23,17 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tests.models.test_passes import LengthOnDevice, static_target
 from tswift.benchmarking.run import SimulatedWalk
+from tswift.caches import PartialKV
 from tswift.decoding import device_step
 from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node, try_steps
 from tswift.decoding.loop import Decoding, NotFinite
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.kv import PartialKV
-from tswift.models.target import Target
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
 ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64)  # room for every candidate and every n-gram
@@ -199,7 +200,7 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
         made = drafter("tokenswift", target, ROOMY)
         decoding = Decoding(target, random_prompt(90), PARAMS, 3, made, 150)
         list(decoding.steps())
-        kv = made.sources[0].level.kv
+        kv = made.sources[0].draft_model.kv
         assert isinstance(kv, PartialKV)
         held.append(kv)
     host, device = held
@@ -218,7 +219,7 @@ def tried(dtype: torch.dtype = torch.float64) -> Target:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
     target = tried(dtype)
-    assert target.graphs is None
+    assert target.graph_fault is None
     assert target.replays
 
 
@@ -245,36 +246,36 @@ class _Broken(LengthOnDevice):
 )
 def test_a_sampler_that_is_wrong_is_found_out(part: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, part, wrong)
-    assert "drew others than the rule" in tried().graphs
+    assert "drew others than the rule" in tried().graph_fault
 
 
 def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = DeviceStepper._verify
 
-    def without(self, nodes):
+    def without(self, nodes, drafted):
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "index_copy_", lambda self, dim, index, source: self)
             patch.setattr(LengthOnDevice, "store", staticmethod(_store))
-            return right(self, nodes)
+            return right(self, nodes, drafted)
 
     def _store(keys, values, new_keys, new_values, length):
         end = int(length) + new_keys.shape[1]
         keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
 
     monkeypatch.setattr(DeviceStepper, "_verify", without)
-    assert "other keys and values" in tried().graphs
+    assert "other keys and values" in tried().graph_fault
 
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_step.ancestors_of
     monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
-    assert tried().graphs is not None
+    assert tried().graph_fault is not None
 
 
 def test_an_attention_that_misses_a_key_is_found_out() -> None:
     target = Target(tiny_llama("gqa", torch.float64), _Broken)
     try_steps(target, SamplingParams())
-    assert "other keys and values" in target.graphs
+    assert "other keys and values" in target.graph_fault
     assert not target.replays
 
 
@@ -283,4 +284,4 @@ def test_what_cannot_be_done_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel image is available\nand more")
 
     monkeypatch.setattr(LengthOnDevice, "store", fails)
-    assert tried().graphs == "no kernel image is available"
+    assert re.fullmatch(r"no kernel image is available \(forward/target\.py:\d+\)", tried().graph_fault or "")

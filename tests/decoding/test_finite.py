@@ -24,15 +24,15 @@ from tests.helpers import (
     tokens_of,
 )
 from tests.rows import every_row
+from tswift.caches import PartialKV
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding, NotFinite
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NO_TOKEN, Sampler
 from tswift.drafting.methods import make_drafter
-from tswift.kv import PartialKV
-from tswift.models.heads import Heads
-from tswift.models.target import Target
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import NO_TOKEN, Sampler
+from tswift.speculators.heads import Heads
 
 CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf

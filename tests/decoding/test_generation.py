@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import METHODS, tokens_of
 from tswift import engine
 from tswift.attention.sdpa import ReferenceAttention
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import cache_slots
-from tswift.drafting.options import DraftOptions
-from tswift.engine import begin, ending, preflight
+from tswift.drafting.options import DraftOptions, find_method
+from tswift.engine import Demand, Request, begin, ending, preflight
 from tswift.errors import InputError
-from tswift.models.load import ModelSpec, load
+from tswift.loading import ModelSpec, load
+from tswift.models.config import ModelConfig
+from tswift.sampling.parameters import SamplingParams
 
 
 def test_end_of_text_is_banned_or_stops() -> None:
@@ -31,7 +32,7 @@ def test_end_of_text_is_banned_or_stops() -> None:
 
 def test_the_reference_decodes_with_the_attention_of_reference_implementations(checkpoint: Path) -> None:
     model = load(str(checkpoint), dtype="float64")
-    plain, reference = (begin(model, [1, 2, 3], 40, method=method) for method in ("ar", "ar-reference"))
+    plain, reference = (begin(model, Request([1, 2, 3], 40, method=method)) for method in ("ar", "ar-reference"))
     assert [run.decoding._target._attention is ReferenceAttention for run in (plain, reference)] == [False, True]
     assert tokens_of(list(reference.steps())) == tokens_of(list(plain.steps()))
 
@@ -39,10 +40,12 @@ def test_the_reference_decodes_with_the_attention_of_reference_implementations(c
 def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
     model = load(str(checkpoint))
     with pytest.raises(InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"):
-        begin(model, [1], 2, written=[4, 5])
-    assert begin(model, [1], 9, written=[4, 5]).need == begin(model, [1], 9).need  # those are part of the length
+        begin(model, Request([1], 2, written=[4, 5]))
+    assert (
+        begin(model, Request([1], 9, written=[4, 5])).need == begin(model, Request([1], 9)).need
+    )  # those are part of the length
     with pytest.raises(InputError, match=r"^length: must be at least 1, got 0$"):
-        begin(model, [1], 0)
+        begin(model, Request([1], 0))
 
 
 def test_every_method_says_what_it_uses() -> None:
@@ -55,13 +58,13 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     model, others = load(str(folder)), ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
     message = f"method: {{}} drafts with heads and the model has none; without heads there are {', '.join(others)}"
     with pytest.raises(InputError, match=message.format("tokenswift")):
-        begin(model, [1], 5, method="tokenswift")
+        begin(model, Request([1], 5, method="tokenswift"))
     for options in (DraftOptions(), DraftOptions(gamma=2)):  # before loading, too
         with pytest.raises(InputError, match=message.format("medusa")):
-            preflight(str(folder), 1, 1, "medusa", options)
+            preflight(ModelConfig(model=str(folder)), Demand(1, 1, "medusa", options))
     for method in others:
-        preflight(str(folder), 1, 5, method, DraftOptions())
-        assert len(tokens_of([*begin(model, [1], 5, method=method).steps()])) == 5
+        preflight(ModelConfig(model=str(folder)), Demand(1, 5, method, DraftOptions()))
+        assert len(tokens_of([*begin(model, Request([1], 5, method=method)).steps()])) == 5
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -73,9 +76,11 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     dtype, kind = "float64" if method == "medusa" else "float32", METHODS[method]
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
     draft = str(checkpoint) if kind.draft or kind.may_draft else None
-    ahead = preflight(str(checkpoint), 3, 50, method, options, dtype=dtype, draft_model=draft)
+    ahead = preflight(
+        ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft), Demand(3, 50, method, options)
+    )
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
-    run = begin(model, [1, 2, 3], 50, method=method, options=options)
+    run = begin(model, Request([1, 2, 3], 50, method=method, options=options))
     need, token_bytes = run.need, model.target.kv_shape.bytes_per_token
     weights = sum(weight.nbytes for weight in model.target.model.parameters())
     heads = 0 if model.heads is None else sum(weight.nbytes for weight in model.heads.parameters())
@@ -90,15 +95,15 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     nodes = 5 if "nodes" in kind.uses else (kind.gamma or 0) + 1
     assert (need.positions, need.logits_bytes) == (53, 3 * nodes * 320 * 8)
     assert need.full_bytes == run.decoding._context.kv.nbytes == (53 + nodes) * token_bytes
-    assert need.draft_kv_bytes == cache_slots(method, run.options, 53)[1] * token_bytes
+    assert need.draft_kv_bytes == cache_slots(find_method(method), run.options, 53)[1] * token_bytes
     held = need.partial_bytes > 0, need.draft_kv_bytes > 0, need.recall_bytes > 0
     assert held == (kind.partial, draft is not None, method in ("recall", "cascade", "auto"))
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = str(checkpoint), 3, 2000, "tokenswift", DraftOptions(budget=1000)
+    asked = ModelConfig(model=str(checkpoint)), Demand(3, 2000, "tokenswift", DraftOptions(budget=1000))
     loaded, need = load(str(checkpoint)), preflight(*asked)
-    there = begin(loaded, [1, 2, 3], 50, method="ar").need
+    there = begin(loaded, Request([1, 2, 3], 50, method="ar")).need
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     for free in (need.total_bytes, None):
         memory(monkeypatch, free)
@@ -114,40 +119,43 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):  # no text is short enough
         preflight(*asked)
     memory(monkeypatch, there.total_bytes)  # weights count once
-    begin(loaded, [1, 2, 3], 50, method="ar")
+    begin(loaded, Request([1, 2, 3], 50, method="ar"))
     memory(monkeypatch, there.total_bytes - 1)
     with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
-        begin(loaded, [1, 2, 3], 50, method="ar")
+        begin(loaded, Request([1, 2, 3], 50, method="ar"))
 
 
 @pytest.mark.parametrize(("method", "tree"), [("recall", None), ("auto", None), ("medusa", "auto"), ("medusa", None)])
 def test_what_is_recalled_counts(checkpoint: Path, monkeypatch, method: str, tree: str | None) -> None:
-    need = preflight(str(checkpoint), 3, 2000, method, DraftOptions(tree=tree))
+    need = preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree)))
     recalls = tree is not None or method != "medusa"
     assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
     held = [need.held_bytes(torch.device(device)) for device in ("cpu", "cuda")]
     assert held == [need.kv_bytes + need.recall_bytes, need.kv_bytes]
     if recalls:
         options = DraftOptions(tree=tree, recall=10)
-        assert preflight(str(checkpoint), 3, 2000, method, options).recall_bytes < need.recall_bytes
+        assert (
+            preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, options)).recall_bytes
+            < need.recall_bytes
+        )
         memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
-            preflight(str(checkpoint), 3, 2000, method, DraftOptions(tree=tree))
+            preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree)))
 
 
 def test_too_few_positions(checkpoint: Path) -> None:
-    preflight(str(checkpoint), 96, 4000, "ar", DraftOptions())
+    preflight(ModelConfig(model=str(checkpoint)), Demand(96, 4000, "ar", DraftOptions()))
     needed = "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
     with pytest.raises(InputError, match=f"^length: {needed}$"):
-        preflight(str(checkpoint), 97, 4000, "ar", DraftOptions())
+        preflight(ModelConfig(model=str(checkpoint)), Demand(97, 4000, "ar", DraftOptions()))
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
     """Foresee models as if they were to be on a GPU that nothing else is known of."""
     known = engine.inspect_model
 
-    def inspect_model(*given: Any, **named: Any) -> ModelSpec:
-        return replace(known(*given, **named), device=torch.device("cuda"), attention=attention)
+    def inspect_model(config: ModelConfig) -> ModelSpec:
+        return replace(known(config), device=torch.device("cuda"), attention=attention)
 
     monkeypatch.setattr(engine, "inspect_model", inspect_model)
     memory(monkeypatch, None)
@@ -174,8 +182,8 @@ def test_what_an_8b_model_takes_besides_on_cuda(
     if attention == "TritonAttention":
         pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
     on_cuda(monkeypatch, attention)
-    asked = {"method": method, **EIGHT, **changes}
-    need = preflight("shape:llama3.1-8b", dtype="bfloat16", **asked)
+    demand = Demand(**{"method": method, **EIGHT, **changes})
+    need = preflight(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"), demand)
     assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
     assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
         need.workspace_bytes

@@ -28,8 +28,8 @@ from tests.helpers import (
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
+from tswift.sampling.parameters import SamplingParams
 
 # ---------------------------------------------------------------------------------------------------------------------
 # every method's text is plain decoding's text
@@ -102,7 +102,7 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
         assert max(step.nodes for step in steps) <= (options.nodes if asked is options else chains.gamma + 1)
         if method == "tokenswift":
             assert sum(step.accepted for step in steps) > length // 8  # else next to nothing was tested
-            selections = drafter.sources[0].level.kv.selections
+            selections = drafter.sources[0].draft_model.kv.selections
             assert selections >= 3 if options.budget < 100 else selections == 0
 
 
@@ -227,7 +227,7 @@ def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
         assert whole[:cut] + tokens_of(list(run.steps())) == whole, (method, cut)
         assert run._context.kv.capacity == len(prompt) + length + drafter.limit  # the written tokens count once
         if cut == 1:
-            assert drafter.sources[0].level.kv.selections >= 3
+            assert drafter.sources[0].draft_model.kv.selections >= 3
 
 
 def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
@@ -320,18 +320,21 @@ def test_decoded_texts_have_their_exact_joint_distribution(name: str, draft: str
     assert joint_p_value(TOY[name], DRAFTS[draft]) > 1e-3
 
 
+RECALL = DraftOptions(costs="nominal")  # the same trees whatever the clock says
+
+
 def test_decodes_of_the_same_text_are_prefilled_together() -> None:
     target, prompt = tiny_target(), random_prompt(50, 2)
     wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)
-    options = {"tokenswift": DraftOptions(budget=64), "medusa": DraftOptions(), "recall": DraftOptions()}
+    options = {"tokenswift": DraftOptions(budget=64), "medusa": DraftOptions(), "recall": RECALL}
     first, *others = (
         Decoding(target, prompt, PLAIN, 3, drafter_of(method, target, each), 40) for method, each in options.items()
     )
     first.prefill(others=others)
     for decoding in (first, *others):
         assert tokens_of(list(decoding.steps())) == wanted
-    apart = decode_steps(target, drafter_of("recall", target, DraftOptions()), prompt, PLAIN, 3, 40)
-    again = Decoding(target, prompt, PLAIN, 3, drafter_of("recall", target, DraftOptions()), 40)
+    apart = decode_steps(target, drafter_of("recall", target, RECALL), prompt, PLAIN, 3, 40)
+    again = Decoding(target, prompt, PLAIN, 3, drafter_of("recall", target, RECALL), 40)
     Decoding(target, prompt, PLAIN, 3, Drafter(), 40).prefill(others=[again])
     assert [step.accepted for step in again.steps()] == [step.accepted for step in apart]
     with pytest.raises(RuntimeError, match="already"):

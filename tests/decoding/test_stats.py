@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, tiny_target
 from tswift.decoding.drafter import Drafter, Step
-from tswift.decoding.loop import DecodeStats, distinct
+from tswift.decoding.stats import DecodeStats, distinct
 
 
 def test_figures_of_steps_counted_by_hand() -> None:

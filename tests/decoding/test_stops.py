@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.decoding.test_sampling import transformers_warp
 from tests.helpers import METHODS, options_for, tokens_of
+from tests.sampling.test_rule import transformers_warp
 from tswift.decoding.drafter import Step
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import row_type
 from tswift.decoding.text import TextStream
 from tswift.drafting.options import DraftOptions
-from tswift.engine import generate, preflight
+from tswift.engine import Demand, generate, preflight
 from tswift.errors import InputError
-from tswift.models.load import LoadedModel, load
+from tswift.loading import LoadedModel, load
+from tswift.models.config import ModelConfig
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import row_type
 
 PROMPT = "The ship had lain three days"
 FAST = ("medusa", "tokenswift", "recall")
@@ -126,7 +127,7 @@ def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedMo
 def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(model: LoadedModel) -> None:
     params = SamplingParams(logit_bias={320: 1.0})
     with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
-        preflight(model.name, 3, 50, "ar", DraftOptions(), params=params)
+        preflight(ModelConfig(model=model.name), Demand(3, 50, "ar", DraftOptions()), params=params)
     with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
         steps_of(model, "ar", params)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.forward.test_passes import static_target
 from tests.fuzzing import few
 from tests.helpers import (
     context_of,
@@ -22,12 +24,13 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.models.passes import NOMINAL, PassCosts
+from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
@@ -182,3 +185,32 @@ def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
         assert max(step.nodes for step in steps) <= nodes
     assert runs[0] == runs[1]
     assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, seed, length)
+
+
+def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where passes are replayed: the host makes the other arms' trees, and the text is the same."""
+    target, launched, turn = static_target(), [], itertools.count()
+    drafter = make_drafter("auto", target, tiny_heads(), DraftOptions(costs="nominal", nodes=12))
+    assert isinstance(drafter, AdaptiveDrafter)
+
+    def choose(*given: object) -> None:  # every arm in turn
+        drafter.bandit.chosen = next(turn) // 2 % len(drafter.arms)
+
+    monkeypatch.setattr(drafter.bandit, "learn", choose)
+    launch = DeviceStepper._launch_draft
+    monkeypatch.setattr(DeviceStepper, "_launch_draft", lambda self: launched.append(1) or launch(self))
+    proposed = []
+    for name, arm in drafter.arms.items():
+        propose = arm.propose
+        monkeypatch.setattr(
+            arm, "propose", lambda *given, name=name, propose=propose: proposed.append(name) or propose(*given)
+        )
+    prompt = random_prompt(60)
+    steps = decode_steps(target, drafter, prompt, PARAMS, 3, 60)
+    plain = decode_steps(tiny_target(), make_drafter("ar", tiny_target(), None, DraftOptions()), prompt, PARAMS, 3, 60)
+    assert tokens_of(steps) == tokens_of(plain)
+    choices = Counter(step.choice for step in steps)
+    assert {"ar", "medusa", "cascade"} <= choices.keys()
+    assert choices["medusa"] <= len(launched) <= choices["medusa"] + 1
+    assert "medusa" not in proposed
+    assert max(step.accepted for step in steps if step.choice == "medusa") > 0

@@ -15,13 +15,14 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tswift.decoding.drafter import Context, Drafter, DraftTree
+from tswift.caches import FullKV, PartialKV, StreamingKV
+from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams
-from tswift.drafting.dynamic_tree import CHUNK, ChainSource, DraftModel, SmallDraftModel
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
-from tswift.kv import FullKV, PartialKV, StreamingKV
+from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
@@ -61,7 +62,7 @@ def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bo
         assert context.text == prompt
         assert context.kv.length == held
     assert proposed(source, context, 3) == wanted[:3]  # no more than the tree takes
-    assert source.level.kv.seen == len(prompt) + 2  # type: ignore[attr-defined]
+    assert source.draft_model.kv.seen == len(prompt) + 2  # type: ignore[attr-defined]
     assert proposed(source, context, 0) == []
 
 
@@ -113,7 +114,7 @@ def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
 def test_a_cascade_leaves_no_trace() -> None:
     drafter = make_drafter("cascade", tiny_target(), tiny_heads(kind="conditioned"), DraftOptions(budget=64))
     context = prefilled(random_prompt(90, 4), drafter=drafter)
-    level, newest = drafter.sources[0].level, context.sampler.newest.clone()  # type: ignore[attr-defined]
+    level, newest = drafter.sources[0].draft_model, context.sampler.newest.clone()  # type: ignore[attr-defined]
 
     def held() -> tuple[object, ...]:
         return list(context.text), context.kv.length, level.kv.length, context.sampler.length
@@ -140,7 +141,7 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
         return
     assert 0 < accepted < 75
     assert {step.source for step in steps} == {"", "self"}
-    cache = drafter.sources[0].level.kv  # type: ignore[attr-defined]
+    cache = drafter.sources[0].draft_model.kv  # type: ignore[attr-defined]
     assert cache.selections >= 3 if kv in ("snapkv", "dynamic") else cache.selections == 1
     assert cache.length <= cache.budget  # what was drafted is forgotten
 

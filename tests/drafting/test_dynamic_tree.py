@@ -20,12 +20,12 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tswift.decoding.params import SamplingParams
-from tswift.drafting import dynamic_tree
+from tswift.drafting import chains
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, TreeBudget
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.models.passes import NOMINAL, PassCosts
+from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.sampling.parameters import SamplingParams
 
 OFFERS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 5), st.sampled_from(["a", "b"]), st.floats(0.01, 0.99)), max_size=40
@@ -103,10 +103,28 @@ def test_worth_is_judged_by_the_rate_of_late() -> None:
     assert [budget.size([1.0] + [0.06] * 7, keys, 0.0) for keys in (0, 100_000)] == [1, 8]
     budget = TreeBudget(COSTS)
     assert budget.size([1.0] * 8, 500, 1.0) == 8  # 1.5 + 0.5 + 1 seconds
-    budget.learn(6)
+    budget.learn(6, 9.0)
     assert budget.rate == 2  # of what came, not of what was promised
     assert budget.pays_off(2.01, 1)
     assert not budget.pays_off(1.99, 1)
+
+
+def budget_after(steps: int, seconds: float, timed: bool = True) -> TreeBudget:
+    """A budget after some steps: those over 16 nodes took so long, where 1.6 seconds were expected."""
+    budget = TreeBudget(PassCosts((1, 8, 16), (1.0, 1.5, 1.6), (0.0, 0.0, 0.0), 0.2), timed=timed)
+    for _ in range(steps):
+        size = budget.size([1.0] * 16, 0, 0.5)
+        budget.learn(size, 0.5 + (seconds if size == 16 else 1.6))
+    return budget
+
+
+def test_steps_that_take_longer_than_thought_make_smaller_trees() -> None:
+    assert budget_after(0, 0.0).size([1.0] * 16, 0, 0.5) == 16
+    assert budget_after(5, 3.2).size([1.0] * 16, 0, 0.5) < 16
+    assert budget_after(5, 3.2, timed=False).size([1.0] * 16, 0, 0.5) == 16
+    paused = budget_after(30, 1.6)
+    paused.learn(16, 3600.0)  # the process was stopped
+    assert paused.size([1.0] * 16, 0, 0.5) == 16
 
 
 def test_costs_between_and_beyond_the_known() -> None:
@@ -136,7 +154,7 @@ def steps_of(method: str, prompt: list[int], seed: int, length: int, heads: bool
         method,
         tiny_target(),
         tiny_heads(kind="conditioned") if heads else None,
-        DraftOptions(**{"budget": 64, **options}),  # type: ignore[arg-type]
+        DraftOptions(**{"budget": 64, "costs": "nominal", **options}),  # type: ignore[arg-type]
         tiny_draft(),
         draft_costs=costs,
     )
@@ -168,8 +186,8 @@ def test_a_cascade_over_everything_drafts_what_will_be_drawn() -> None:
 @pytest.mark.parametrize("heads", [True, False])
 def test_a_cascade_decodes_more_where_its_passes_cost_less(heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree that it is verified in costs what it did."""
-    passes, found, right = list[int](), [], dynamic_tree.decode_step
-    monkeypatch.setattr(dynamic_tree, "decode_step", lambda *given, **how: passes.append(1) or right(*given, **how))
+    passes, found, right = list[int](), [], chains.decode_step
+    monkeypatch.setattr(chains, "decode_step", lambda *given, **how: passes.append(1) or right(*given, **how))
     for share in (0.05, 20.0):
         passes.clear()
         costs = replace(NOMINAL, base=tuple(share * each for each in NOMINAL.base), level=share * NOMINAL.level)

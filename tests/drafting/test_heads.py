@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.helpers import PLAIN, VOCAB, context_of, decode_steps, drafter_of, random_prompt, tiny_heads, tiny_target
-from tswift.decoding.drafter import Context, DraftTree
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
+from tswift.caches import FullKV
+from tswift.decoding.drafter import Context
+from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.options import DraftOptions
-from tswift.kv import FullKV
-from tswift.models.passes import Forwarded
+from tswift.forward.passes import Forwarded
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 
 
 def random_states(count: int) -> torch.Tensor:

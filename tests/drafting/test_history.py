@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, VOCAB, context_of, decode, path_to, tiny_target
-from tswift.decoding.drafter import Drafter, DraftTree
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
-from tswift.decoding.params import SamplingParams, warp
-from tswift.decoding.sampling import Sampler
+from tswift.decoding.tree import DraftTree
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
-from tswift.drafting.fixed_tree import NgramTable, ReuseSource
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory
 from tswift.drafting.methods import resolve
+from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.models.passes import NOMINAL, Forwarded
+from tswift.forward.passes import NOMINAL, Forwarded
+from tswift.sampling.parameters import SamplingParams, warp
+from tswift.sampling.rule import Sampler
 
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
@@ -219,7 +220,7 @@ def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), 
     budget.pays_off = lambda tokens, seconds: tokens >= 0.4 * least  # type: ignore[method-assign]
     source, context = HistorySource(known, budget, limit), context_of(list(text), PLAIN)  # type: ignore[arg-type]
     source.propose(sketch, context)
-    assert source.price(NOMINAL, context) == pytest.approx(1e-4 * len(known.asked))
+    assert source.draft_seconds(NOMINAL, context) == pytest.approx(1e-4 * len(known.asked))
     return sketch, known
 
 
@@ -342,3 +343,32 @@ def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
             tree.add([drafted], "heads")
         source.propose(tree, context)
         assert {path_to(tree, node) for node in range(1, len(tree)) if node not in tree.parents} == expected
+
+
+@pytest.mark.parametrize(("vocab", "kept"), [(70_000, 64), (VOCAB, 200), (300, 64)])
+def test_what_a_device_digests_is_what_is_kept_of_whole_rows(vocab: int, kept: int) -> None:
+    params = SamplingParams(banned=(3, 9), logit_bias={5: 4.0, 11: -2.0})
+    rows = thoughts(7, vocab=vocab).float()
+    rows[1, 20:] = -math.inf
+    rows[2, 7], rows[2, 8] = math.nan, math.inf
+    rows[3] = -math.inf
+    tables = []
+    for digested in (False, True):
+        recall = history(vocab, kept)
+        recall.committed(context_of([0], params, vocab=vocab))
+        if digested:
+            found = recall.digest(rows)
+            assert found.shape == (7, recall.columns)
+            recall._keep_digest(found.numpy())
+        else:
+            recall._keep(rows)
+        tables.append(
+            {name: torch.from_numpy(recall._tables[name][:7].astype(float)) for name in ("ids", "logs", "scales")}
+        )
+    whole, digest = tables
+    known = whole["logs"] > -math.inf
+    assert torch.equal(known, digest["logs"] > -math.inf)
+    assert known.any(1).tolist() == [True, True, True, False, True, True, True]
+    assert torch.equal(whole["ids"][known], digest["ids"][known])
+    assert torch.allclose(whole["logs"][known], digest["logs"][known], rtol=2e-3, atol=1e-3)
+    assert torch.allclose(whole["scales"], digest["scales"], atol=1e-3)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fake_torchao import broken, change, garbage, rounded
 from tests.helpers import (
     METHODS,
     decode_method,
@@ -23,16 +22,17 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tests.reweighted import broken, change, garbage, rounded
 from tswift.attention.sdpa import ROWS
 from tswift.decoding.drafter import Drafter
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.adaptive import AdaptiveDrafter
-from tswift.drafting.dynamic_tree import DraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import cache_slots, make_drafter, resolve, used, usual_nodes, verify_nodes
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
-from tswift.models.passes import NOMINAL
-from tswift.models.target import Target
+from tswift.forward.passes import NOMINAL
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
@@ -40,22 +40,25 @@ LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 
 def test_options_that_are_not_looked_at() -> None:
     full = DraftOptions(kv="full")
-    assert used("tokenswift", full) == used("tokenswift", DraftOptions()) - {"budget", "sinks"}
-    assert "budget" not in used("medusa", full)
+    assert used(find_method("tokenswift"), full) == used(find_method("tokenswift"), DraftOptions()) - {
+        "budget",
+        "sinks",
+    }
+    assert "budget" not in used(find_method("medusa"), full)
     ngrams = {"ngrams", "reuse_recent"}
-    assert ngrams <= used("tokenswift", DraftOptions(tree=(1, 3)))
-    assert ngrams <= used("tokenswift", DraftOptions(tree="auto", recall=0))
+    assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree=(1, 3)))
+    assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree="auto", recall=0))
     for recall in (None, 1):
-        assert not ngrams & used("tokenswift", DraftOptions(tree="auto", recall=recall))
-    assert {"gamma", "budget", "inner_gamma"} <= used("triforce", DraftOptions())
+        assert not ngrams & used(find_method("tokenswift"), DraftOptions(tree="auto", recall=recall))
+    assert {"gamma", "budget", "inner_gamma"} <= used(find_method("triforce"), DraftOptions())
     for method in ("medusa", "tokenswift"):
-        assert {"costs", "recall"} <= used(method, DraftOptions(tree="auto"))
-        assert not {"costs", "recall"} & used(method, DraftOptions(tree=(1, 1)))
+        assert {"costs", "recall"} <= used(find_method(method), DraftOptions(tree="auto"))
+        assert not {"costs", "recall"} & used(find_method(method), DraftOptions(tree=(1, 1)))
 
 
 def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None) -> Any:
     """The sizes of a model that is not there."""
-    return SimpleNamespace(device=device, groups=groups, most_nodes=most_nodes, network_spec=None)
+    return SimpleNamespace(device=device, groups=groups, most_nodes=most_nodes, speculator_spec=None)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +68,8 @@ def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | Non
         ("recall", {"recall": 0}, r"recall: must be at least 1 for recall"),
         ("reuse", {"ngrams": 0}, r"ngrams: must be at least 1 for reuse"),
         ("magicdec", {"gamma": 0}, r"gamma: must be at least 1 for magicdec"),
-        ("tokenswift", {"tree": "auto", "ngrams": 3}, r"ngrams: goes with a tree of its own or recall 0"),
-        ("tokenswift", {"tree": "auto", "reuse_recent": True}, r"reuse_recent: goes with a tree of its own"),
+        ("tokenswift", {"tree": "auto", "ngrams": 3}, r"ngrams: not used by tokenswift with tree auto"),
+        ("tokenswift", {"tree": "auto", "reuse_recent": True}, r"reuse_recent: not used by tokenswift"),
         ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
         ("medusa", {"tree": (1, 1, 1, 1)}, r"tree: medusa can draft 3 levels with these heads, got 4"),
         ("medusa", {"nodes": 17}, r"nodes: must be at most 16 with this attention, got 17"),
@@ -125,7 +128,8 @@ def levels_of(drafter: Drafter) -> Iterator[DraftModel]:
         for arm in drafter.arms.values():
             yield from levels_of(arm)
     for source in drafter.sources:
-        if (level := getattr(source, "level", None)) is not None:
+        level = getattr(source, "draft_model", None)
+        if level is not None:
             yield level
         yield from levels_of(getattr(source, "drafter", Drafter()))
 
@@ -139,7 +143,7 @@ def test_room_for_what_is_forwarded_over_a_partial_cache(method: str) -> None:
             [level.kv.capacity for level in levels if isinstance(level, kind)] or [0]
             for kind in (PartialDraftModel, SmallDraftModel)
         )
-        assert cache_slots(method, resolved, tiny_target().max_positions) == (*partial, *small, 0)
+        assert cache_slots(find_method(method), resolved, tiny_target().max_positions) == (*partial, *small, 0)
 
 
 def copy_of(target: Target, how) -> Target:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tswift.cli import main as tswift
 
@@ -61,3 +64,34 @@ class Process:
 def result(folder: Path) -> tuple[bytes, bytes]:
     """The tokens and the text of a run."""
     return (folder / "tokens.u32").read_bytes(), (folder / "text.txt").read_bytes()
+
+
+FILE_CALLS = ("open", "write", "fsync", "ftruncate", "replace", "rename", "unlink", "mkdir", "rmdir")  # of ``os``
+
+
+def killed_before(call: int, work: Callable[[], object]) -> bool:
+    """Do some work in a fork of this process that SIGKILL ends before its file call ``call``, from 1.
+
+    False if it came to its end first. An error in it is one here.
+    """
+    process = _CONTEXT.Process(target=_work_until, args=(call, work), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), f"the work ended with {process.exitcode}, to be killed at {call}"
+    return process.exitcode != 0
+
+
+def _work_until(call: int, work: Callable[[], object]) -> None:
+    calls = itertools.count(1)
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any, **named: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **named)
+
+        return made
+
+    for name in FILE_CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    work()

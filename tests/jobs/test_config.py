@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.rows import every_row
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, DraftOptions, parse_tree
 from tswift.errors import InputError
-from tswift.jobs.config import PRESETS, RunConfig, banned_ids, loading, preset_note
+from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note, to_load
 from tswift.models.config import ModelConfig
 from tswift.models.shapes import SHAPES
+from tswift.sampling.parameters import SamplingParams
 
 HUGE = 10**40
 VALUES: dict[str, Any] = {
     **{"tree": (1, 2), "gamma": 2, "nodes": 8, "ngrams": 8, "budget": 64, "sinks": 4, "reuse_recent": True},
-    **{"shared_noise": False, "heads": "x", "draft_model": "x", "kv": "dynamic", "draft_weights": "int8"},
+    **{"shared_noise": False, "heads": "x", "draft_model": "x", "kv": "dynamic", "draft_weights": "fp8"},
     **{"costs": "nominal", "recall": 5, "inner_gamma": 3},
 }
 # by method (and what else is typed): options that it does not use
@@ -64,7 +64,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv": "none"}, "kv: must be one of "),
     ({"budget": 63}, "budget: must be at least 64, got 63"),
     ({"sinks": -1}, "sinks: must be at least 0, got -1"),
-    ({"quantize": "int2"}, "quantize: "),
     ({"draft_weights": "int2"}, "draft_weights: "),
     ({"attention": "eager"}, "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash"),
     ({"model": "shape:qwen2.5-14b"}, "model: shape:qwen2.5-14b has random weights: its text says nothing"),
@@ -74,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": 64, "sinks": 17}, "sinks: "),
     ({"prompt": "x", "prompt_text": "y"}, "prompt_text: cannot be given together with "),
     ({"system": "s.txt"}, "system: goes with --chat"),
-    ({"chat": True}, "chat: wants a --prompt"),
+    ({"chat": True}, "chat: needs --prompt"),
     ({"chat": True, "prompt": "-", "system": "-"}, "system: cannot be standard input"),
     ({"chat": True, "prompt": "p", "prefill": 3}, "prefill: cannot be given together with --chat"),
     ({"method": "ar-reference", "exact": True}, "exact: cannot be had with ar-reference"),
@@ -113,10 +112,10 @@ def test_no_tree(text: str) -> None:
 )
 def test_right(options: dict[str, Any]) -> None:
     config = RunConfig.of(**{"method": "tokenswift", **options})
-    recorded = asdict(config)
+    recorded = config.recorded()
     assert {name: {**recorded, **recorded["sampling"], **recorded["drafting"]}[name] for name in options} == options
-    assert config.params() == SamplingParams(**recorded["sampling"])
-    assert config.options() == DraftOptions(**recorded["drafting"])
+    assert config.sampling == SamplingParams(**recorded["sampling"])
+    assert config.drafting == DraftOptions(**recorded["drafting"])
 
 
 @every_row(
@@ -125,7 +124,7 @@ def test_right(options: dict[str, Any]) -> None:
         ("ar tokenswift", {}, {"draft_model": None, "draft_weights": None, "drafter": None}),
         ("ar standalone", {}, {"draft_model": "demo-draft"}),
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
-        ("ar tokenswift", {"draft_weights": "int8"}, {"draft_weights": "int8"}),
+        ("ar tokenswift", {"draft_weights": "fp8"}, {"draft_weights": "fp8"}),
         ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
         ("ar standalone", {"model": "theirs"}, "draft_model: is required: standalone drafts with a smaller model "),
         ("tokenswift", {"draft_model": "x"}, "draft_model: tokenswift does not use it; standalone, triforce, auto do"),
@@ -133,7 +132,7 @@ def test_right(options: dict[str, Any]) -> None:
         ("ar block", {}, "drafter: is required: block drafts with a drafter (dspark or dflash)"),
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
         *(
-            (method, {"draft_weights": "int8"}, f"draft_weights: {method} does not draft with the model itself; ")
+            (method, {"draft_weights": "fp8"}, f"draft_weights: {method} does not draft with the model itself; ")
             for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference")
         ),
         ("ar medusa", {"draft_weights": "none"}, "draft_weights: none of ar, medusa drafts with the model itself; "),
@@ -142,11 +141,11 @@ def test_right(options: dict[str, Any]) -> None:
 def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: Any) -> None:
     config = ModelConfig(**asked)
     if isinstance(found, dict):
-        arguments = loading(config, methods.split())
-        assert {name: arguments[name] for name in found} == found
+        loaded = to_load(config, methods.split())
+        assert {name: getattr(loaded, name) for name in found} == found
     else:
         with pytest.raises(InputError, match=f"^{re.escape(found)}"):
-            loading(config, methods.split())
+            to_load(config, methods.split())
 
 
 # --- presets
@@ -167,20 +166,21 @@ def test_presets_are_table_10() -> None:
     assert rows.keys() <= SHAPES.keys()
     for name, row in rows.items():
         config = RunConfig.of(preset=name, prompt="x")
-        assert (config.model, config.method) == (PRESETS[name]["model"], "tokenswift")
-        assert config.params() == SamplingParams(
+        assert (config.model.model, config.method) == (PRESETS[name]["model"], "tokenswift")
+        assert config.sampling == SamplingParams(
             temperature=float(row["temperature"]),
             top_p=float(row["top_p"] or 1),
             min_p=float(row["min_p"] or 0),
             penalty=float(row["penalty"]),
             window=int(row["penalty_window"]),
         )
-        assert config.drafting == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
+        assert config.recorded()["drafting"] == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
 
 
 @every_row("method", [name for name, method in METHODS.items() if not (method.draft or method.networks)])
 def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
-    drafting = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x").drafting  # which refuses what is not used
+    config = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x")  # which refuses what is not used
+    drafting = config.recorded()["drafting"]
     tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
     assert drafting.get("tree") == tree
     assert drafting.get("ngrams") == (20 if method in ("tokenswift", "reuse") else None)
@@ -199,8 +199,9 @@ def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
 def test_what_was_typed_wins(typed: dict[str, Any], drafting: dict[str, Any]) -> None:
     plain = RunConfig.of(preset="llama3.1-8b", prompt="x")
     config = RunConfig.of(preset="llama3.1-8b", model="demo", **typed)
-    assert (config.model, config.drafting) == ("demo", drafting)
-    assert config.sampling == {**plain.sampling, **{name: typed[name] for name in ("min_p", "eta") if name in typed}}
+    assert (config.model.model, config.recorded()["drafting"]) == ("demo", drafting)
+    sampling = {name: typed[name] for name in ("min_p", "eta") if name in typed}
+    assert config.sampling == replace(plain.sampling, **sampling)
 
 
 def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:

@@ -8,25 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests import fake_torchao
-from tests.benchmarking.helpers import MACHINE
+from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
 from tswift import engine
 from tswift.benchmarking.config import BenchOptions, Plan, configure
-from tswift.benchmarking.gate import schema_of
+from tswift.benchmarking.record import to_json
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.options import DraftOptions
-from tswift.engine import begin, preflight
+from tswift.engine import Demand, Request, begin, preflight
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
 from tswift.jobs.job import resume, start
-from tswift.models.load import inspect_model, load
+from tswift.loading import inspect_model, load
+from tswift.models.config import ModelConfig
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
@@ -41,7 +40,7 @@ def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
     """A run of 6 tokens that is made in ``run``, ready to begin."""
     (folder / "prompt.txt").write_text(PROMPT)
     asked = {"length": 6, "method": "standalone", "prompt": str(folder / "prompt.txt"), "out": folder / "run"}
-    return start(RunConfig(**{**asked, "model": str(checkpoint), **changes}), ["tswift"])
+    return start(RunConfig.of(**{**asked, "model": str(checkpoint), **changes}), ["tswift"])
 
 
 def _run(job: Any) -> dict[str, Any]:
@@ -54,9 +53,9 @@ def _resume(folder: Path, **asked: object) -> Any:
     return resume(folder / "run", asked, False, ["tswift"])
 
 
-def _plain(checkpoint: Path, folder: Path, length: int) -> Any:
+def _plain(checkpoint: Path, folder: Path, length: int, **options: str) -> Any:
     """Plain decoding, which draws the same tokens and names nothing to draft with."""
-    job = _start(checkpoint, folder, method="ar", length=length, out=folder / "plain")
+    job = _start(checkpoint, folder, method="ar", length=length, out=folder / "plain", **options)
     assert not {"draft", "draft_weights"} & _run(job)["model"].keys()
     return job
 
@@ -85,16 +84,16 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
 
 
 def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any:
-    return preflight(str(checkpoint), 3, length, method, DraftOptions(), draft_model=str(draft))
+    return preflight(
+        ModelConfig(model=str(checkpoint), draft_model=str(draft)), Demand(3, length, method, DraftOptions())
+    )
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = _preflight(checkpoint, 50, "standalone", small)
-    monkeypatch.setattr(
-        engine, "inspect_model", lambda *given, **more: replace(inspect_model(*given, **more), heads=None)
-    )
+    monkeypatch.setattr(engine, "inspect_model", lambda config: replace(inspect_model(config), heads=None))
     assert replace(_preflight(checkpoint, 50, "standalone", small), heads_bytes=known.heads_bytes) == known
 
 
@@ -105,12 +104,12 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft_model=str(small))
-    begin(model, [1, 2, 3], 61, method=method)
-    begin(model, [1, 2, 3], 62, method="ar")  # which does not look at it
+    begin(model, Request([1, 2, 3], 61, method=method))
+    begin(model, Request([1, 2, 3], 62, method="ar"))  # which does not look at it
     plain = _preflight(checkpoint, 50, "ar", small)
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
     with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
-        begin(model, [1, 2, 3], 62, method=method)
+        begin(model, Request([1, 2, 3], 62, method=method))
 
 
 def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
@@ -122,50 +121,53 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, 
 
 
 @pytest.fixture
-def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torchao.install(monkeypatch)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has the products of drafting weights for the CPU, too."""
+    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
 
 
 def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
-    checkpoint: Path, tmp_path: Path, torchao: None
+    checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
-    job = _start(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int8")
-    assert "drafting passes in int8" in job.statement()[0]
+    job = _start(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="fp8", dtype="bfloat16")
+    assert "drafting passes in fp8" in job.statement()[0]
     record = _run(job)
-    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int8"
+    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "fp8"
     assert record["model"]["quantization"] is None
-    for length, asked in ((30, {"draft_weights": "none"}), (40, {"draft_weights": "fp8"}), (50, {})):
+    for length, asked in ((30, {"draft_weights": "none"}), (40, {"draft_weights": "int4"}), (50, {})):
         job = _resume(tmp_path, length=length, **asked)
         assert (job.model.drafting is None) is (length == 30)
         record = _run(job)
     # the last goes on as the run was begun
-    assert [session["draft_weights"] for session in record["resumed"]] == [None, "fp8", "int8"]
-    assert job.tokens == _plain(checkpoint, tmp_path, 50).tokens
+    assert [session["draft_weights"] for session in record["resumed"]] == [None, "int4", "fp8"]
+    assert job.tokens == _plain(checkpoint, tmp_path, 50, dtype="bfloat16").tokens
 
 
 def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
-    checkpoint: Path, tmp_path: Path, torchao: None
+    checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
     with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; "):
-        _start(checkpoint, tmp_path, method="reuse", draft_weights="int8")
+        _start(checkpoint, tmp_path, method="reuse", draft_weights="fp8")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
-    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, int8, fp8, int4, got 'int9'"):
+    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, fp8, int4, got 'int9'"):
         _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
-            _resume(tmp_path, length=length, draft_weights="int8")
+            _resume(tmp_path, length=length, draft_weights="fp8")
 
 
-def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, torchao: None) -> None:
+def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None) -> None:
     methods = ("ar", "medusa", "magicdec")
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
-    entry = BenchOptions(methods, model=str(checkpoint), device="cpu", drafting={"budget": 64}, draft_weights="int8")
+    entry = BenchOptions(
+        methods, model=str(checkpoint), device="cpu", dtype="bfloat16", drafting={"budget": 64}, draft_weights="fp8"
+    )
     floor = floor_of(configure(entry), MACHINE)
     assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
     plain = BenchOptions(methods, model=str(checkpoint), device="cpu")
     measured, without = (
         begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE) for each in (entry, plain)
     )
-    assert measured["workload"]["draft_weights"] == "int8"
-    assert "draft_weights" not in without["workload"]
-    jsonschema.validate(json.loads(json.dumps(measured)), schema_of("bench"))
+    assert measured.workload.draft_weights == "fp8"
+    assert "draft_weights" not in to_json(without)["workload"]
+    assert typed(json.loads(json.dumps(to_json(measured)))) == measured

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 
 from tests.jobs.faults import FaultyOs
 from tests.rows import every_row
-from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs import folder as module
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.jobs.folder import (
     Checkpoint,
     Lock,
+    Record,
     RunFolder,
     SaveFailed,
     bytes_of,
@@ -38,6 +37,8 @@ from tswift.jobs.folder import (
     read_tokens,
     write_whole,
 )
+from tswift.options import changed
+from tswift.sampling.parameters import SamplingParams
 
 PROMPT, TEXT = [5, 6, 7], [11, 12, 13, 14, 15, 2**31]
 
@@ -98,10 +99,12 @@ def test_neither_512_tokens_nor_many_seconds_are_at_stake(folder: RunFolder, mon
 
 
 def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
-    folder.record({"state": "running"})
-    folder.record({"state": "finished", "path": folder.path})
+    folder.record(Record(state="running"))
+    folder.record(Record(state="finished", options={"out": folder.path}, choices={"ar": 1}))
     record = read_record(folder.path)
-    assert record == {"schema": 2, "state": "finished", "path": str(folder.path), "checksum": checksum(record)}
+    assert (record["schema"], record["state"], record["checksum"]) == (2, "finished", checksum(record))
+    assert Record.of(record) == Record(state="finished", options={"out": str(folder.path)}, choices={"ar": 1})
+    assert "figures" not in record
     assert not list(folder.path.glob("*.new"))
 
 
@@ -109,7 +112,7 @@ def test_a_folder_is_for_one_run_and_one_process(folder: RunFolder) -> None:
     assert in_use(folder.path)
     with pytest.raises(InputError, match=r"out: .* is in use by another run"):
         RunFolder.create(folder.path)
-    folder.record({})
+    folder.record(Record())
     with pytest.raises(InputError, match=r"out: .* is not empty"):
         RunFolder.create(folder.path)
     folder.close()
@@ -143,7 +146,7 @@ def test_reopened_where_it_was_left(folder: RunFolder) -> None:
         folder.checkpoint({})
     folder.close()
     checkpoint = read_saved(folder.path, PROMPT).checkpoints[1]
-    again = RunFolder.reopen(folder.path, Lock(folder.path), checkpoint, "one")
+    again = RunFolder.reopen(folder.path, Lock(folder.path), Record(), checkpoint, "one")
     again.append([4], " four", dict)
     again.checkpoint({})
     again.close()
@@ -161,7 +164,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     (folder.path / name).symlink_to(tmp_path / "precious")
     before = (tmp_path / "precious").read_bytes()
     with Lock(folder.path) as lock, pytest.raises(SaveFailed):
-        RunFolder.reopen(folder.path, lock, checkpoint, "")
+        RunFolder.reopen(folder.path, lock, Record(), checkpoint, "")
     assert (tmp_path / "precious").read_bytes() == before
 
 
@@ -286,9 +289,9 @@ def test_reads_everything(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert found.params == SamplingParams(**sampling, banned=(0, 4))
     asked = {"length": 9, "method": "ar", "seed": 2**70, "stop_at_eos": True}
-    made = RunConfig(**asked, model="x/y", device="cpu", dtype="float64", kv_dtype="float64")
+    made = RunConfig.of(**asked, model="x/y", device="cpu", dtype="float64", kv_dtype="float64")
     # the native kernel may be missing elsewhere
-    assert found.config == replace(made, exact=False, attention="auto")
+    assert found.config == changed(made, {"exact": False})
     assert (found.state, found.prompt, found.bits, found.eos_ids) == ("interrupted", PROMPT, None, (0,))
 
 
@@ -306,7 +309,7 @@ def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:
     folder = RunFolder.create(path)
     folder.keep_prompt([1])
     options = {"length": 100, "method": "ar"}
-    folder.record({"state": state, "options": options, "model": {"name": "m"}, "started": started, **more})
+    folder.record(Record(state=state, options=options, model={"name": "m"}, started=started, **more))
     return folder
 
 
@@ -321,7 +324,7 @@ def test_a_list_says_every_state(tmp_path: Path) -> None:
     made(tmp_path / "z", "finished", "2026-01-05").close()
     (tmp_path / "z" / "run.json").write_text("{")
     another = RunFolder.create(tmp_path / "x")
-    another.record({"state": "finished"})
+    another.record(Record(state="finished"))
     another.close()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "bench.json").write_text("{}")

@@ -26,7 +26,7 @@ def test_take() -> None:
 
 
 def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_BYTES", 10)
     path = tmp_path / "prompt.txt"
     path.write_text("0123456789")
     assert read_prompt(str(path)) == "0123456789"
@@ -36,7 +36,7 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
-    code = "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MOST_BYTES = 1000\n"
+    code = "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MAX_BYTES = 1000\n"
     code += "try: read_prompt('-')\nexcept ValueError as error: print(error)"
     with open("/dev/zero", "rb") as endless:
         done = subprocess.run([sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60)

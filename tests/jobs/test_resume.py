@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 
 from tests.jobs.faults import FaultyOs, Killed, power_cut
-from tswift.decoding.sampling import row_type
-from tswift.errors import Fault, InputError
+from tswift.drafting.options import DraftOptions
+from tswift.errors import DecodeError, InputError
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import list_runs, read_saved
 from tswift.jobs.job import Job, Signals, Stopped, resume, start
-from tswift.models.load import LoadedModel
-from tswift.models.load import load as real_load
+from tswift.loading import LoadedModel
+from tswift.loading import load as real_load
+from tswift.options import changed
+from tswift.sampling.rule import row_type
 
 LENGTH = 70
 METHODS = ["ar", "medusa", "tokenswift", "reuse", "magicdec"]
@@ -41,21 +43,22 @@ def model(checkpoint: Path) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded once, and checkpoints are frequent."""
-    monkeypatch.setattr(jobs, "load", lambda *names, **how: model)
+    monkeypatch.setattr(jobs, "load_model", lambda config, ranks: model)
     monkeypatch.setattr(files, "_TOKENS", 16)
 
 
 @pytest.fixture
 def asked(checkpoint: Path, tmp_path: Path) -> RunConfig:
     sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
-    text = {"prompt_text": "Once, and then again: naïve café.", "length": LENGTH, "seed": 5, "sampling": sampling}
-    how = {"method": "tokenswift", "drafting": {"budget": 64}, "model": str(checkpoint), "dtype": "float64"}
-    return RunConfig(**text, **how, out=tmp_path / "run")
+    text = {"prompt_text": "Once, and then again: naïve café.", "length": LENGTH, "seed": 5, **sampling}
+    how = {"method": "tokenswift", "budget": 64, "model": str(checkpoint), "dtype": "float64"}
+    return RunConfig.of(**text, **how, out=tmp_path / "run")
 
 
 def with_method(asked: RunConfig, method: str, **changes: Any) -> RunConfig:
-    drafting = asked.drafting if method in ("tokenswift", "magicdec") else {}
-    return replace(asked, method=method, drafting=drafting, **changes)
+    if method not in ("tokenswift", "magicdec"):
+        asked = replace(asked, method=method, drafting=DraftOptions(), given=asked.given - {"budget"})
+    return changed(asked, {"method": method, **changes})
 
 
 def run(job: Job | None) -> Job:
@@ -197,7 +200,7 @@ def test_a_disk_that_fails(asked: RunConfig, whole: Files, faulty: Faulty, fault
     faulty(0)
     job = start(asked, [])
     system = faulty(max(1, round(part * count)), fault)
-    with pytest.raises(Fault, match=r"cannot be written to \((No space|Input/output).* saved in .*--resume"):
+    with pytest.raises(DecodeError, match=r"cannot be written to \((No space|Input/output).* saved in .*--resume"):
         run(job)
     # a second sync, which could succeed although the first lost something, is not tried: run.json alone is written
     assert fault == "full" or system.calls <= system.at + 6
@@ -236,6 +239,41 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
     assert path.stat().st_size == 16 * LENGTH
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_changed_bit_of_log_probabilities_is_damage(asked: RunConfig, whole: Files, old: bool) -> None:
+    """Wherever it is, at every resumption; an older journal has no checksum of them, and vouches for tokens alone."""
+    folder = interrupted(replace(asked, logprobs=2))
+    path, journal = folder / "logprobs.bin", folder / "journal"
+    content, kind = path.read_bytes(), row_type(2)
+    if old:
+        checkpoints = files.parse_journal(journal.read_bytes()).checkpoints
+        journal.write_bytes(b"".join(replace(each, rows_crc32=None).line() for each in checkpoints))
+        go_on(folder)  # from there on there is one
+        content = path.read_bytes()
+    for place in (0, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(InputError, match=r"logprobs.bin does not match its checksum between .*; --discard-damaged"):
+            resume(folder, {}, False, [])
+    go_on(folder, {}, True)
+    assert in_folder(folder) == whole
+    rows, again = (np.frombuffer(each, kind)["raw"] for each in (content, path.read_bytes()))
+    np.testing.assert_allclose(again[: len(rows)], rows, rtol=0, atol=1e-9)
+
+
+def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole: Files) -> None:
+    run(start(asked, []))
+    path = asked.out / "text.txt"
+    for forged in (b"", whole[1][:-1], whole[1] + b"!", b"!" + whole[1][1:]):
+        path.write_bytes(forged)
+        with pytest.raises(InputError, match=r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard"):
+            resume(asked.out, {}, False, [])
+    assert resume(asked.out, {}, True, []) is None
+    assert in_folder(asked.out) == whole
+    path.unlink()
+    with pytest.raises(InputError, match=r"there is no file .*text.txt"):
+        resume(asked.out, {}, False, [])
+
+
 def test_what_a_resumed_run_records(asked: RunConfig, whole: Files) -> None:
     folder = interrupted(asked)
     before = record_of(folder)
@@ -257,7 +295,7 @@ def test_what_a_resumed_run_records(asked: RunConfig, whole: Files) -> None:
 
 
 def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(asked: RunConfig, whole: Files) -> None:
-    run(start(replace(asked, length=50), []))
+    run(start(changed(asked, {"length": 50}), []))
     before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
     assert resume(asked.out, {"length": 50}, False, []) is None
     with pytest.raises(InputError, match=r"^length: .* has 50 tokens already, got 49$"):
@@ -270,7 +308,7 @@ def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(asked: RunCo
 
 def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
     sampling = {"temperature": 100.0, "min_p": 0.0}
-    run(start(with_method(asked, "ar", length=3000, stop_at_eos=True, sampling=sampling, seed=4), []))
+    run(start(with_method(asked, "ar", length=3000, stop_at_eos=True, seed=4, **sampling), []))
     text = in_folder(asked.out)
     assert text[0][-1] == 0
     assert resume(asked.out, {"length": 4000}, False, []) is None
@@ -283,7 +321,7 @@ def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
 
 @pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
 def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
-    folder = interrupted(replace(asked, drafting={"tree": "auto", "budget": 64, "recall": recall}))
+    folder = interrupted(changed(asked, {"tree": "auto", "recall": recall}))
     message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
     with pytest.raises(InputError, match=f"ngrams: {message}"):
         resume(folder, {"ngrams": 7}, False, [])
@@ -323,7 +361,7 @@ def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
         if stats.tokens >= 40 and asked.out.exists():
             shutil.rmtree(asked.out)
 
-    with pytest.raises(Fault, match=r"was removed or moved; [0-9]+ tokens could not be saved"):
+    with pytest.raises(DecodeError, match=r"was removed or moved; [0-9]+ tokens could not be saved"):
         start(asked, []).run(show)
     assert not asked.out.exists()
 
@@ -345,7 +383,7 @@ def test_what_breaks_in_a_step(asked: RunConfig, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(target, "forward", forward)
     ours = isinstance(error, ZeroDivisionError)
     message = None if ours else r"cpu has no memory left after .* lower --nodes or --budget .* saved in"
-    with pytest.raises(ZeroDivisionError if ours else Fault, match=message):
+    with pytest.raises(ZeroDivisionError if ours else DecodeError, match=message):
         run(job)
     assert (job.state, job.reason == "ZeroDivisionError()") == ("failed", ours)
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
@@ -370,5 +408,5 @@ def test_a_signal_lets_the_step_under_way_finish(asked: RunConfig, monkeypatch: 
 
 def test_a_job_that_cannot_begin_leaves_no_folder(asked: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^prefill: asks for 99 tokens"):
-        start(replace(asked, prefill=99, out=tmp_path / "deep" / "run"), [])
+        start(changed(asked, {"prefill": 99, "out": tmp_path / "deep" / "run"}), [])
     assert list(tmp_path.iterdir()) == []

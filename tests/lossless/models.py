@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.helpers import VOCAB
-from tswift.attention.sdpa import ChunkedAttention
-from tswift.decoding.drafter import DraftTree
-from tswift.kv import FullKV
-from tswift.models.adapting import fingerprint, set_width
-from tswift.models.hf import use_onednn
-from tswift.models.target import Target
+from tswift.attention.sdpa import BatchInvariantAttention
+from tswift.caches import FullKV
+from tswift.decoding.tree import DraftTree
+from tswift.forward.adapting import fingerprint, set_width
+from tswift.forward.hf import use_onednn
+from tswift.forward.target import Target
 
 POSITIONS = 4096
 WRONG = 60  # tokens from here on are in no text
@@ -39,7 +39,7 @@ KINDS = (
 )
 
 
-class ExactOnDevice(ChunkedAttention):
+class ExactOnDevice(BatchInvariantAttention):
     """Exact attention that may be told the length by a tensor, as the one by Triton is."""
 
     STATIC = True
@@ -69,7 +69,7 @@ def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @functools.cache
-def exact_target(kind: str, dtype: torch.dtype, attention: type = ChunkedAttention) -> Target:
+def exact_target(kind: str, dtype: torch.dtype, attention: type = BatchInvariantAttention) -> Target:
     """A model that is seen to be exact."""
     target = Target(network(kind, dtype), attention)
     assert set_width(target, "sdpa", True) is None

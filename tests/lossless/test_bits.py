@@ -30,13 +30,13 @@ from tests.lossless.models import (
     plainly,
 )
 from tswift.attention.backends import BACKENDS, why_not
-from tswift.attention.sdpa import ChunkedAttention
+from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.errors import InputError
-from tswift.models import target as module
-from tswift.models.adapting import Inexact, fingerprint
+from tswift.forward import target as module
+from tswift.forward.adapting import Inexact, fingerprint
+from tswift.forward.target import Target
+from tswift.loading import load
 from tswift.models.checkpoint import silence
-from tswift.models.load import load
-from tswift.models.target import Target
 
 CPU = torch.device("cpu")
 TEXT = 40
@@ -128,7 +128,7 @@ def narrow_plain_passes(patch: Patch) -> None:
 def large_chunks(patch: Patch) -> None:
     """A prompt's are 512 tokens, and not filled up."""
 
-    def chunks(self, tokens, kv):
+    def chunks(self, tokens, kv, *given):
         width, self.width = self.width, None
         exact, self._pass = self._pass, lambda positions, kv, ancestors: self._unpadded(kv, len(positions), ancestors)
         try:
@@ -163,7 +163,7 @@ def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patc
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
             part.register_forward_hook(lambda part, given, out: out + out * (out.shape[-2] * torch.finfo(dtype).eps))
-    target = Target(model, ChunkedAttention)
+    target = Target(model, BatchInvariantAttention)
     target.width = 16
     fingerprint(target)
     assert same(target, 70, 7)
@@ -200,7 +200,7 @@ def with_module(place: str, module: type, dtype: torch.dtype) -> Target:
     """A model with another module behind the one at ``place``."""
     model = network("Llama, GQA", dtype)
     model.set_submodule(place, nn.Sequential(model.get_submodule(place), module()))
-    target = Target(model, ChunkedAttention)
+    target = Target(model, BatchInvariantAttention)
     target.width = 16
     return target
 

@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tswift(*words, "--len", 20, "--out", tmp_path / "run")
-    monkeypatch.setattr("tswift.models.load.set_width", lambda target, attention, exact: "no" if exact else None)
+    monkeypatch.setattr("tswift.loading.set_width", lambda target, attention, exact: "no" if exact else None)
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
     assert found.code == 2
     assert "exact: cannot be had here: no" in found.err

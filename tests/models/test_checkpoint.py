@@ -18,6 +18,7 @@ from tests.helpers import tiny_llama
 from tests.models.refusals import refuse
 from tests.rows import every_row
 from tswift.errors import InputError
+from tswift.loading import load
 from tswift.models import checkpoint as module
 from tswift.models.checkpoint import (
     fingerprint_in_any_dtype,
@@ -27,8 +28,7 @@ from tswift.models.checkpoint import (
     refuse_numbers,
     stored_tensors,
 )
-from tswift.models.heads import ChainedHeads, ConditionedHeads, load_heads
-from tswift.models.load import load
+from tswift.speculators.heads import ChainedHeads, ConditionedHeads, load_heads
 
 
 @pytest.fixture

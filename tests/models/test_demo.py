@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tswift
 from tests.helpers import METHODS
-from tswift.decoding.loop import DecodeStats
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
-from tswift.engine import begin
+from tswift.engine import Request, begin
+from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
-from tswift.models.load import LoadedModel
+from tswift.sampling.parameters import SamplingParams
 from tswift.training.tasks import measure_agreement
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"
@@ -32,7 +32,7 @@ load = functools.cache(tswift.load)
 def decode(
     model: LoadedModel, prompt: Sequence[int], length: int, method: str, params: SamplingParams, options: DraftOptions
 ) -> tuple[list[int], DecodeStats]:
-    run = begin(model, prompt, length, method=method, params=params, seed=5, options=options)
+    run = begin(model, Request(prompt, length, method=method, params=params, seed=5, options=options))
     stats, tokens = DecodeStats(run.depth), []
     for step in run.steps():
         stats.add(step)
@@ -51,7 +51,7 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     ids = AutoTokenizer.from_pretrained(FOLDER)(text, return_tensors="pt")["input_ids"]
     wanted = plain(ids).logits[0]
     model = tswift.load(dtype="float64")
-    run = begin(model, ids[0].tolist(), 1, method="ar")
+    run = begin(model, Request(ids[0].tolist(), 1, method="ar"))
     hidden = torch.cat([part.hidden for part in model.target.chunks(ids[0].tolist(), run.decoding._context.kv)])
     torch.testing.assert_close(model.target.logits(hidden), wanted, rtol=0, atol=1e-4)
 

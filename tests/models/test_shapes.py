@@ -10,15 +10,16 @@ from transformers import MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.rows import every_row
 from tswift.errors import InputError
+from tswift.loading import load
 from tswift.models import shapes
 from tswift.models.checkpoint import fingerprint_of
-from tswift.models.load import load
+from tswift.models.config import SHAPES as NAMES
 from tswift.models.shapes import (
     PREFIX,
     SHAPES,
     Shape,
+    is_moe,
     refuse_routed,
-    routed,
     shape_config,
     shape_of,
     skeleton,
@@ -35,6 +36,10 @@ PUBLISHED = {
     "qwen3-8b": (8_190_735_360, 147_456),
     "qwen3-14b": (14_768_307_200, 163_840),
 }
+
+
+def test_options_name_every_shape() -> None:
+    assert tuple(SHAPES) == NAMES
 
 
 @every_row("name", SHAPES)
@@ -54,7 +59,7 @@ def test_costs_of_a_shape_worked_by_hand() -> None:
 
 @pytest.mark.parametrize("config", [MixtralConfig(), Qwen3MoeConfig()])
 def test_experts_are_seen(config: object) -> None:
-    assert routed(config)
+    assert is_moe(config)
     with pytest.raises(InputError, match="model: m reads only some of its experts"):
         refuse_routed(config, "m")
 

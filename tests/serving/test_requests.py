@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rows import every_row
 from tswift.cli import main
-from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
 from tswift.jobs.config import PRESETS
 from tswift.options import options_of
+from tswift.sampling.parameters import SamplingParams
 from tswift.serving.requests import Refused, Request, ServeConfig, listen, parse, parse_body
 
 USER = {"role": "user", "content": "Hello"}
@@ -27,8 +28,8 @@ def test_fields_become_options() -> None:
     sampling = {each.name: getattr(SamplingParams(), each.name) for each, _ in options_of(SamplingParams)}
     others = {"max_tokens": 7, "seed": -5, "method": "ar", "user": "somebody", "cancel_on_disconnect": True}
     request = understood({"model": "demo", **sampling, **others})
-    assert dict(request.config.sampling) == sampling
-    assert (request.config.length, request.config.seed, request.config.method) == (7, -5, "ar")
+    assert request.config.recorded()["sampling"] == sampling
+    assert (request.config.text.length, request.config.text.seed, request.config.method) == (7, -5, "ar")
     assert request.config.stop_at_eos
     assert (request.limit, request.wants) == ("max_tokens", {"cancel_on_disconnect"})
     request = understood({"stream": True, "stream_options": {"include_usage": True}, "figures": False}, chat=True)
@@ -37,26 +38,26 @@ def test_fields_become_options() -> None:
 
 def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
     request = understood({"temperature": None, "n": None, "tools": None}, temperature=0.5, length=9, nodes=4, seed=3)
-    assert dict(request.config.sampling) == {"temperature": 0.5}
-    assert dict(request.config.drafting) == {"nodes": 4}
-    assert (request.config.length, request.config.seed, request.limit) == (9, 3, None)
+    assert request.config.recorded()["sampling"] == {"temperature": 0.5}
+    assert request.config.recorded()["drafting"] == {"nodes": 4}
+    assert (request.config.text.length, request.config.text.seed, request.limit) == (9, 3, None)
     assert understood({"stop": ""}).config.stop == understood({"stop": []}).config.stop == ()
     assert understood({"stop": "."}).config.stop == (".",)
-    assert understood({"max_completion_tokens": 4}, chat=True).config.length == 4
+    assert understood({"max_completion_tokens": 4}, chat=True).config.text.length == 4
     # another method than the server's has options of its own
-    assert dict(understood({"method": "ar"}, nodes=4, draft_model="x").config.drafting) == {}
+    assert understood({"method": "ar"}, nodes=4, draft_model="x").config.recorded()["drafting"] == {}
 
 
 def test_a_preset_has_a_method_of_its_own() -> None:
     typed = {"preset": next(iter(PRESETS)), "ngrams": 7}
-    assert dict(understood({"method": "tokenswift"}, **typed).config.drafting)["ngrams"] == 7
+    assert understood({"method": "tokenswift"}, **typed).config.drafting.ngrams == 7
     assert understood({"seed": 1}, **typed).config == understood({"method": "tokenswift", "seed": 1}, **typed).config
     assert understood({"method": "auto"}, **typed).config.method == "auto"
 
 
 def test_without_a_seed_one_is_drawn_and_kept() -> None:
     requests = [understood({}) for _ in range(4)]
-    assert len({request.config.seed for request in requests}) == 4
+    assert len({request.config.text.seed for request in requests}) == 4
     assert parse(requests[0].body, False, {}, "demo").config == requests[0].config
 
 
@@ -165,3 +166,17 @@ def test_what_it_takes_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["serve", "--port", "0"]) == 2
     error = "tswift: error: tswift serve needs starlette and uvicorn: pip install 'tswift[serve]'\n"
     assert capsys.readouterr().err == error
+
+
+def test_clients_do_not_learn_where_the_model_lies(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for given, model, known in (
+        (None, str(tmp_path / "mine"), "mine"),
+        (None, "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("writer", str(tmp_path / "mine"), "writer"),
+    ):
+        assert ServeConfig(served_model_name=given).model_id(model) == known
+    for wrong in ("", "a\nb"):
+        with pytest.raises(InputError) as error:
+            ServeConfig(served_model_name=wrong)
+        assert error.value.field == "served_model_name"

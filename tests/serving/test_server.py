@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from transformers import AutoTokenizer
 from tests.jobs.killing import Process
 from tests.rows import every_row
 from tests.serving.server import SAMPLING, TEXT, Server, with_template
-from tswift.decoding.sampling import row_type
 from tswift.jobs.folder import list_runs
+from tswift.sampling.rule import row_type
 
 Complete = Callable[..., Any]
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
@@ -49,7 +51,7 @@ def complete(client: openai.OpenAI, model: Path) -> Complete:
     """``client.completions.create``; what is no field of OpenAI's goes into ``own``."""
 
     def create(own: dict[str, Any] | None = None, **fields: Any) -> Any:
-        return client.completions.create(**{"model": str(model), "prompt": TEXT, "extra_body": own, **fields})
+        return client.completions.create(**{"model": model.name, "prompt": TEXT, "extra_body": own, **fields})
 
     return create
 
@@ -115,7 +117,7 @@ def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path,
     (tmp_path / "system.txt").write_text("Be brief.")
     words = ("--chat", "--system", tmp_path / "system.txt", "--len", 60, "--seed", 2, "--stop-at-eos")
     whole = generated(tmp_path, model, *words)
-    asked_for: dict[str, Any] = {"model": str(model), "messages": MESSAGES, "max_completion_tokens": 60, "seed": 2}
+    asked_for: dict[str, Any] = {"model": model.name, "messages": MESSAGES, "max_completion_tokens": 60, "seed": 2}
     message = client.chat.completions.create(**asked_for).choices[0].message
     assert (message.role, message.content) == ("assistant", whole)
     chunks = list(client.chat.completions.create(**asked_for, stream=True))
@@ -189,7 +191,7 @@ def test_logprobs_of_a_completion(server: Server, complete: Complete, model: Pat
 
 
 def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) -> None:
-    asked_for: dict[str, Any] = {"model": str(model), "messages": MESSAGES, "max_tokens": 40, "seed": 4}
+    asked_for: dict[str, Any] = {"model": model.name, "messages": MESSAGES, "max_tokens": 40, "seed": 4}
     asked_for |= {"extra_body": {"stop_at_eos": False, "method": "ar"}, "logprobs": True}
     chat = client.chat.completions.create(**asked_for, top_logprobs=3)
     content: Any = chat.choices[0].logprobs.content
@@ -245,6 +247,57 @@ def test_refusals(server: Server, method: str, path: str, body: Any, headers: di
     found, answer = asked(server, method, f"/v1/{path}", body, **headers)
     assert (found, bool(answer["error"]["message"])) == (status, True)
     assert len(list(server.runs.iterdir())) == before
+
+
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}])
+def test_a_body_that_is_too_large_is_answered_while_it_comes(server: Server, headers: dict[str, str]) -> None:
+    """A connection that was closed at once would be reset, and the answer lost."""
+    host, port = server.url.removeprefix("http://").split(":")
+    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": "50000000", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
+        for _ in range(50):
+            client.sendall(b" " * 1_000_000)
+            time.sleep(0.002)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        found = answer.status, json.loads(answer.read())["error"]["code"]
+    assert found == (413, "body_too_large")
+
+
+def test_what_is_no_http_is_answered_in_the_format_of_errors(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(b"nothing of the kind\r\n\r\n")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        found = answer.status, json.loads(answer.read())["error"]["type"]
+    assert found == (400, "invalid_request_error")
+
+
+def test_five_hundred_dripping_connections(server: Server, complete: Complete) -> None:
+    """Heads that never end keep nobody out; bodies that never end take the share of their client, /health apart."""
+    host, port = server.url.removeprefix("http://").split(":")
+    dripping = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for data in (dripping, dripping + b"Content-Length: 5000\r\n\r\n{"):
+        clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(500)]
+        try:
+            for client in clients:
+                with suppress(OSError):  # it was closed for one that came later
+                    client.sendall(data)
+            assert server.get("/health")["status"] == "ok"
+            if data is dripping:
+                assert complete(max_tokens=5).usage.completion_tokens == 5
+            else:
+                with pytest.raises(openai.RateLimitError, match="requests in progress") as found:
+                    complete(max_tokens=5)
+                assert found.value.code == "too_many_requests"
+        finally:
+            for client in clients:
+                client.close()
+            while asked(server, "GET", "/v1/models")[0] != 200:
+                time.sleep(0.02)
 
 
 def test_a_link_is_no_run(server: Server, complete: Complete) -> None:

@@ -19,13 +19,13 @@ import uvicorn
 
 from tests.rows import every_row
 from tests.serving.server import TEXT
-from tswift.decoding.loop import DecodeStats
+from tswift.decoding.stats import DecodeStats
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, Lock
-from tswift.models.load import LoadedModel, load
+from tswift.loading import LoadedModel, load
 from tswift.serving import routes, runs
 from tswift.serving.requests import Refused, ServeConfig
-from tswift.serving.routes import Api, Logprobs, gate
+from tswift.serving.routes import Api, Logprobs, authorize
 from tswift.serving.runs import QUEUED, Run, Service
 
 ASKED = {"prompt": TEXT, "seed": 3, "stop_at_eos": False, "method": "ar"}
@@ -142,7 +142,10 @@ def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp
         ("secret", "/v1/models", {"authorization": "Bearer secret"}, 200),
         ("secret", "/health", {}, 200),
         (None, "/v1/models", {"host": "127.0.0.1:8000"}, 200),
+        (None, "/v1/models", {"host": "[::1]:8000"}, 200),
+        (None, "/v1/models", {"host": "[::1]"}, 200),
         (None, "/v1/models", {"host": "evil.example"}, 403),
+        *((None, "/v1/models", {"host": host}, 403) for host in ("[127.0.0.1", "127.0.0.1]", "[127.0.0.1]:80", "")),
         (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 200),
         (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"}, 403),
         (None, "/v1/models", {"origin": "https://evil.example"}, 403),
@@ -155,7 +158,7 @@ def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], stat
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    assert asked(gate(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
+    assert asked(authorize(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
 
 
 def test_clients_do_not_repeat_a_run_that_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +262,31 @@ def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path
     assert len([line for line in SAID if "is left alone" in line]) == 2
 
 
+@pytest.mark.parametrize("name", ["text.txt", "logprobs.bin", "tokens.u32", "journal", "request.json", "run.json"])
+def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, name: str) -> None:
+    """Not even to the file itself, which lies elsewhere now."""
+    (tmp_path / "runs").mkdir()
+    with serving(model, tmp_path / "runs") as service:
+        run = done(service.accept({**SHORT, "logprobs": 1}, False))
+        assert service.find(run.id).text == run.text
+        (run.path / name).rename(tmp_path / name)
+        (run.path / name).symlink_to(tmp_path / name)
+        with pytest.raises(Refused, match=f"there is no run '{run.id}'"):
+            service.find(run.id)
+        with pytest.raises(Refused):
+            service.resume(run.id, 9)
+
+
+@pytest.mark.parametrize("name", ["text.txt", "logprobs.bin", "tokens.u32"])
+def test_what_does_not_fit_is_not_served(service: Service, name: str) -> None:
+    run = done(service.accept({**SHORT, "logprobs": 1}, False))
+    content = (run.path / name).read_bytes()
+    (run.path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(Refused, match=f"{name} (is not the text of|does not match its checksum)"):
+        service.find(run.id)
+    assert asked(service, "GET", f"/v1/runs/{run.id}")[0] == 404
+
+
 def test_cancel_and_resume_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever comes last decides what the file says."""
     write, threads = runs.write_whole, list[threading.Thread]()
@@ -332,7 +360,7 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_shown_of_a_text(last: int, pieces: tuple[str, ...], state: str, end: str, text: str) -> None:
     run = Run(Path("run"), RunConfig())
-    job: Any = SimpleNamespace(about={"options": {}}, stats=DecodeStats(0), before="", tokens=[], state=RUNNING)
+    job: Any = SimpleNamespace(config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING)
     job.generation, job.end, job.rows = SimpleNamespace(stop=(7,)), lambda: {"reason": end}, b""
     show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
@@ -346,7 +374,7 @@ def test_what_is_shown_of_a_text(last: int, pieces: tuple[str, ...], state: str,
 
 
 def test_reading_by_pieces_gives_the_text_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_MOST_TEXT", 5)
+    monkeypatch.setattr(runs, "_MAX_TEXT", 5)
     run, words = Run(Path("run"), RunConfig()), ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None
     for number, word in enumerate(words, 1):

@@ -20,12 +20,12 @@ from recipes import demo_draft
 from recipes.demo_draft import agreements
 from tests.drafters import BLOCK, Dense, drafter_folder, qwen3, target_of
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_llama, tiny_target
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
-from tswift.models.drafters import BlockDrafter
-from tswift.models.drafters_io import find_drafter
-from tswift.models.heads import HEAD_TYPES, Heads
-from tswift.models.target import Target
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
+from tswift.speculators.formats import find_drafter
+from tswift.speculators.heads import HEAD_TYPES, Heads
+from tswift.speculators.networks import BlockSpeculator
 from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics
@@ -122,7 +122,7 @@ def test_a_draft_model_learns_in_stretches_as_in_one_piece(objective: str) -> No
 def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp_path: Path) -> None:
     target = target_of()
     network = find_drafter(drafter_folder(tmp_path, layout)).load(target)
-    assert isinstance(network, BlockDrafter)
+    assert isinstance(network, BlockSpeculator)
     network.requires_grad_(True)
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(5))
     roots, dense = torch.tensor([[1, 11, 6], [4, 4, 9]]), Dense(layout, qwen3())

@@ -18,9 +18,9 @@ from recipes import demo, demo_draft
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, tiny_llama
-from tswift.decoding.params import SamplingParams
 from tswift.errors import InputError
-from tswift.models.heads import HEAD_TYPES, ChainedHeads
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.heads import HEAD_TYPES, ChainedHeads
 from tswift.training.config import DraftConfig
 from tswift.training.run import Outcome
 

@@ -23,9 +23,10 @@ from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import Fault, InputError
-from tswift.models.drafters_io import describe_drafter
-from tswift.training.config import DraftConfig, HeadsConfig, Progress
+from tswift.errors import DecodeError, InputError
+from tswift.speculators.formats import describe_drafter
+from tswift.tables import Reporter
+from tswift.training.config import DraftConfig, HeadsConfig
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
 from tswift.training.tasks import HEADS, MODEL, DraftTrainee
@@ -64,7 +65,7 @@ def same(first: Path, second: Path, kind: str) -> None:
     assert lines_of(first) == lines_of(second)
 
 
-class StopAt(Progress):
+class StopAt(Reporter):
     """Sends a signal, or raises an error, when so many steps are done."""
 
     def __init__(self, step: int, what: int | Exception) -> None:
@@ -152,7 +153,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
 
     def places(key: tuple[int, ...], reach: int) -> torch.Tensor | None:
         documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
-        return DraftTrainee(config_of("lm", tiny, reach=reach), model, documents, Dist(), Progress()).places(40, key)[0]
+        return DraftTrainee(config_of("lm", tiny, reach=reach), model, documents, Dist(), Reporter()).places(40, key)[0]
 
     seen, again, other = (places(key, 100_000) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
     assert 30_000 < seen.max() < 100_000
@@ -318,7 +319,7 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(out: Path
 
 
 def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(Fault, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"):
+    with pytest.raises(DecodeError, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"):
         train(config_of("heads", tiny, lr=1e30), tmp_path / "out")
 
 
@@ -354,7 +355,7 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
     [
         ("cuda:1", InputError, r"device: every rank has .* got 'cuda:1'$"),
         ("cuda", InputError, r"nproc_per_node: PyTorch finds 1 CUDA devices here, 2 ranks need"),
-        ("cpu", Fault, r"the 2 ranks cannot connect to each other \(.*\)$"),
+        ("cpu", DecodeError, r"the 2 ranks cannot connect to each other \(.*\)$"),
     ],
 )
 def test_processes_that_cannot_work_together(
@@ -404,7 +405,7 @@ def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
         ("", "Error while serializing: I/O error", lambda: folder.write_results(broken)),
     ):
         with pytest.raises(
-            Fault, match=rf"^{re.escape(f'{folder.path}{name} cannot be written ({reason}){goes_on}')}$"
+            DecodeError, match=rf"^{re.escape(f'{folder.path}{name} cannot be written ({reason}){goes_on}')}$"
         ):
             attempt()
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
@@ -423,5 +424,5 @@ def test_names_and_folders_that_cannot_be(tmp_path: Path, folder: TrainFolder) -
     assert [*tmp_path.iterdir()] == [folder.path]
     shutil.rmtree(folder.path)
     for attempt in (lambda: folder.log({"step": 1}), lambda: save(folder), lambda: folder.write_record({})):
-        with pytest.raises(Fault, match=rf"^{re.escape(str(folder.path))}/.* cannot be written \(.*No such file"):
+        with pytest.raises(DecodeError, match=rf"^{re.escape(str(folder.path))}/.* cannot be written \(.*No such file"):
             attempt()

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes.corpus import token_stream, train_tokenizer
 from recipes.pretrain import Plan, pretrain
-from tswift.models.heads import ChainedHeads
+from tswift.speculators.heads import ChainedHeads
 
 SENTENCE = "the ship sailed over a grey sea and nobody on deck spoke of weather before that night came down again"
 WORDS = SENTENCE.split()

@@ -15,13 +15,13 @@ from torch import Tensor
 from tswift.attention.sdpa import (
     Attention,
     AttentionSpec,
-    ChunkedAttention,
+    BatchInvariantAttention,
     Layout,
-    SpecialAttention,
+    MaskedAttention,
     TreeAttention,
 )
-from tswift.errors import InputError
-from tswift.kv import FullKV, KVShape
+from tswift.caches import FullKV, KVShape
+from tswift.errors import InputError, cause_of
 
 
 def _load(module: str, name: str) -> type[Attention]:
@@ -92,7 +92,7 @@ def exact_for(attention: type[Attention], width: int) -> type[Attention]:
     from tswift.attention.native import NativeAttention, takes
 
     left = attention is NativeAttention and not takes(width)  # to operators whose rows are not exact
-    return attention if attention.EXACT and not left else ChunkedAttention
+    return attention if attention.EXACT and not left else BatchInvariantAttention
 
 
 def fails(
@@ -101,23 +101,22 @@ def fails(
     device: torch.device,
     width: int = USUAL,
     heads: tuple[int, int] = (1, 1),
-    wants: Iterable[AttentionSpec] = (_NOTHING,),
+    spec: Iterable[AttentionSpec] = (_NOTHING,),
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
     What it computes of random rows, over odd numbers of keys, is compared with plain products in float64. ``heads`` are
-    KV heads and query heads per KV head; ``wants`` the layers' specs, more than nothing only if the backend takes them.
+    KV heads and query heads per KV head; ``spec`` the layers' specs, more than nothing only if the backend takes them.
     """
     try:
         backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
-        errors = [_max_relative_error(backend, layout, width, each) for each in wants]
+        errors = [_max_relative_error(backend, layout, width, each) for each in spec]
         error = float(torch.tensor(errors).max())  # NaN if any is
     except Exception as failure:  # compilers, drivers and libraries have many ways to fail
-        lines = str(failure).strip().splitlines() or [type(failure).__name__]
-        return f"{name} attention fails here ({lines[0][:200]})"
+        return f"{name} attention fails here ({cause_of(failure)})"
     if error <= max(4 * torch.finfo(dtype).eps, _LEAST):
         return None
-    return f"{name} attention computes nonsense here (off by {error:.2g} of the largest output)"
+    return f"{name} attention failed its numerical check (relative error {error:.2g})"
 
 
 def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
@@ -134,14 +133,14 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
-def _max_relative_error(backend: type[Attention], layout: Layout, width: int, wants: AttentionSpec) -> float:
+def _max_relative_error(backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec) -> float:
     """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
     device, asked = layout.device, dict[str, Any]()
     tried, scale = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED, width**-0.5
-    if wants:
-        wants = replace(wants, window=wants.window and min(wants.window, _WIDEST))
-        tried, asked = _around(wants.window), {"wants": wants}
-        scale *= max(4.0, (wants.softcap or 0) / 4)  # by smaller scores no key stands out, and no soft cap shows
+    if spec:
+        spec = replace(spec, window=spec.window and min(spec.window, _WIDEST))
+        tried, asked = _around(spec.window), {"spec": spec}
+        scale *= max(4.0, (spec.softcap or 0) / 4)  # by smaller scores no key stands out, and no soft cap shows
     slots = max(held + nodes for held, nodes, _ in tried) + 1
     source = torch.Generator(device).manual_seed(0)
     both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(layout.dtype)
@@ -154,10 +153,10 @@ def _max_relative_error(backend: type[Attention], layout: Layout, width: int, wa
         ancestors = _binary(nodes).to(device) if tree else None
         query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
         reference_args = query.double(), keys.double(), values.double(), scale
-        if wants:
+        if spec:
             depths = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
             cache.length = held
-            expected = SpecialAttention(exact, [wants], cache, depths + held, ancestors)(0, *reference_args)
+            expected = MaskedAttention(exact, [spec], cache, depths + held, ancestors)(0, *reference_args)
         else:
             expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
         outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
@@ -191,7 +190,8 @@ def _binary(nodes: int) -> Tensor:
 
 
 def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
-    from tswift.attention.native import Unbuilt, library, parallel_region, takes
+    from tswift.attention.native import library, parallel_region, takes
+    from tswift.native_build import Unbuilt
 
     try:
         parallel_region()

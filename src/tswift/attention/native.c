@@ -634,9 +634,16 @@ static void pack(const Call *c) {
                     sum += fabsf(scaled[d]), most = fabsf(scaled[d]) > most ? fabsf(scaled[d]) : most;
                 }
                 const float by = most / INT16_MAX > sum / SUM ? most / INT16_MAX : sum / SUM; /* the latter if it is NaN */
+                int16_t counts[WIDTH], *to = packed + r * dims * 2;
                 for (int64_t i = 0; i < dims; i++) back[r * dims + i] = by;
-                for (int64_t d = 0; d < WIDTH; d++)
-                    packed[(d / 2 / dims * LANES + r * dims + d / 2 % dims) * 2 + d % 2] = lrintf(scaled[d] / by);
+                for (int64_t d = 0; d < WIDTH; d++) {
+                    const float shifted = scaled[d] / by + 0x1.8p23f; /* rounded to an integer, in the low bits */
+                    int32_t bits;
+                    memcpy(&bits, &shifted, sizeof bits);
+                    counts[d] = bits;
+                }
+                for (int64_t d = 0; d < WIDTH; d += 2 * dims, to += 2 * LANES)
+                    memcpy(to, counts + d, 2 * dims * sizeof *to);
             }
         }
 }
@@ -651,8 +658,9 @@ static void pack(const Call *c) {
             const int64_t dims = LANES / some, left = least(rows - row, some);
             memset(packed, 0, some * WIDTH * sizeof *packed);
             for (int64_t r = 0; r < left; r++)
-                for (int64_t d = 0; d < WIDTH; d++)
-                    packed[d / dims * LANES + r * dims + d % dims] = query[r * WIDTH + d] * c->scale;
+                for (int64_t d = 0; d < WIDTH; d += dims)
+                    for (int64_t i = 0; i < dims; i++)
+                        packed[d / dims * LANES + r * dims + i] = query[r * WIDTH + d + i] * c->scale;
         }
 }
 #endif

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.kv import KVBuffer
+from tswift.caches import KVBuffer
 
 ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
 
 # Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the newest keys of a node in
 # the order of their positions, and a node's result must not depend on how many of these are drafted.
-MOST_WIDTH = 64
+MAX_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,20 @@ class Attention(Protocol):
     Attributes:
         STATIC: whether ``prefix`` may be a tensor on the device, ``[]`` int32, with keys and values ``[kv heads,
             capacity, d]``, so that a pass can be replayed while the text grows.
-        WANTS: whether a call also takes an :class:`AttentionSpec`, ``wants``, over a cache whose slots are positions.
-        MOST_NODES: most nodes of a tree; None for no limit.
+        SPECS: whether a call also takes an :class:`AttentionSpec`, ``spec``, over a cache whose slots are positions.
+        MAX_NODES: most nodes of a tree; None for no limit.
         EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever it stands among
-            them, and whether its ancestors are drafted or committed; in passes of up to :data:`MOST_WIDTH` nodes over a
+            them, and whether its ancestors are drafted or committed; in passes of up to :data:`MAX_WIDTH` nodes over a
             cache whose slots are positions.
+        PADDED: whether a query may have more rows than there are nodes. The result has as many, and what is in those
+            that stand for no node may be anything.
     """
 
     STATIC: ClassVar[bool] = False
-    WANTS: ClassVar[bool] = False
-    MOST_NODES: ClassVar[int | None] = None
+    SPECS: ClassVar[bool] = False
+    MAX_NODES: ClassVar[int | None] = None
     EXACT: ClassVar[bool] = False
+    PADDED: ClassVar[bool] = False
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...
 
@@ -225,28 +228,31 @@ class ReferenceAttention(Attention):
         return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
 
 
-class SpecAttention:
-    """Attention of one pass by a backend that itself does what each layer's spec (``wants``) says."""
+class PerLayerAttention:
+    """Attention of one pass by a backend that itself does what each layer's spec (``spec``) says."""
 
-    def __init__(self, attend: Callable[..., Tensor], wants: Sequence[AttentionSpec]) -> None:
-        self._attend, self.wants = attend, wants
+    def __init__(self, attend: Attention, spec: Sequence[AttentionSpec]) -> None:
+        self._attend: Callable[..., Tensor] = attend
+        self.layer_specs, self.PADDED = spec, attend.PADDED
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """As :meth:`Attention.__call__`, of one layer."""
-        return self._attend(query, keys, values, scale, wants=self.wants[layer])
+        return self._attend(query, keys, values, scale, spec=self.layer_specs[layer])
 
 
-class SpecialAttention:
-    """Attention of one pass with windows, soft caps and sinks (``wants``, by layer), by masked products over blocks.
+class MaskedAttention:
+    """Attention of one pass with windows, soft caps and sinks (``spec``, by layer), by masked products over blocks.
 
     For every device and dtype: slower than the backends where a layer sees the whole text, and cheap where it sees a
     window, as keys before the window are not read. The nodes, at ``positions`` ``[n]``, attend to a cache.
     """
 
+    PADDED: ClassVar[bool] = False
+
     def __init__(
-        self, layout: Layout, wants: Sequence[AttentionSpec], kv: KVBuffer, positions: Tensor, ancestors: Tensor | None
+        self, layout: Layout, spec: Sequence[AttentionSpec], kv: KVBuffer, positions: Tensor, ancestors: Tensor | None
     ) -> None:
-        self.wants, self._cache, self._positions = wants, kv, positions
+        self.layer_specs, self._cache, self._positions = spec, kv, positions
         if ancestors is None:
             ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=layout.device).tril_()
         self._ancestors = ancestors
@@ -254,9 +260,9 @@ class SpecialAttention:
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """As :meth:`Attention.__call__`, of one layer."""
-        wants = self.wants[layer]
-        start = 0 if wants.window is None else self._cache.before(wants.window)
-        visible = self._visible(layer, wants.window, start)
+        spec = self.layer_specs[layer]
+        start = 0 if spec.window is None else self._cache.first_visible_slot(spec.window)
+        visible = self._visible(layer, spec.window, start)
         wide, heads = self._wide, len(keys)
         rows = query.unflatten(0, (heads, -1)).to(wide) * scale  # [kv heads, groups, n, d]
         lowest = torch.finfo(wide).min  # stands for minus infinity, which a block without a visible key would give
@@ -264,15 +270,15 @@ class SpecialAttention:
         for at in range(start, keys.shape[1], _MASKED_BLOCK):
             block = slice(at, at + _MASKED_BLOCK)
             scores = rows @ keys[:, None, block].to(wide).transpose(2, 3)
-            if wants.softcap is not None:
-                scores = torch.tanh(scores / wants.softcap) * wants.softcap
+            if spec.softcap is not None:
+                scores = torch.tanh(scores / spec.softcap) * spec.softcap
             scores.masked_fill_(~visible[:, None, :, at - start : at - start + _MASKED_BLOCK], -torch.inf)
             larger = torch.logaddexp(total, scores.logsumexp(-1)).clamp_min(lowest)
             shares = torch.exp(scores - larger.unsqueeze(-1))
             out = out * torch.exp(total - larger).unsqueeze(-1) + shares @ values[:, None, block].to(wide)
             total = larger
-        if wants.sinks is not None:
-            sinks = wants.sinks.to(wide).view(heads, -1, 1)
+        if spec.sinks is not None:
+            sinks = spec.sinks.to(wide).view(heads, -1, 1)
             out = out * torch.exp(total - torch.logaddexp(total, sinks)).unsqueeze(-1)
         return out.flatten(0, 1).to(query.dtype)
 
@@ -283,7 +289,7 @@ class SpecialAttention:
             before = self._ancestors.new_ones(1, nodes, held)
             return torch.cat([before, self._ancestors.unsqueeze(0)], dim=2)
         first = self._positions - window  # the last position that is out of sight
-        before = self._cache.places(layer)[:, None, start:] > first[:, None]
+        before = self._cache.positions(layer)[:, None, start:] > first[:, None]
         own = self._ancestors & (self._positions > first[:, None])
         return torch.cat([before, own.expand(len(before), -1, -1)], dim=2)
 
@@ -293,7 +299,7 @@ _LOWEST = -80.0  # difference of scores; exponentials that are no normal float32
 _NOTHING = AttentionSpec()
 
 
-class ChunkedAttention(Attention):
+class BatchInvariantAttention(Attention):
     """Attention with exact rows, for every device and dtype: a node's row has the same bits in whatever pass it is.
 
     A product of matrices in another shape sums in another order, and on some CPUs even a row's place within one decides
@@ -308,32 +314,32 @@ class ChunkedAttention(Attention):
     In a tree, nodes come after their ancestors. A chain may be longer than a tree: it is computed piece by piece.
     """
 
-    WANTS: ClassVar[bool] = True
-    MOST_NODES: ClassVar[int | None] = MOST_WIDTH
+    SPECS: ClassVar[bool] = True
+    MAX_NODES: ClassVar[int | None] = MAX_WIDTH
     EXACT: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
-        self._prefix, self._nodes, self._groups = int(prefix), min(nodes, MOST_WIDTH), layout.groups
+        self._prefix, self._nodes, self._groups = int(prefix), min(nodes, MAX_WIDTH), layout.groups
         self._rest = None
-        if nodes > MOST_WIDTH:
+        if nodes > MAX_WIDTH:
             if ancestors is not None:
-                raise ValueError(f"a tree of {nodes} nodes has more than {MOST_WIDTH}")
-            self._rest = ChunkedAttention(layout, self._prefix + MOST_WIDTH, nodes - MOST_WIDTH, None)
+                raise ValueError(f"a tree of {nodes} nodes has more than {MAX_WIDTH}")
+            self._rest = BatchInvariantAttention(layout, self._prefix + MAX_WIDTH, nodes - MAX_WIDTH, None)
         self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits
         if ancestors is None:
             ancestors = torch.ones(self._nodes, self._nodes, dtype=torch.bool, device=layout.device).tril_()
         self._positions = (self._prefix + ancestors.sum(1) - 1).view(-1, 1, 1, 1)
         # the slots of each path; below 0 where the text begins later
-        slots = torch.arange(self._prefix - MOST_WIDTH + 1, self._prefix + self._nodes, device=layout.device)
-        seen = F.pad(ancestors, (MOST_WIDTH - 1, 0), value=True)
-        self._path = torch.where(seen, slots, -1).sort(1).values[:, -MOST_WIDTH:]
+        slots = torch.arange(self._prefix - MAX_WIDTH + 1, self._prefix + self._nodes, device=layout.device)
+        seen = F.pad(ancestors, (MAX_WIDTH - 1, 0), value=True)
+        self._path = torch.where(seen, slots, -1).sort(1).values[:, -MAX_WIDTH:]
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, spec: AttentionSpec = _NOTHING
     ) -> Tensor:
         """As :meth:`Attention.__call__`; every token's slot is its position, the root's too."""
         if self._rest is not None:
-            rest = self._rest(query[:, MOST_WIDTH:], keys, values, scale, wants)
+            rest = self._rest(query[:, MAX_WIDTH:], keys, values, scale, spec)
         heads, width = len(keys), query.shape[-1]
         packed = query[:, : self._nodes].to(self._wide) * scale
         # by node, each in memory of its own: how that is aligned may matter, too
@@ -341,40 +347,40 @@ class ChunkedAttention(Attention):
             row.clone(memory_format=torch.contiguous_format)
             for row in packed.view(heads, self._groups, -1, width).permute(2, 0, 1, 3)
         ]
-        top, out = self._tail(rows, keys, values, wants)
-        top, out = self._before(rows, keys, values, wants, top, out)
-        if wants.sinks is not None:
-            sinks = wants.sinks.to(self._wide).view(heads, -1, 1)
+        top, out = self._tail(rows, keys, values, spec)
+        top, out = self._before(rows, keys, values, spec, top, out)
+        if spec.sinks is not None:
+            sinks = spec.sinks.to(self._wide).view(heads, -1, 1)
             higher = torch.maximum(top, sinks)
             out = out * torch.exp(top - higher)
             out[..., width:] += torch.exp(sinks - higher)
         out = (out[..., :width] / out[..., width:]).flatten(1, 2).transpose(0, 1).to(query.dtype)
         return out if self._rest is None else torch.cat([out, rest], dim=1)
 
-    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: AttentionSpec) -> tuple[Tensor, Tensor]:
+    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
         """Attention to the newest positions, gathered for each node, whose rows are ``[kv heads, groups, d]``, scaled.
 
         Returns the highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of
         values, and behind it the sum of weights.
         """
         hidden = self._path < 0
-        if wants.window is not None:
-            hidden[:, : -wants.window] = True
+        if spec.window is not None:
+            hidden[:, : -spec.window] = True
         # in place of what is hidden a node reads its own slot, never another's
         path = torch.where(hidden, self._path[:, -1:], self._path)
         near = [x[:, path].transpose(0, 1).to(self._wide).contiguous() for x in (keys, values)]
         hidden = hidden[:, None, None]
-        scores = _scores(rows, near[0].transpose(2, 3), wants, hidden)
+        scores = _scores(rows, near[0].transpose(2, 3), spec, hidden)
         top = scores.amax(-1, keepdim=True)
         return top, _products(_weights(scores, top, hidden), F.pad(near[1], (0, 1), value=1.0))
 
     def _before(
-        self, rows: list[Tensor], keys: Tensor, values: Tensor, wants: AttentionSpec, top: Tensor, out: Tensor
+        self, rows: list[Tensor], keys: Tensor, values: Tensor, spec: AttentionSpec, top: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As ``_tail``, with all that was before it added."""
-        window, last, (heads, width) = wants.window, self._prefix + self._nodes - 1, rows[0].shape[::2]
+        window, last, (heads, width) = spec.window, self._prefix + self._nodes - 1, rows[0].shape[::2]
         begin = 0 if window is None else max(0, self._prefix - window + 1)
-        end = last - MOST_WIDTH + 1
+        end = last - MAX_WIDTH + 1
         wide = out.new_empty(0), out.new_empty(0)
         for at, size in _borders(begin, end, heads, window):
             if wide[0].numel() != heads * size * width:
@@ -383,12 +389,12 @@ class ChunkedAttention(Attention):
             for block, source in zip(wide, (keys, values), strict=True):
                 block[:, read.start - at : read.stop - at, :width] = source[:, read]
             hidden = None
-            if at + size > self._prefix - MOST_WIDTH + 1 or (window is not None and at <= last - window):
+            if at + size > self._prefix - MAX_WIDTH + 1 or (window is not None and at <= last - window):
                 slots = torch.arange(at, at + size, device=out.device)
-                hidden = slots > self._positions - MOST_WIDTH
+                hidden = slots > self._positions - MAX_WIDTH
                 if window is not None:
                     hidden |= slots <= self._positions - window
-            scores = _scores(rows, repeat(wide[0].transpose(1, 2)), wants, hidden)
+            scores = _scores(rows, repeat(wide[0].transpose(1, 2)), spec, hidden)
             higher = torch.maximum(top, scores.amax(-1, keepdim=True))
             found = _products(_weights(scores, higher, hidden), repeat(wide[1]))
             out, top = out * torch.exp(top - higher) + found, higher
@@ -410,10 +416,10 @@ def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterato
         at += size
 
 
-def _scores(rows: list[Tensor], keys: Iterable[Tensor], wants: AttentionSpec, hidden: Tensor | None) -> Tensor:
+def _scores(rows: list[Tensor], keys: Iterable[Tensor], spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
     scores = _products(rows, keys)
-    if wants.softcap is not None:
-        scores = scores.div_(wants.softcap).tanh_().mul_(wants.softcap)
+    if spec.softcap is not None:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 

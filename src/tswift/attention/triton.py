@@ -5,7 +5,7 @@ by side, and a second, small kernel combines what they found. A program holds up
 How many keys there are is read on the device and decides nothing about the launch, so that a captured CUDA graph serves
 every length. Only the table of backends imports this module: triton may not be installed.
 
-**Rows are exact** in passes of at most ``MOST_WIDTH`` (64) nodes over a cache whose slots are positions: a node's row
+**Rows are exact** in passes of at most ``MAX_WIDTH`` (64) nodes over a cache whose slots are positions: a node's row
 is a function of its position p and of the queries, keys and values along its own path, to the bit. It is the same
 whatever other nodes are in the pass, how many, in which order, how many of the node's ancestors are drafted and which
 are committed, and however long the text grows. That is so because all borders are positions:
@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.attention.sdpa import MOST_WIDTH, Attention, AttentionSpec, Layout
+from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout
 
 # Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the second, then the third.
 NEAR = 16
@@ -299,8 +299,9 @@ class TritonAttention(Attention):
     """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``; ValueError for another dtype."""
 
     STATIC: ClassVar[bool] = True
-    WANTS: ClassVar[bool] = True
+    SPECS: ClassVar[bool] = True
     EXACT: ClassVar[bool] = True
+    PADDED: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         if layout.dtype not in _DTYPES:
@@ -316,7 +317,7 @@ class TritonAttention(Attention):
         self._wide = _INTERPRETED and layout.dtype == torch.bfloat16  # numpy cannot calculate in bfloat16
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, wants: AttentionSpec = _NOTHING
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, spec: AttentionSpec = _NOTHING
     ) -> Tensor:
         """As :meth:`Attention.__call__`; the last dimension of keys and values is contiguous, the scale above 0."""
         if query.stride(-1) != 1:
@@ -331,15 +332,15 @@ class TritonAttention(Attention):
             "HEAD": size,
             "WIDTH": width,
             "KEYS": run.keys,
-            "REACH": MOST_WIDTH,
+            "REACH": MAX_WIDTH,
             "CHUNK": chunk,
             "TREE": self._paths is not None,
-            "WINDOW": wants.window or 0,
+            "WINDOW": spec.window or 0,
             "enable_fp_fusion": False,  # left to the compiler, what is rounded once and what twice is not known
         }
         factor, cap = scale * math.log2(math.e), 0.0
-        if wants.softcap is not None:  # the kernel's hyperbolic tangent takes powers of two as well
-            factor, cap = 2 * factor / wants.softcap, wants.softcap * math.log2(math.e)
+        if spec.softcap is not None:  # the kernel's hyperbolic tangent takes powers of two as well
+            factor, cap = 2 * factor / spec.softcap, spec.softcap * math.log2(math.e)
         outs = query.new_empty(1 + chunks, self._kv_heads, rows, size, dtype=torch.float32)
         lses = query.new_empty(1 + chunks, self._kv_heads, rows, dtype=torch.float32)
         # [n, heads, d] in memory: what the output projection reads next
@@ -348,12 +349,12 @@ class TritonAttention(Attention):
             attend_chunk[self._kv_heads, programs](
                 query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
                 *keys.stride()[:2], *values.stride()[:2], factor, cap, self._nodes, ROWS=run.rows,
-                SOFTCAP=wants.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
+                SOFTCAP=spec.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
                 maxnreg=run.registers, **shared,
             )  # fmt: skip
             block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
-                outs, lses, out, self._depths, wants.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
+                outs, lses, out, self._depths, spec.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
                 CHUNKS=32, **shared,
             )  # fmt: skip
         return out.to(query.dtype)

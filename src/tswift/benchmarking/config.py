@@ -6,20 +6,20 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, renamed
-from tswift.jobs.config import TextConfig, fields_of, loading
-from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, ModelConfig
+from tswift.jobs.config import TextConfig, fields_of, to_load
+from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
 from tswift.options import check_options, option, parse_numbers
+from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.benchmarking.peers import Peers
-    from tswift.models.load import LoadedModel
+    from tswift.loading import LoadedModel
 
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
@@ -140,14 +140,13 @@ class BenchOptions(ModelConfig):
         SamplingParams(**self.sampling)
         self.refuse_unused(self.methods)
         drafting = {method: DraftOptions(**self.drafting, tree=self.tree(method)) for method in self.methods}
-        self.loading()
+        self.to_load()
         if self.peers:
             assistant_of(self)
             if self.sampling.get("logit_bias"):
                 raise InputError("is not handed to transformers' generate; leave `peers` out", "logit_bias")
             for reason, given in {
                 "random weights": self.model.startswith(SHAPE_PREFIX),
-                "quantised weights": self.quantize is not None,
                 "simulated acceptance": self.simulate_alpha is not None,
             }.items():
                 if given:
@@ -157,16 +156,17 @@ class BenchOptions(ModelConfig):
             if not drafting_methods:
                 raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
             for method in drafting_methods:
-                if OF_CHOICE & used(method, drafting[method]):
+                if OF_CHOICE & used(find_method(method), drafting[method]):
                     reason = f"{method} chooses here how deep a tree pays, so the share would not be met"
                     raise InputError(f"goes with trees of one shape; {reason}", "simulate_alpha")
         return drafting
 
-    def loading(self) -> dict[str, Any]:
-        """Arguments of :func:`tswift.load`, without a draft model that only the assisted peer uses."""
+    def to_load(self, methods: Sequence[str] | None = None) -> ModelConfig:
+        """What is loaded for methods, if not for all of these: without a draft model that only a peer uses."""
         uses = any(find_method(method).draft or find_method(method).may_draft for method in self.methods)
-        own = replace(self, draft_model=None) if ASSISTED in self.peers and not uses else self
-        return loading(own, self.methods)
+        asked = ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
+        own = replace(asked, draft_model=None) if ASSISTED in self.peers and not uses else asked
+        return to_load(own, self.methods if methods is None else methods)
 
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
@@ -262,8 +262,7 @@ class RooflineQuery:
 
     model: str = option(
         DEMO,
-        "demo, a folder, a hub id, or shape:NAME: a published model's shape (llama3.1-8b, yarn-llama2-7b-128k, "
-        "qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b, qwen3-4b, qwen3-8b, qwen3-14b).",
+        f"demo, a folder, a hub id, or shape:NAME: a published model's shape ({', '.join(SHAPES)}).",
         panel="Model",
     )
     dtype: str = option(
@@ -299,7 +298,7 @@ class RooflineQuery:
     budget: int = _predicted(4096, "Tokens of the partial KV cache, with --alpha.", least=1, most=_MOST)
     draft_weights: str | None = _predicted(
         None,
-        "Also with drafting passes in int8, fp8 or int4, as generate takes it, with --alpha.",
+        "Also with drafting passes in fp8 or int4, as generate takes it, with --alpha.",
         choices=tuple(BITS),
     )
     drafter: str | None = _predicted(
@@ -352,7 +351,7 @@ class BenchConfig:
         """For records: by label, the options that its method uses."""
         from tswift.jobs.job import used_options
 
-        return {one.label: used_options(one.method, one.options) for one in self.contenders}
+        return {one.label: used_options(find_method(one.method), one.options) for one in self.contenders}
 
 
 def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model") -> BenchConfig:
@@ -364,23 +363,24 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
         option: what the user gave that length with, for the error.
     """
     from tswift.drafting.methods import cut_note, resolve
-    from tswift.engine import ending, preflight
-    from tswift.models.load import load
+    from tswift.engine import Demand, ending, preflight
+    from tswift.loading import load_model
 
-    params, drafting, arguments = SamplingParams(**options.sampling), options.check(), options.loading()
+    params = SamplingParams(**options.sampling)
+    drafting = options.check()
+    wanted = options.to_load()
     try:
-        # how much memory a model takes that is quantised while it is loaded is seen then
-        for method, fields in drafting.items() if options.quantize is None else ():
-            preflight(options.model, prompt, length, method, fields, **arguments, option=option)
-        model = load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
+        for method, asked in drafting.items():
+            preflight(wanted, Demand(prompt, length, method, asked), option=option)
+        model = load_model(wanted)
         contenders = [
-            Contender(method, method, resolve(method, model.target, model.heads, fields))
-            for method, fields in drafting.items()
+            Contender(method, method, resolve(method, model.target, model.heads, asked))
+            for method, asked in drafting.items()
         ]
     except InputError as error:
         raise renamed(error, {"method": "methods"}) from None
     params, _ = ending(params, model.eos_ids, stop_at_eos=False)
-    cuts = [cut_note(fields, model.target.width) for fields in drafting.values()]
+    cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
     peers = None
     if options.peers:

@@ -1,46 +1,24 @@
-"""The regression gate, and the records it reads: ``bench.json`` and ``suite.json``.
-
-A measurement is held against an earlier one of the same workload by rules such as ``speedup:10%``. Records are read,
-gone on with after a stop or a kill, and merged from shards.
-"""
+"""The regression gate: a measurement is held against an earlier one of the same workload, by rules."""
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
-from itertools import product
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tswift.benchmarking import summary
-from tswift.benchmarking.config import BenchOptions, Plan
-from tswift.benchmarking.suites import find_suite
-from tswift.benchmarking.summary import (
-    METRICS,
-    NOTHING,
-    Metric,
-    Table,
-    cell_of,
-    gated,
-    method_name,
-    parts,
-    plain,
-    summarise,
-)
-from tswift.decoding.params import SamplingParams
-from tswift.drafting.options import DraftOptions
-from tswift.errors import MOST_RECORD, InputError, did_you_mean, parse_json, read_file
-from tswift.jobs.config import fields_of
-from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
+from tswift.benchmarking.summary import METRICS, Metric, gated, method_name, summarise
+from tswift.errors import InputError, did_you_mean
 from tswift.options import check_options, option, options_of
+from tswift.tables import NOTHING, Table
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.record import Measurement
 
 SAME_TEXT = "same_as_ar"
 
@@ -48,15 +26,12 @@ _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE
 _SLACK = 1e-12  # a loss of exactly the tolerance passes, whichever way its last bit was rounded
 _MACHINE = ("cpu", "threads", "gpu")
 _MIN_REPEATS = 2
-_LARGEST = 1e300  # of a number in a file; whatever is computed from it is still finite
 
 Draw = tuple[str, int]  # prompt and seed
-Place = tuple[Any, ...]  # method, prefill, length; the draw of a counter
+Place = tuple[str, "int | None", "int | None", "Draw | None"]  # method, prefill, length; the draw of a counter
 Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
 
 _ABSENT: Value = (None, set())
-
-Record = dict[str, Any]  # as in bench.json or suite.json
 
 
 @dataclass(frozen=True)
@@ -80,18 +55,18 @@ class Rule:
         """Whether our value passes."""
         return self.metric.sign * (ours - self.limit(baseline)) >= -_SLACK * max(1.0, abs(baseline))
 
-    def values(self, measurement: Record) -> dict[Place, Value]:
+    def values(self, measurement: Measurement) -> dict[Place, Value]:
         """What is compared, and its draws: times as means over a cell, counters draw by draw."""
         values: dict[Place, Value] = {}
         for cell in summarise(measurement):
             if self.metric.exact:
                 for draw, means in cell.draws.items():
-                    values[(cell.axis, *cell.place, draw)] = means.get(self.figure), {draw}
+                    values[cell.axis, cell.prefill, cell.length, draw] = means.get(self.figure), {draw}
             else:
-                values[(cell.axis, *cell.place, None)] = cell.figures[self.figure].mean, set(cell.draws)
+                values[cell.axis, cell.prefill, cell.length, None] = cell.figures[self.figure].mean, set(cell.draws)
         return values
 
-    def check(self, baseline: Record) -> None:
+    def check(self, baseline: Measurement) -> None:
         """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
         name, known = self.metric.gate, [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
@@ -154,13 +129,16 @@ class Judging:
         return [parse_rule(rule) for rule in self.fail_on]
 
 
+JUDGED = tuple(each.name for each, _ in options_of(Judging))
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One metric of one cell, compared."""
 
     metric: str  # the rule's, or ``same_as_ar``
     method: str
-    prefill: int
+    prefill: int | None
     length: int | None  # generated tokens; None for ``same_as_ar``, which is of a whole run
     ok: bool
     note: str = ""  # why, where the figures do not say it; and the draw, where a cell has several
@@ -174,7 +152,7 @@ class Verdict:
         return None if self.ours is None or self.baseline is None else self.ours - self.baseline
 
 
-def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> list[Verdict]:
+def compare(measurement: Measurement, baseline: Measurement, rules: Sequence[Rule]) -> list[Verdict]:
     """Judge a measurement by an earlier one, which :func:`refuse_foreign` has let through.
 
     A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
@@ -182,12 +160,12 @@ def compare(measurement: Record, baseline: Record, rules: Sequence[Rule]) -> lis
     counter does not make up for another's loss.
     """
     verdicts = []
-    for sample in measurement["samples"]:
-        if sample["explained"] is False:
-            first = sample["first_difference"]
+    for sample in measurement.samples:
+        if sample.explained is False:
+            first = sample.first_difference
             why = "its audit finds violations" if first is None else f"other tokens than AR from token {first}"
-            note = f"{_draw_name(sample['prompt'], sample['seed'])}: {why}"
-            verdicts.append(Verdict(SAME_TEXT, sample["method"], sample["prefill"], None, False, note))
+            note = f"{_draw_name(sample.prompt, sample.seed)}: {why}"
+            verdicts.append(Verdict(SAME_TEXT, sample.method, sample.prefill, None, False, note))
     for rule in rules:
         ours, theirs = rule.values(measurement), rule.values(baseline)
         keys = dict.fromkeys([*theirs, *ours])
@@ -209,7 +187,7 @@ def _draw_name(prompt: str, seed: int) -> str:
     return f"prompt {prompt}, seed {seed}"
 
 
-def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
+def changes_table(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
     """Table of the regressions, then of whatever else changed.
 
     Draws of a cell with the same outcome share one row: the one that moved most.
@@ -226,7 +204,7 @@ def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
         text = ": ".join(filter(None, ("ok" if worst.ok else "REGRESSED", worst.note)))
         if len(group) > 1:
             text += f"; and {len(group) - 1} other {'draw' if len(group) == 2 else 'draws'}"
-        place = [f"{worst.prefill:,}", NOTHING if worst.length is None else f"{worst.length:,}"]
+        place = [NOTHING if count is None else f"{count:,}" for count in (worst.prefill, worst.length)]
         numbers = zip((worst.baseline, worst.ours, worst.change, worst.limit), ("", "", "+", ""), strict=True)
         place += [NOTHING if number is None else format(number, f"{sign}.6g") for number, sign in numbers]
         rows.append([worst.metric, method_name(worst.method, simulated), text, *place])
@@ -240,8 +218,8 @@ def moved(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
 
 
 def refuse_foreign(
-    measurement: Record,
-    baseline: Record,
+    measurement: Measurement,
+    baseline: Measurement,
     rules: Sequence[Rule],
     repeats: int,
     force: bool = False,
@@ -257,18 +235,18 @@ def refuse_foreign(
     counted = next((rule.metric.gate for rule in rules if rule.metric.exact), None)
     if counted and summary.simulated_alpha(measurement) is not None:
         raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
-    differing = other_workload(measurement, baseline)
+    differing = measurement.workload.differing(baseline.workload)
     if differing:
         raise InputError(f"the baseline is of another workload: {differ(differing)}", "against")
-    here, there = measurement["environment"], baseline["environment"]
-    ours, theirs = (one.get("sessions", [one]) for one in (measurement, baseline))  # on several machines, if merged
-    other = [name for name in _MACHINE if len({one["environment"].get(name) for one in (*ours, *theirs)}) > 1]
+    here, there = vars(measurement.environment), vars(baseline.environment)
+    used = [vars(one) for one in (*measurement.environments, *baseline.environments)]  # several machines, if merged
+    other = [name for name in _MACHINE if len({one[name] for one in used}) > 1]
     if timed and other and not force:
-        what = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
+        what = ", ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in other)
         raise InputError(f"{timed} is of another machine ({what}); --force compares it all the same", "against")
     for rule in rules:
         rule.check(baseline)
-    taken = len({sample["repeat"] for sample in baseline["samples"]})
+    taken = len({sample.repeat for sample in baseline.samples})
     wanted = f"{timed} varies from run to run and wants at least {_MIN_REPEATS} repeats"
     if timed and repeats < _MIN_REPEATS:
         raise InputError(f"{wanted}, got {repeats}", "repeats")
@@ -276,211 +254,7 @@ def refuse_foreign(
         raise InputError(f"{wanted}, the baseline has {taken}", "against")
 
 
-def other_workload(measurement: Record, other: Record) -> list[str]:
-    """What of two measurements' workloads differs, by name."""
-    ours, theirs = (plain(one["workload"]) for one in (measurement, other))  # one of them may come from a file
-    differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-    return [name for name in differing if name != "hash"] or differing
-
-
 def differ(names: Sequence[str]) -> str:
     """``seeds differs``, or ``ar, seeds differ``; each name once."""
     once = dict.fromkeys(names)
     return f"{', '.join(once)} differ{'s' if len(once) == 1 else ''}"
-
-
-def load_measurement(path: Path, option: str = "against") -> Record:
-    """Read a complete ``bench.json``, which ``option`` named."""
-    content = _read(path, option, ("bench",))
-    if content.get("options", {}).get("shard"):
-        raise InputError(f"{path} is a shard; bench --merge makes a whole of all of them", option)
-    if content["state"] != FINISHED:  # what it has not reached would never be missed
-        raise InputError(f"{path} did not run to its end, it is {content['state']}", option)
-    if not any(sample["points"] for sample in content["samples"]):
-        raise InputError(f"{path} holds no samples", option)
-    return content
-
-
-def _read(path: Path, option: str, kinds: Sequence[str]) -> Record:
-    """A record of one of some kinds, as its schema says."""
-    content = parse_json(read_file(path, MOST_RECORD, option), path, option)
-    kind = content.get("kind") if isinstance(content, dict) else None
-    if kind not in kinds:
-        raise InputError(f"{path} is not a {' or '.join(f'{each}.json' for each in kinds)} of tswift bench", option)
-    if kind == "suite":
-        _check(content, "suite", path, option)
-    for measurement in parts(content).values():
-        _check(measurement, "bench", path, option)
-    return content
-
-
-def _check(content: Record, kind: str, path: Path, option: str) -> None:
-    """Refuse a record of another version, or one that is not as its schema says."""
-    version = schema_of("bench")["properties"]["schema"]["const"]
-    if content.get("schema") != version:
-        found = f"{content.get('schema')!s:.40}"
-        raise InputError(f"{path} has schema version {found}, this tswift reads {version}", option)
-    error = next(_validator(kind).iter_errors(content), None)
-    if error:
-        raise InputError(f"{path} is damaged ({error.json_path}: {error.message[-100:]})", option)
-
-
-@cache
-def schema_of(kind: str) -> Mapping[str, Any]:
-    """The JSON schema of ``bench.json`` or ``suite.json``."""
-    return json.loads((files("tswift.benchmarking") / f"{kind}.schema.json").read_text(encoding="utf-8"))
-
-
-@cache
-def _validator(kind: str) -> Any:
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import extend
-
-    def number(_: Any, value: Any) -> bool:
-        return type(value) in (int, float) and abs(value) < _LARGEST  # NaN is not, either
-
-    kinds = {"number": number, "integer": lambda _, value: number(_, value) and type(value) is int}
-    checker = Draft202012Validator.TYPE_CHECKER.redefine_many(kinds)
-    return extend(Draft202012Validator, type_checker=checker)(schema_of(kind))
-
-
-FILES = ("bench.json", "bench-simulated.json", "suite.json")
-JUDGED = tuple(each.name for each, _ in options_of(Judging))
-_MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
-
-
-def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
-    """The record in a benchmark's folder, which stays locked until the stack ends."""
-    read_record(folder, option)  # a folder without one is none to put a lock into
-    stack.enter_context(lock_folder(folder, option))
-    return read_record(folder, option)
-
-
-def read_record(folder: Path, option: str) -> Record:
-    """The record in a benchmark's folder, whether it ran to its end or not."""
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if path is None:
-        raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
-    content = _read(path, option, ("bench", "suite"))
-    if "options" not in content or any("sessions" not in measurement for measurement in parts(content).values()):
-        raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
-    content["options"] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()
-    }
-    try:
-        if content["kind"] == "suite":
-            find_suite(content["suite"])
-        plan_of(content["options"])
-    except InputError as error:
-        raise InputError(f"{path} is damaged ({error})", option) from None
-    return content
-
-
-def plan_of(options: Mapping[str, Any]) -> Plan:
-    """The grid that options ask for, by name, as typed or as in a record."""
-    own = find_suite(options["suite"]) if options.get("suite") else None
-    return Plan(**{**({"prefills": own.prefills, "lens": own.lens} if own else {}), **fields_of(Plan, options)})
-
-
-def refuse_changes(record: Record, typed: Mapping[str, Any]) -> None:
-    """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
-    known = vars(plan_of({"suite": record.get("suite")}))
-    for kind in (BenchOptions, SamplingParams, DraftOptions):
-        known = {**{each.name: each.default for each, _ in options_of(kind)}, **known}
-    known |= record["options"]
-    for name, value in typed.items():
-        own = known.get(name)
-        if plain(value) != plain(own):
-            was = "none" if own is None else own
-            raise InputError(f"the benchmark was made with {was}, got {value}; it keeps its options", name)
-
-
-def go_on(fresh: Record, earlier: Record, folder: Path) -> None:
-    """Put the finished cells of an earlier record into a fresh one of the same benchmark."""
-    _refuse_other(fresh, earlier, f"{folder} is of another benchmark", "resume")
-    _absorb(fresh, [earlier])
-
-
-def merge(records: Mapping[Path, Record], command: Sequence[str]) -> tuple[Record, list[str]]:
-    """One record of several, each with some cells of the same grid; and the cells that none of them has, by name."""
-    first, whole = next(iter(records.items()))
-    places: dict[tuple[Any, ...], Path] = {}
-    for folder, record in records.items():
-        _refuse_other(whole, record, f"{folder} and {first} are of different benchmarks", "merge")
-        for place in sorted(_done(record)):
-            if place in places:
-                raise InputError(f"{places[place]} and {folder} have both measured {_name(place)}", "merge")
-            places[place] = folder
-    whole = copy.deepcopy(whole)
-    whole["options"].pop("shard", None)
-    for measurement in parts(whole).values():
-        measurement.update(sessions=[], command=list(command))
-    _absorb(whole, list(records.values()))
-    missing = [_name(place) for place in _places(whole) if place not in places]
-    for one in (whole, *parts(whole).values()):
-        one.update(state=INTERRUPTED if missing else FINISHED, command=list(command))
-    return whole, missing
-
-
-def machines(record: Record) -> Table | None:
-    """Which machine measured which cells; None where one measured all of them."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for label, measurement in parts(record).items():
-        for session in measurement.get("sessions", ()):
-            names = [_name((label, *cell_of(cell))) for cell in session["cells"]]
-            cells.setdefault((session["host"], summary.machine_name(session["environment"])), []).extend(names)
-    rows = [[*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names]
-    return Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4) if len(rows) > 1 else None
-
-
-def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
-    """Refuse a record that is not of the same benchmark, saying what differs."""
-    ours, theirs = parts(record), parts(other)
-    names = [name for name in ("kind", "suite", "missing") if record.get(name) != other.get(name)]
-    names = names or ["groups"] * (list(ours) != list(theirs))
-    if not names:
-        typed = {*record["options"], *other["options"]} - set(_MAY_DIFFER)
-        options = sorted(n for n in typed if plain(record["options"].get(n)) != plain(other["options"].get(n)))
-        said = {
-            "sampling": fields_of(SamplingParams, dict.fromkeys(options)),
-            "drafting": fields_of(DraftOptions, dict.fromkeys(options)),
-        }
-        found = [name for label in ours for name in other_workload(ours[label], theirs[label])]
-        names = [*(name for name in found if not said.get(name)), *options]  # an option says more than where it belongs
-    if names:
-        raise InputError(f"{message}: {differ(names)}", option)
-
-
-def _absorb(whole: Record, sources: Sequence[Record]) -> None:
-    """Take over the finished cells of some records of the same benchmark, with the sessions that measured them."""
-    for label, measurement in parts(whole).items():
-        others = [parts(source)[label] for source in sources]
-        kept = [(one["samples"], summary.done_cells(one)) for one in others]
-        samples = [sample for samples, done in kept for sample in samples if cell_of(sample) in done]
-        measurement["samples"] = sorted(samples, key=summary.grid_order(measurement["workload"]))
-        measurement["sessions"] = [*(each for one in others for each in one["sessions"]), *measurement["sessions"]]
-    for one in (whole, *parts(whole).values()):
-        one["started"] = min(source["started"] for source in sources)
-        one["ended"] = max(source["ended"] for source in sources)
-    if whole["kind"] == "suite":
-        texts = [(text, set(_done(source))) for source in sources for text in source["texts"]]
-        whole["texts"] = [text for text, done in texts if (text["label"], *cell_of({"repeat": 0, **text})) in done]
-
-
-def _done(record: Record) -> list[tuple[Any, ...]]:
-    return [(label, *cell) for label, one in parts(record).items() for cell in summary.done_cells(one)]
-
-
-def _places(record: Record) -> Iterator[tuple[Any, ...]]:
-    """All cells of the grid, with their groups' labels."""
-    for label, measurement in parts(record).items():
-        workload = measurement["workload"]
-        prompts = [prompt["name"] for prompt in workload["prompts"]]
-        repeats = range(plan_of(record["options"]).repeats)
-        yield from product([label], repeats, prompts, workload["prefills"], workload["seeds"])
-
-
-def _name(place: tuple[Any, ...]) -> str:
-    label, repeat, prompt, prefill, seed = place
-    words = [label, prompt, f"prefill {prefill:,}", f"seed {seed}", f"repeat {repeat + 1}" if repeat else ""]
-    return ", ".join(filter(None, words))

@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from tswift.benchmarking.config import ASSISTED, LOOKUP, BenchOptions, assistant_of
+from tswift.benchmarking.record import Options
 from tswift.benchmarking.run import Run
-from tswift.decoding.params import SamplingParams
-from tswift.models.checkpoint import find_source, in_one_line, silence
-from tswift.models.load import LoadedModel
+from tswift.errors import InputError
+from tswift.loading import LoadedModel
+from tswift.models.checkpoint import as_input_error, find_source, silence
+from tswift.models.codes import holds_codes
+from tswift.sampling.parameters import SamplingParams
 
 _LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, transformers' example
 
@@ -33,11 +35,11 @@ class Peers:
     """transformers' networks, loaded once."""
 
     names: Sequence[str]
-    network: Any
-    assistant: Any | None
+    network: PreTrainedModel
+    assistant: PreTrainedModel | None
     assistant_name: str | None
 
-    def settings(self, name: str, params: SamplingParams) -> dict[str, Any]:
+    def settings(self, name: str, params: SamplingParams) -> Options:
         """What ``generate`` is given, for records."""
         greedy = params.temperature == 0
         drawn = {
@@ -73,9 +75,11 @@ class Peers:
 
 def load_peers(options: BenchOptions, model: LoadedModel) -> Peers:
     """The peers that are asked for, on the model's device and in its dtype."""
+    if holds_codes(model.target.model):
+        raise InputError(f"transformers does not run {model.name} with weights of integers", "peers")
 
-    def loaded(name: str) -> Any:
-        with silence(), in_one_line(name):
+    def loaded(name: str) -> PreTrainedModel:
+        with silence(), as_input_error(name):
             network = AutoModelForCausalLM.from_pretrained(
                 find_source(name)[0], dtype=model.target.dtype, attn_implementation="sdpa", use_safetensors=True
             )
@@ -94,7 +98,7 @@ class PeerRun(Run):
     """``generate``, which moves only while the caller waits for it: it is no generator, and so is held in a thread."""
 
     def __init__(
-        self, label: str, comparable: bool, generate: Callable[..., Any], seed: int, device: torch.device
+        self, label: str, comparable: bool, generate: Callable[..., object], seed: int, device: torch.device
     ) -> None:
         super().__init__(label, label, None, comparable=comparable, peer=True)
         self._generate, self._seed, self._device = generate, seed, device
@@ -187,7 +191,7 @@ class _Watch(BaseStreamer):  # type: ignore[misc]
 def _in_own_thread(run: Run) -> Run:
     worker = ThreadPoolExecutor(1)
 
-    def done(what: Callable[..., None], *arguments: Any) -> None:
+    def done(what: Callable[..., None], *arguments: object) -> None:
         future: Future[None] = worker.submit(what, *arguments)
         try:
             future.result()

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from tswift.benchmarking import suites
 from tswift.benchmarking.config import BASELINE, REFERENCE
+from tswift.benchmarking.record import Measurement, Record, SuiteRecord
 from tswift.benchmarking.summary import METRICS, by_kind, drafted_only, method_name, source, summarise
 from tswift.benchmarking.summary import Figure as Value
 
@@ -38,7 +39,6 @@ _LOOKS = {
 _MORE_LOOKS = (("#8C564B", "<"), ("#17807E", ">"), ("#4B0082", "*"))
 _CURVE_POINTS = 400
 
-Record = Mapping[str, Any]  # as in bench.json or suite.json
 Points = list[tuple[float, Value]]
 Where = tuple[str, "int | None"]  # kind of a workload's prompts, and prefill
 
@@ -64,10 +64,11 @@ def files(record: Record) -> dict[str, bytes]:
     record gives the same bytes with the same matplotlib.
     """
     figures: dict[str, Figure] = {}
-    if record["kind"] == "suite":
-        figures = {"suite": suite_figure(record)} if record["rows"] else {}
+    if isinstance(record, SuiteRecord):
+        reached = any(summarise(one) for one in record.parts.values())
+        figures = {"suite": suite_figure(record)} if reached else {}
     elif summarise(record):
-        ending = "-simulated" if record["simulated"] else ""
+        ending = "-simulated" if record.simulated else ""
         figures = {f"time{ending}": time_figure(record), f"acceptance{ending}": acceptance_figure(record)}
     images = {}
     for stem, figure in figures.items():
@@ -94,10 +95,11 @@ def _line_figure(
     panels: Sequence[Sequence[Panel]],
     names: Sequence[str],
     title: str,
-    measurement: Record,
+    measurement: Measurement,
     width: float,
     every: int | None = None,
-    **shared: Any,
+    sharex: bool = False,
+    sharey: bool | Literal["col"] = False,
 ) -> Figure:
     """Rows of panels whose axes begin at 0; error bars show one standard deviation each way where one is known.
 
@@ -109,12 +111,12 @@ def _line_figure(
     used = {_LOOKS[name] for name in names if name in _LOOKS}
     free = cycle([look for look in (*_LOOKS.values(), *_MORE_LOOKS) if look not in used])
     looks = {name: _LOOKS.get(name) or next(free) for name in names}
-    dashed = {sample["method"] for sample in measurement["samples"] if sample["estimated"]}
+    dashed = {sample.method for sample in measurement.samples if sample.estimated}
     from matplotlib.figure import Figure
 
     with _style():
         figure = Figure(figsize=(width, 1.8 + 3.4 * len(panels)), layout="constrained")
-        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, **shared)
+        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharex=sharex, sharey=sharey)
         for axes, panel in zip(grid.flat, (panel for row in panels for panel in row), strict=True):
             axes.set_title(panel.title, fontsize=11)
             axes.set(xlabel=panel.across, ylabel=panel.up)
@@ -123,7 +125,7 @@ def _line_figure(
                 if not known:
                     continue
                 color, marker = looks[name]
-                label = method_name(name, measurement["simulated"], name in dashed)
+                label = method_name(name, measurement.simulated, name in dashed)
                 style = {"color": color, "marker": marker, "linestyle": "--" if name in dashed else "-"}
                 xs, ys, _ = zip(*known, strict=True)
                 axes.plot(xs, ys, label=label, linewidth=1.8, markersize=6, clip_on=False, markevery=every, **style)
@@ -136,7 +138,7 @@ def _line_figure(
             axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}")
             axes.grid(color="#DDDDDD", linewidth=0.8)
             axes.set_axisbelow(True)
-        figure.suptitle(f"{title}\n{source(measurement)}, {measurement['started'][:10]}", fontsize=12)
+        figure.suptitle(f"{title}\n{source(measurement)}, {measurement.started[:10]}", fontsize=12)
         handles: dict[str, Artist] = {}  # of one legend below all panels, where no line can run
         for axes in reversed(list(grid.flat)):  # the last one has a line for each method, in their order
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -145,13 +147,13 @@ def _line_figure(
     return figure
 
 
-def time_figure(measurement: Record) -> Figure:
+def time_figure(measurement: Measurement) -> Figure:
     """Decoding time against generated tokens, prefill apart: a panel per prefill, a line per method, mean over runs."""
-    curves: dict[Where, dict[str, list[Any]]] = {}  # by panel and method
+    curves: dict[Where, dict[str, list[np.ndarray]]] = {}  # by panel and method
     for kind, part in by_kind(measurement).items():
-        for sample in sorted(part["samples"], key=lambda sample: int(sample["prefill"])):
-            lines = curves.setdefault((kind, sample["prefill"]), {})
-            lines.setdefault(sample["method"], []).append(np.array([(0, 0), *sample["slices"]], float).T)
+        for sample in sorted(part.samples, key=lambda sample: sample.prefill):
+            lines = curves.setdefault((kind, sample.prefill), {})
+            lines.setdefault(sample.method, []).append(np.array([(0, 0), *sample.slices], float).T)
     longest = max((curve[1, -1] for lines in curves.values() for runs in lines.values() for curve in runs), default=0.0)
     unit, scale = ("minutes", 60.0) if longest >= 60 else ("seconds", 1.0)
     panels: list[Panel] = []
@@ -167,7 +169,7 @@ def time_figure(measurement: Record) -> Figure:
     return _line_figure([panels], _methods(measurement), "Decoding time", measurement, width, every, sharey=True)
 
 
-def acceptance_figure(measurement: Record) -> Figure:
+def acceptance_figure(measurement: Measurement) -> Figure:
     """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill, a line per method."""
     shown = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
     points = [
@@ -181,12 +183,12 @@ def acceptance_figure(measurement: Record) -> Figure:
     )
 
 
-def suite_figure(record: Record) -> Figure:
+def suite_figure(record: SuiteRecord) -> Figure:
     """What was measured, over generated length or over what the suite varies; the paper's figures are in the table."""
-    suite, of_prefills = suites.find_suite(record["suite"]), suites.PREFILL
+    suite, of_prefills = suites.find_suite(record.suite), suites.PREFILL
     over = "prompt tokens" if suite.along == of_prefills else suite.axis if suite.across else "generated tokens"
     points = []
-    for row in suites.measured_rows(suite, record["groups"]):
+    for row in suites.measured_rows(suite, record.groups):
         # over length, a line for each place on the axis; over the axis, or over prefills, for each length
         line, x = suites.place_name(suite, row.axis), float(row.length or 0)
         if suite.across:
@@ -195,7 +197,7 @@ def suite_figure(record: Record) -> Figure:
         points.append((("", None if suite.along == of_prefills else row.prefill), line, x, row.figures))
     shown = {name: METRICS[name].heading + ", s" * (METRICS[name].digits is None) for name in suite.plotted}
     names, width = list(dict.fromkeys(line for _, line, *_ in points)), max(7.5, 4.4 * len(shown))
-    first = record["groups"][0]["measurement"]
+    first = record.groups[0].measurement
     return _line_figure(_panels(points, over, shown), names, suite.title, first, width, sharey="col")
 
 
@@ -217,6 +219,5 @@ def _title(where: Where) -> str:
     return kind or ("" if prefill is None else f"prefill {prefill:,} tokens")
 
 
-def _methods(measurement: Record) -> list[str]:
-    known = measurement["workload"]["methods"]
-    return list(dict.fromkeys([*known, *(sample["method"] for sample in measurement["samples"])]))
+def _methods(measurement: Measurement) -> list[str]:
+    return list(dict.fromkeys([*measurement.workload.methods, *(sample.method for sample in measurement.samples)]))

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
-from tswift.benchmarking import gate, plots, suites, summary
+from tswift.benchmarking import plots, resume, suites, summary
 from tswift.benchmarking.config import ASSISTED, BASELINE, LOOKUP, SAMPLED
+from tswift.benchmarking.record import Measurement, Record, SuiteRecord, encode, to_json
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
-from tswift.benchmarking.summary import METRICS, NOTHING, Figure, Row, Table, method_name, source, summarise
+from tswift.benchmarking.summary import METRICS, Figure, Row, method_name, source, summarise
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
+from tswift.tables import NOTHING, Table, quantity
 
 _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
@@ -36,11 +36,9 @@ _FLOOR_NOTE = (
     "every pass made, and computes on its nodes."
 )
 
-Record = dict[str, Any]  # as in bench.json or suite.json
-
 
 def write_report(
-    record: dict[str, Any], folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
+    record: Record, folder: Path, paper: bool = False, draw: bool = False, whole: bool = True
 ) -> list[Path]:
     """Write ``bench.json`` or ``suite.json``, and CSV, Markdown, texts and plots, each whole or not at all.
 
@@ -50,16 +48,15 @@ def write_report(
         draw: draw plots; needs matplotlib.
         whole: write more than the JSON.
     """
-    if record["kind"] == "suite":
-        suites.summarise_suite(record)
-    stem = f"{record['kind']}-simulated" if record.get("simulated") else record["kind"]
-    contents: dict[str, str | bytes] = {f"{stem}.json": encode(record)}
+    follows = suites.summarise_suite(record) if isinstance(record, SuiteRecord) else {}
+    stem = "bench-simulated" if isinstance(record, Measurement) and record.simulated else record.kind
+    contents: dict[str, str | bytes] = {f"{stem}.json": encode(to_json(record) | follows)}
     if whole:
         contents |= {f"{stem}.csv": csv_text(record), f"{stem}.md": markdown(record, paper)}
-        if record.get("texts"):
+        if isinstance(record, SuiteRecord) and record.texts:
             from tswift.benchmarking.suite_run import texts_html
 
-            contents["suite.html"] = texts_html(record, source(record["groups"][0]["measurement"]))
+            contents["suite.html"] = texts_html(record, source(record.groups[0].measurement))
         contents |= plots.files(record) if draw else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,19 +69,7 @@ def write_report(
     return [folder / name for name in contents]
 
 
-def encode(record: Record, indent: str = "") -> str:
-    """Indented JSON with one list item per line, so that a diff is short."""
-    inner = f"{indent}  "
-    lines = []
-    for name, value in record.items():
-        text = json.dumps(value)
-        if isinstance(value, dict) and value:
-            text = encode(value, inner)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            items = [encode(item, inner) if name == "groups" else json.dumps(item) for item in value]
-            text = "[\n" + ",\n".join(f"{inner}  {item}" for item in items) + f"\n{inner}]"
-        lines.append(f"{inner}{json.dumps(str(name))}: {text}")
-    return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
+Lead = list["str | int | None"]  # of a line in a CSV
 
 
 def csv_text(record: Record) -> str:
@@ -92,24 +77,10 @@ def csv_text(record: Record) -> str:
 
     Of each figure n, mean and standard deviation; empty where unknown.
     """
-    lines: list[tuple[list[Any], Mapping[str, Figure]]] = []
-    if record["kind"] == "suite":
-        columns = ["suite", "axis", "source", "prefill", "length"]
-        for row in (*record["rows"], *record["published"]):
-            lead = [record["suite"], *(row[name] for name in columns[1:])]
-            lines.append((lead, {name: Figure(**figure) for name, figure in row["figures"].items()}))
+    columns, lines = _suite_lines(record) if isinstance(record, SuiteRecord) else _bench_lines(record)
+    names = summary.from_source(summary.STATS, summary.TIMES)
+    if isinstance(record, SuiteRecord):
         names = list(dict.fromkeys(name for _, figures in lines for name in figures))
-    else:
-        columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
-        model, simulated = record["workload"]["model"], record["simulated"]
-        kinds = summary.by_kind(record)
-        columns += ["workload"] * ("" not in kinds)
-        for kind, cell in ((kind, cell) for kind, part in kinds.items() for cell in summarise(part)):
-            method = f"{cell.axis} (simulated)" if simulated else cell.axis
-            flags = [str(flag).lower() for flag in (simulated, cell.estimated)]
-            lead = [model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
-            lines.append(([*lead, *[kind] * bool(kind)], cell.figures))
-        names = summary.from_source(summary.STATS, summary.TIMES)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*columns, *(f"{name}_{part}" for name in names for part in ("n", "mean", "std"))])
@@ -119,45 +90,63 @@ def csv_text(record: Record) -> str:
     return text.getvalue()
 
 
+def _suite_lines(record: SuiteRecord) -> tuple[list[str], list[tuple[Lead, Mapping[str, Figure]]]]:
+    suite = suites.find_suite(record.suite)
+    rows = [*suites.measured_rows(suite, record.groups), *published_rows(suite)]
+    lines = [([suite.name, row.axis, row.source, row.prefill, row.length], row.figures) for row in rows]
+    return ["suite", "axis", "source", "prefill", "length"], lines
+
+
+def _bench_lines(record: Measurement) -> tuple[list[str], list[tuple[Lead, Mapping[str, Figure]]]]:
+    kinds, lines = summary.by_kind(record), []
+    for kind, part in kinds.items():
+        for cell in summarise(part):
+            method = f"{cell.axis} (simulated)" if record.simulated else cell.axis
+            flags = [str(flag).lower() for flag in (record.simulated, cell.estimated)]
+            lead = [record.workload.model, method, cell.prefill, cell.length, *flags, cell.runs, " ".join(cell.varies)]
+            lines.append(([*lead, *[kind] * bool(kind)], cell.figures))
+    columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
+    return [*columns, *["workload"] * ("" not in kinds)], lines
+
+
 def markdown(record: Record, paper: bool = False) -> str:
     """The tables, then what each measurement was run on, when and with which command."""
-    runs = summary.parts(record)
+    runs = record.parts
     first = next(iter(runs.values()))
-    title = f": {first['workload']['model']}{' (simulated)' if first['simulated'] else ''}"
-    title = f" --suite {record['suite']}" if record["kind"] == "suite" else title
-    environment = [(name, "none" if value is None else str(value)) for name, value in first["environment"].items()]
+    title = f": {first.workload.model}{' (simulated)' if first.simulated else ''}"
+    title = f" --suite {record.suite}" if isinstance(record, SuiteRecord) else title
+    environment = [(name, "none" if value is None else str(value)) for name, value in vars(first.environment).items()]
     shown = tables(record, paper)
     shown += [Table(f"Run: {label}" if label else "Run", _WHAT, _settings(one), left=2) for label, one in runs.items()]
-    command = f"```sh\n{shlex.join(record['command'])}\n```\n"
+    command = f"```sh\n{shlex.join(record.command)}\n```\n"
     about = Table("Environment", _WHAT, environment, left=2)
     return "\n".join([f"# tswift bench{title}\n", *(one.markdown() for one in shown), command, about.markdown()])
 
 
-def _settings(measurement: Record) -> list[tuple[str, str]]:
-    workload, machine = measurement["workload"], measurement.get("machine")
+def _settings(measurement: Measurement) -> list[tuple[str, str]]:
+    workload, machine = measurement.workload, measurement.machine
 
-    def listed(options: Record) -> str:
+    def listed(options: Mapping[str, object]) -> str:
         return ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
 
-    units = {"bandwidth": "B/s", "flops": "FLOP/s"}
-    rates = [summary.quantity(machine[name], unit) for name, unit in units.items()] if machine else []
+    rates = [quantity(machine.bandwidth, "B/s"), quantity(machine.flops, "FLOP/s")] if machine else []
     settings = {
         "measured on": source(measurement),
-        "started": measurement["started"],
-        "ended": measurement["ended"],
-        "runs": str(len(measurement["samples"])),
-        "seeds": ", ".join(map(str, workload["seeds"])),
-        "prompts": ", ".join(prompt["name"] for prompt in workload["prompts"]),
-        "dtype": workload["dtype"],
-        "attention": workload["attention"],
-        "layers": measurement.get("layers"),
-        "heads": workload["heads"] or "none",
-        "sampling": listed(workload["sampling"]),
-        **{f"drafting, {method}": listed(options) for method, options in workload["drafting"].items()},
-        "AR's time": "estimated from sampled steps" if workload["ar"] == SAMPLED else "measured",
-        "simulated": summary.simulation(measurement) if measurement["simulated"] else None,
-        "machine's rates": machine and f"{', '.join(rates)} in {workload['dtype']}",
-        "workload hash": workload["hash"],
+        "started": measurement.started,
+        "ended": measurement.ended,
+        "runs": str(len(measurement.samples)),
+        "seeds": ", ".join(map(str, workload.seeds)),
+        "prompts": ", ".join(prompt.name for prompt in workload.prompts),
+        "dtype": workload.dtype,
+        "attention": workload.attention,
+        "layers": measurement.layers,
+        "heads": workload.heads or "none",
+        "sampling": listed(workload.sampling),
+        **{f"drafting, {method}": listed(options) for method, options in workload.drafting.items()},
+        "AR's time": "estimated from sampled steps" if workload.ar == SAMPLED else "measured",
+        "simulated": summary.simulation(measurement) if measurement.simulated else None,
+        "machine's rates": f"{', '.join(rates)} in {workload.dtype}" if machine else None,
+        "workload hash": workload.hash,
     }
     return [(name, value) for name, value in settings.items() if value is not None]
 
@@ -168,18 +157,18 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
     Behind them, what ran where if that was on several machines. ``paper`` puts the published rows of the same prefill
     and generated length beside those of a bench.
     """
-    if record["kind"] == "suite":
+    if isinstance(record, SuiteRecord):
         found = _suite_tables(record)
     else:
         found = _bench_tables(record, paper) if "" in summary.by_kind(record) else [_workload_table(record)]
-    return [*found, *filter(None, [gate.machines(record)])]
+    return [*found, *filter(None, [resume.machines(record)])]
 
 
-def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
-    cells, simulated, workload = summarise(measurement), measurement["simulated"], measurement["workload"]
+def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
+    cells, simulated, workload = summarise(measurement), measurement.simulated, measurement.workload
     # plain decoding, which the others are compared with, is shown if it is alone
     methods = list(dict.fromkeys(cell.axis for cell in cells if cell.axis != BASELINE)) or [BASELINE]
-    here = f"{workload['model']}, this machine{' (simulated)' if simulated else ''}"
+    here = f"{workload.model}, this machine{' (simulated)' if simulated else ''}"
     published = [row for row in _paper_rows() if row.axis in methods] if paper else []
     floors = {cell.place: {"ar_of_floor": cell.figures["of_floor"]} for cell in cells if cell.axis == BASELINE}
     measured = [
@@ -195,7 +184,7 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     def text(row: Row | None, name: str) -> str:
         if row is None or row.source != here:
             return _text(row, name, digits=2)
-        sampled = name == "ar_seconds" and workload["ar"] == SAMPLED
+        sampled = name == "ar_seconds" and workload.ar == SAMPLED
         return _text(row, name) + " est." * (sampled and row.figures[name].mean is not None)
 
     places = sorted({row.place for row in measured})
@@ -208,9 +197,9 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
         (method, name) for method in methods for name in _TABLE_3 if summary.drafts(method) or not METRICS[name].drafted
     ]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
-    names = ["tokens_per_step", *names] if "peers" in workload else names
+    names = ["tokens_per_step", *names] if workload.peers else names
     names += [name for name, metric in METRICS.items() if metric.column]
-    notes = _notes(cells, measurement, "measurement", measurement["state"])
+    notes = _notes(cells, measurement, "measurement", measurement.state)
     notes += [_FLOOR_NOTE] if "of_floor" in names else []
     if paper and cells:
         matched = {(row.axis, row.place) for row in published} & {(row.axis, row.place) for row in measured}
@@ -224,19 +213,20 @@ def _bench_tables(measurement: Record, paper: bool) -> list[Table]:
     return [acceptance, replace(times, columns=heads, notes=notes)]
 
 
-def _workload_table(measurement: Record) -> Table:
+def _workload_table(measurement: Measurement) -> Table:
     """A line for each kind of prompts, prefill, length and method."""
     rows, kinds = [], summary.by_kind(measurement)
     for kind, part in kinds.items():
-        sizes = [prompt["tokens"] for prompt in measurement["workload"]["prompts"] if prompt["kind"] == kind]
+        prompts = [prompt for prompt in measurement.workload.prompts if prompt.kind == kind]
+        sizes = [prompt.tokens or 0 for prompt in prompts]
         for cell in summarise(part):
             figures = summary.drafted_only(cell.figures, cell.axis)
-            prompts = len({prompt for prompt, _ in cell.draws})
+            count = len({prompt for prompt, _ in cell.draws})
             tokens = " to ".join(f"{min(size, cell.prefill or size):,}" for size in sorted({min(sizes), max(sizes)}))
-            lead = [method_name(cell.axis, measurement["simulated"]), kind, str(prompts), tokens, f"{cell.length:,}"]
+            lead = [method_name(cell.axis, measurement.simulated), kind, str(count), tokens, f"{cell.length:,}"]
             rows.append([*lead, *(METRICS[name].text(figures[name]) for name in _OF_WORKLOADS)])
     cells = [cell for part in kinds.values() for cell in summarise(part)]
-    notes = _notes(cells, measurement, "measurement", measurement["state"])
+    notes = _notes(cells, measurement, "measurement", measurement.state)
     notes.insert(0, "tokens/step: tokens / passes of the model. x: AR's time / the method's, prefill apart.")
     heads = ["method", "workload", "prompts", "prompt tokens", "length"]
     columns = [*heads, *(METRICS[name].heading for name in _OF_WORKLOADS)]
@@ -280,28 +270,28 @@ def _table(
     return Table(title, heads, lines, left=(not across) + sourced)
 
 
-def _alpha_notes(measurement: Record, methods: Sequence[str], paper: bool) -> list[str]:
+def _alpha_notes(measurement: Measurement, methods: Sequence[str], paper: bool) -> list[str]:
     """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
     notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
     depths: dict[str, set[int]] = {method: set() for method in methods if summary.drafts(method)}
-    for sample in measurement["samples"]:
-        depths.get(sample["method"], set()).update(point["depth"] for point in sample["points"])
+    for sample in measurement.samples:
+        depths.get(sample.method, set()).update(point.depth for point in sample.points)
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
     beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
     formula = "alpha = accepted tokens / (passes x most tokens drafted along a path"
     return notes + [f"{formula}: {', '.join(words)}{beside})."] * bool(words)
 
 
-def _notes(cells: Sequence[Row], measurement: Record, what: str, state: str) -> list[str]:
+def _notes(cells: Sequence[Row], measurement: Measurement, what: str, state: str) -> list[str]:
     """What all figures rest on."""
     notes = [spread_note(cells), same_text_note(measurement)] if cells else []
     if state != FINISHED:
         notes.append(f"The {what} did not run to its end: these are the cells and lengths that were reached.")
     notes += peer_notes(measurement) if cells else []
-    if measurement["workload"]["ar"] == SAMPLED:
+    if measurement.workload.ar == SAMPLED:
         time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
         notes.append(f"{time} from AR steps sampled as the text grew; every x and delta rests on that time.")
-    if measurement["simulated"]:
+    if measurement.simulated:
         notes.append(f"Simulated: {summary.simulation(measurement)}. The times are real, the texts are not.")
     return notes
 
@@ -322,47 +312,47 @@ def spread_note(cells: Sequence[Row]) -> str:
     return f"{line} Every repeat counted the same: alpha and the other counters {rest}."
 
 
-def same_text_note(measurement: Record) -> str:
+def same_text_note(measurement: Measurement) -> str:
     """How many runs yielded plain decoding's tokens, and where the others left them, in one line."""
-    peers = measurement["workload"].get("peers", ())
-    known = [one for one in measurement["samples"] if one["same_as_ar"] is not None and one["method"] not in peers]
-    differing = [sample for sample in known if not sample["same_as_ar"] or sample["explained"] is False]
+    peers = measurement.workload.peers or ()
+    known = [one for one in measurement.samples if one.same_as_ar is not None and one.method not in peers]
+    differing = [sample for sample in known if not sample.same_as_ar or sample.explained is False]
     what = "Same tokens as AR"
     what += ", simulated acceptance apart" if summary.simulated_alpha(measurement) is not None else ""
     if not known:
         return f"{what}: not compared."
-    if measurement["workload"]["ar"] == SAMPLED:
-        tokens = sum(sample["compared_tokens"] for sample in known)
+    if measurement.workload.ar == SAMPLED:
+        tokens = sum(sample.compared_tokens for sample in known)
         what += f" in the {tokens:,} tokens where AR was sampled, every text audited"
     if not differing:
-        return f"{what}: {'all' if len(known) > 1 else 'the'} {_runs(len(known))}."
+        return f"{what}: yes ({_runs(len(known))})."
     places = []
     for sample in differing[:_MAX_DIFFERENCES]:
-        first, why = sample["first_difference"], "rounding" if sample["explained"] else "NOT rounding"
+        first, why = sample.first_difference, "rounding" if sample.explained else "NOT rounding"
         how = "its audit finds violations" if first is None else f"from token {first}, {why}"
-        place = f"prompt {sample['prompt']}, prefill {sample['prefill']:,}, seed {sample['seed']}, {how}"
-        places.append(f"{method_name(sample['method'])} ({place})")
+        place = f"prompt {sample.prompt}, prefill {sample.prefill:,}, seed {sample.seed}, {how}"
+        places.append(f"{method_name(sample.method)} ({place})")
     if len(differing) > len(places):
         places.append(f"and {len(differing) - len(places)} more")
     return f"{what}: {len(known) - len(differing)} of {_runs(len(known))}. Not: {'; '.join(places)}."
 
 
-def peer_notes(measurement: Record) -> list[str]:
+def peer_notes(measurement: Measurement) -> list[str]:
     """What transformers' figures mean, and whether its greedy texts are ours."""
-    workload, notes = measurement["workload"], []
-    for name, settings in workload.get("peers", {}).items():
-        known = [one for one in measurement["samples"] if one["method"] == name and one["same_as_ar"] is not None]
-        places = [one["first_difference"] for one in known if not one["same_as_ar"]]
-        how = f", {settings['prompt_lookup_num_tokens']} tokens looked up" if name == LOOKUP else ""
-        how += f", drafted by {settings['assistant_model']}" if name == ASSISTED else ""
+    notes = []
+    for name, settings in (measurement.workload.peers or {}).items():
+        known = [one for one in measurement.samples if one.method == name and one.same_as_ar is not None]
+        places = [one.first_difference or 0 for one in known if not one.same_as_ar]
+        how = f", {settings.get('prompt_lookup_num_tokens')} tokens looked up" if name == LOOKUP else ""
+        how += f", drafted by {settings.get('assistant_model')}" if name == ASSISTED else ""
         if known:
             text = f"the text of AR in {len(known) - len(places)} of {_runs(len(known))}"
             text += f", others leave it, at token {min(places):,} or later" if places else ""
-        elif settings["do_sample"]:
+        elif settings.get("do_sample"):
             text = "samples with torch's random numbers, so a text of its own"
         else:
             text = "a text of its own, since its penalty is over more than the window"
-        notes.append(f"{name}: transformers {measurement['environment']['transformers']}{how}: {text}.")
+        notes.append(f"{name}: transformers {measurement.environment.transformers}{how}: {text}.")
     return notes
 
 
@@ -370,11 +360,11 @@ def _runs(count: int) -> str:
     return f"{count} {'run' if count == 1 else 'runs'}"
 
 
-def _suite_tables(record: Record) -> list[Table]:
+def _suite_tables(record: SuiteRecord) -> list[Table]:
     """The table of a suite in the paper's layout, then the order of what it compares."""
-    suite = suites.find_suite(record["suite"])
-    measured, published = suites.measured_rows(suite, record["groups"]), published_rows(suite)
-    title = f"{suite.name}: {suite.title}: {source(record['groups'][0]['measurement'])}"
+    suite = suites.find_suite(record.suite)
+    measured, published = suites.measured_rows(suite, record.groups), published_rows(suite)
+    title = f"{suite.name}: {suite.title}: {source(record.groups[0].measurement)}"
     known = [row.axis for row in (*measured, *published)]
     axis = [label for label in dict.fromkeys([*suite.labels, *known]) if label in known]
     groups = [([row.axis], [row]) for row in measured]
@@ -424,17 +414,17 @@ def order_table(pairs: Sequence[suites.Pair]) -> Table:
     return Table("Order", columns, rows, left=6, notes=notes)
 
 
-def _suite_notes(suite: Suite, record: Record, published: Sequence[Row]) -> list[str]:
+def _suite_notes(suite: Suite, record: SuiteRecord, published: Sequence[Row]) -> list[str]:
     shown = [METRICS[name] for name in suite.columns if not name.startswith("distinct_")]
     meanings = [f"{metric.heading}: {metric.meaning}" for metric in shown]
     if "distinct_1" in suite.columns:
         meanings.insert(0, "D-n: Distinct-n, unique n-grams of generated tokens / n-grams")
     notes = [f"{'. '.join(meanings)}.", *filter(None, [suite.note])]
-    notes += [f"Left out: {method['label']}, since {method['why']}." for method in record["missing"]]
-    measurements = [group["measurement"] for group in record["groups"]]
+    notes += [f"Left out: {method.label}, since {method.why}." for method in record.missing]
+    measurements = list(record.parts.values())
     cells = [cell for one in measurements for cell in summarise(one)]
-    joined = {**measurements[0], "samples": [sample for one in measurements for sample in one["samples"]]}
-    notes += _notes(cells, joined, "suite", record["state"])
+    joined = replace(measurements[0], samples=[sample for one in measurements for sample in one.samples])
+    notes += _notes(cells, joined, "suite", record.state)
     if published:
         timed = any({"speedup", "seconds"} & row.figures.keys() for row in published)
         notes.append(f"paper: on an {suites.PAPER_MACHINE}." + (f" {suites.CAUTION}" if timed else ""))

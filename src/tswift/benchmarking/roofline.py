@@ -10,44 +10,42 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery
-from tswift.benchmarking.summary import NOTHING, Table, duration, machine_name, method_name, quantity
-from tswift.decoding.loop import DecodeStats
+from tswift.benchmarking.record import Environment, Machine, Options
+from tswift.benchmarking.summary import method_name
+from tswift.caches import ask_for_huge_pages
+from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
-from tswift.kv import ask_for_huge_pages
-from tswift.models.checkpoint import in_one_line, read_config, silence
+from tswift.forward.coded import gguf_bytes
+from tswift.forward.hf import max_positions
+from tswift.forward.program import may_serve
+from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
+from tswift.models.codes import holds_codes
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
-from tswift.models.drafters import DrafterSpec
-from tswift.models.drafters_io import drafter_of
-from tswift.models.hf import max_positions, routed
-from tswift.models.shapes import Shape, refuse_routed, shape_of, skeleton
+from tswift.models.shapes import Shape, is_moe, refuse_routed, shape_of, skeleton
+from tswift.speculators.formats import drafter_of
+from tswift.speculators.networks import SpeculatorSpec
+from tswift.tables import NOTHING, Table, duration, quantity
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
+Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number, or several
 _QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")  # kept in records
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES = 5
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 _LONG = 0.02  # seconds; a product that takes so long is big enough
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Rates of a machine: bytes read from memory, and operations in matrix products, per second."""
-
-    bandwidth: float
-    flops: float
 
 
 # Published: the paper's table 2 for the A100; NVIDIA's data sheets for the others. FLOP rates are dense and of 16 bits.
@@ -110,20 +108,21 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     return min(seconds[1:])  # the first one warms up
 
 
-def loading_seconds(shape: Shape, machine: Machine, context: Any, extra_bytes: int = 0) -> Any:
-    """Seconds to read the weights, ``extra_bytes``, and the KV cache of ``context`` tokens (a number or an array)."""
+def loading_seconds(shape: Shape, machine: Machine, context: Context, extra_bytes: int = 0) -> Context:
+    """Seconds to read the weights, ``extra_bytes``, and the KV cache of ``context`` tokens."""
     return (shape.weight_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
 
 
-def computing_seconds(shape: Shape, machine: Machine, context: Any, nodes: float) -> Any:
-    """Seconds to compute on ``nodes`` nodes that attend to ``context`` tokens each (a number or an array)."""
+def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
+    """Seconds to compute on ``nodes`` nodes that attend to ``context`` tokens each."""
     return nodes * shape.flops(context) / machine.flops
 
 
-def pass_seconds(shape: Shape, machine: Machine, context: Any, nodes: float, extra_bytes: int = 0) -> Any:
+def pass_seconds(shape: Shape, machine: Machine, context: Context, nodes: float, extra_bytes: int = 0) -> Context:
     """Floor of a pass: the longer of loading and computing."""
     loading = loading_seconds(shape, machine, context, extra_bytes)
-    return np.maximum(loading, computing_seconds(shape, machine, context, nodes))
+    seconds: Context = np.maximum(loading, computing_seconds(shape, machine, context, nodes))
+    return seconds
 
 
 def decode_seconds(
@@ -180,7 +179,7 @@ class Floor:
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
     model, target = config.model, config.model.target
-    if routed(target.model.config) or model.quantization:
+    if is_moe(target.model.config) or (model.quantization and not holds_codes(target.model)):
         return None
     drafting, shape = {}, shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
     for contender in config.contenders:
@@ -195,18 +194,18 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
             passes = math.ceil(options.gamma / (1 + (options.inner_gamma if "inner_gamma" in kind.uses else 0)))
         if kind.draft and model.draft is not None:
             extra_bytes += passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
-        spec = target.network_spec
+        spec = target.speculator_spec
         if kind.networks and spec is not None and options.budget is not None:
             depth = levels or options.gamma or spec.count
             extra_bytes += spec.read_bytes(shape.itemsize, options.budget, depth, shape.lm_head)
-        if kind.partial:
+        if kind.partial and not kind.may_draft:  # `auto` makes such passes in some of its steps, or in none
             bits = BITS[model.draft_weights] if model.draft_weights else None
             budget = _UNBOUNDED if options.kv == FULL else options.budget
         drafting[contender.label] = Drafting(budget, extra_bytes, passes, bits)
     return Floor(shape, machine, drafting)
 
 
-def roofline_tables(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
+def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read."""
     config, is_shape = read_config(query.model), query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)
@@ -220,29 +219,79 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], dict[str, Any]]:
     elif place is None:
         machine, where = find_machine(str(query.device), words), str(query.device)
     else:
-        machine, where = measure_machine(place, dtype), f"{machine_name(environment(place))}, measured"
-    with silence(), in_one_line(query.model):
-        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), query.model)
+        machine, where = measure_machine(place, dtype), f"{Environment(**environment(place)).machine}, measured"
+    with silence(), as_input_error(query.model):
+        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), may_serve(config))
         shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
+        file = gguf_of(query.model)
+        if file is not None and file.kinds:
+            shape = replace(shape, coded_bytes=gguf_bytes(file) - (shape.parameters - shape.read))
     drafter = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
     found = predict(shape, machine, query, max_positions(config), drafter)
     about = {"model": query.model, "dtype": words, "device": where}
-    return tables(shape, machine, found, ", ".join(about.values())), {**about, **found}
+    return tables(found, ", ".join(about.values())), {**about, **found.as_dict()}
+
+
+@dataclass(frozen=True)
+class PassFloor:
+    """The least time of a pass."""
+
+    context: int
+    nodes: int
+    read_bytes: int
+    loading_seconds: float
+    computing_seconds: float
+    floor_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFloor:
+    """The least time of a decode."""
+
+    method: str
+    alpha: float | None
+    tokens_per_step: float
+    passes: int
+    floor_seconds: float
+    speedup: float
+    step_seconds: float
+    needed: float  # tokens per step with which it would be as quick as plain decoding
+    draft_weights: str | None
+    draft_bits: int | None  # of the weights that drafting reads, except the LM head's
+    even_alpha: float | None  # with which a cheaper draft is as quick as one with the model's own weights
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Floors of passes and decodes that a query asks for."""
+
+    shape: Shape
+    machine: Machine
+    query: RooflineQuery
+    contexts: Sequence[int]
+    passes: Sequence[PassFloor]
+    decodes: Sequence[DecodeFloor]  # plain decoding's first
+
+    def as_dict(self) -> Options:
+        """Everything, ready for JSON."""
+        shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
+        return {
+            "shape": shape,
+            "machine": asdict(self.machine),
+            "question": {**{name: getattr(self.query, name) for name in _QUESTION}, "contexts": self.contexts},
+            "passes": [asdict(floor) for floor in self.passes],
+            "decodes": [asdict(floor) for floor in self.decodes],
+        }
 
 
 def predict(
-    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, drafter: DrafterSpec | None = None
-) -> dict[str, Any]:
-    """Floors of passes and decodes that a query asks for, ready for JSON.
+    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, drafter: SpeculatorSpec | None = None
+) -> Prediction:
+    """Floors of passes and decodes that a query asks for.
 
     Args:
         positions: that the model has.
         drafter: a published drafter whose decode is to be predicted, too.
-
-    Returns:
-        ``shape``, ``machine``, ``question`` with its contexts filled in, ``passes``, and ``decodes``, plain decoding's
-        first: of these, ``needed`` is the tokens per step with which it would be as quick as plain decoding, and
-        ``even_alpha`` the alpha at which a cheaper draft is as quick as one with the model's own weights.
     """
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
     if max(contexts) > positions:
@@ -253,27 +302,21 @@ def predict(
         need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
         raise InputError(f"{need}, the model has {positions:,}", "length")
     passes = [
-        {
-            "context": context,
-            "nodes": nodes,
-            "read_bytes": shape.weight_bytes + context * shape.kv_bytes,
-            "loading_seconds": loading_seconds(shape, machine, context),
-            "computing_seconds": computing_seconds(shape, machine, context, nodes),
-            "floor_seconds": float(pass_seconds(shape, machine, context, nodes)),
-        }
+        PassFloor(
+            context,
+            nodes,
+            shape.weight_bytes + context * shape.kv_bytes,
+            loading_seconds(shape, machine, context),
+            computing_seconds(shape, machine, context, nodes),
+            float(pass_seconds(shape, machine, context, nodes)),
+        )
         for context in contexts
         for nodes in query.nodes
     ]
-    return {
-        "shape": {**asdict(shape), "weight_bytes": shape.weight_bytes, "kv_bytes": shape.kv_bytes},
-        "machine": asdict(machine),
-        "question": {**{name: getattr(query, name) for name in _QUESTION}, "contexts": contexts},
-        "passes": passes,
-        "decodes": _decodes(shape, machine, query, drafter),
-    }
+    return Prediction(shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter))
 
 
-def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: DrafterSpec | None) -> list[dict[str, Any]]:
+def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: SpeculatorSpec | None) -> list[DecodeFloor]:
     length, alpha, depth, bits = query.length, query.alpha, query.depth, 8 * shape.itemsize
     # method, tokens drafted along a path, what drafting costs, its weights and their bits
     lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [(BASELINE, 0, None, None, None)]
@@ -283,35 +326,40 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: Draf
     if drafter is not None and alpha is not None:
         read = drafter.read_bytes(shape.itemsize, query.budget, drafter.count, shape.lm_head)
         lanes.append((f"drafter {drafter.kind}", drafter.count, Drafting(None, read), None, bits))
-    floors: list[dict[str, Any]] = []
+    floors: list[DecodeFloor] = []
     for method, depth, drafting, kind, own_bits in lanes:
         per_step = depth * (alpha or 0.0) + 1
         passes, nodes = math.ceil(length / per_step), max(query.nodes) if drafting else 1
         seconds = decode_seconds(shape, machine, query.prefill, length, passes, passes * nodes, drafting)
-        plain = floors[0]["floor_seconds"] if floors else seconds
+        plain = floors[0].floor_seconds if floors else seconds
         # of a cheaper draft, beside the one with the model's own weights
-        even = None if kind is None else max(0.0, (per_step * seconds / floors[1]["floor_seconds"] - 1) / depth)
+        even = None if kind is None else max(0.0, (per_step * seconds / floors[1].floor_seconds - 1) / depth)
         floors.append(
-            {
-                "method": method,
-                "alpha": alpha if drafting else None,
-                "tokens_per_step": per_step,
-                "passes": passes,
-                "floor_seconds": seconds,
-                "speedup": plain / seconds,
-                "step_seconds": seconds / passes,
-                "needed": seconds / passes * length / plain,
-                "draft_weights": kind,
-                "draft_bits": own_bits,  # of the weights that drafting reads, except the LM head's
-                "even_alpha": even,
-            }
+            DecodeFloor(
+                method=method,
+                alpha=alpha if drafting else None,
+                tokens_per_step=per_step,
+                passes=passes,
+                floor_seconds=seconds,
+                speedup=plain / seconds,
+                step_seconds=seconds / passes,
+                needed=seconds / passes * length / plain,
+                draft_weights=kind,
+                draft_bits=own_bits,
+                even_alpha=even,
+            )
         )
     return floors
 
 
-def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label: str) -> list[Table]:
+def tables(prediction: Prediction, label: str) -> list[Table]:
     """Figures of the paper's table 2, floors of passes, and floors of decodes."""
-    query, decodes, longest = prediction["question"], prediction["decodes"], max(prediction["question"]["contexts"])
+    return [_rates(prediction, label), _passes(prediction, label), _decodes_table(prediction, label)]
+
+
+def _rates(prediction: Prediction, label: str) -> Table:
+    shape, machine, longest = prediction.shape, prediction.machine, max(prediction.contexts)
+    computing = computing_seconds(shape, machine, longest, 1)
     rates = {
         "memory bandwidth": quantity(machine.bandwidth, "B/s"),
         "peak": quantity(machine.flops, "FLOP/s"),
@@ -320,63 +368,69 @@ def tables(shape: Shape, machine: Machine, prediction: Mapping[str, Any], label:
         "KV cache of a token": f"{shape.kv_bytes:,} B",
         f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
         "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
-        f"computing time of a node at {longest:,} tokens": _milliseconds(
-            computing_seconds(shape, machine, longest, 1), 1
-        ),
+        f"computing time of a node at {longest:,} tokens": _milliseconds(computing, 1),
     }
-    passes = [
-        [
-            f"{floor['context']:,}",
-            f"{floor['nodes']:,}",
-            quantity(floor["context"] * shape.kv_bytes, "B"),
-            quantity(floor["read_bytes"], "B"),
-            *(_milliseconds(floor[f"{name}_seconds"]) for name in ("loading", "computing", "floor")),
-        ]
-        for floor in prediction["passes"]
-    ]
+    return Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1)
+
+
+def _passes(prediction: Prediction, label: str) -> Table:
     rows = [
         [
-            method_name(floor["method"]),
-            NOTHING if floor["draft_bits"] is None else floor["draft_weights"] or f"{floor['draft_bits']} bits",
-            NOTHING if floor["alpha"] is None else f"{floor['alpha']:g}",
-            f"{floor['tokens_per_step']:.2f}",
-            f"{floor['needed']:.2f}",
-            f"{floor['passes']:,}",
-            _milliseconds(floor["step_seconds"]),
-            duration(floor["floor_seconds"]),
-            f"{floor['speedup']:.2f}",
+            f"{floor.context:,}",
+            f"{floor.nodes:,}",
+            quantity(floor.context * prediction.shape.kv_bytes, "B"),
+            quantity(floor.read_bytes, "B"),
+            *map(_milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)),
         ]
-        for floor in decodes
+        for floor in prediction.passes
     ]
+    columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
+    notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
+    return Table(f"Least time of a pass: {label}", columns, rows, notes=notes)
+
+
+def _decodes_table(prediction: Prediction, label: str) -> Table:
+    rows = [
+        [
+            method_name(floor.method),
+            NOTHING if floor.draft_bits is None else floor.draft_weights or f"{floor.draft_bits} bits",
+            NOTHING if floor.alpha is None else f"{floor.alpha:g}",
+            f"{floor.tokens_per_step:.2f}",
+            f"{floor.needed:.2f}",
+            f"{floor.passes:,}",
+            _milliseconds(floor.step_seconds),
+            duration(floor.floor_seconds),
+            f"{floor.speedup:.2f}",
+        ]
+        for floor in prediction.decodes
+    ]
+    columns = ["method", "draft", "alpha", "tokens/step", "break-even tokens/step", "passes", "step", "least time", "x"]
+    return Table(f"Least time of a decode: {label}", columns, rows, left=1, notes=_decode_notes(prediction))
+
+
+def _decode_notes(prediction: Prediction) -> list[str]:
+    query, decodes = prediction.query, prediction.decodes
     notes = [
-        f"Predicted, not measured: {query['length']:,} tokens after a prompt of {query['prefill']:,}, prefill apart, "
+        f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill apart, "
         "every pass at its floor. Real passes take longer: tswift bench says by how much.",
         "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
         "--alpha predicts tokenswift too."
-        if query["alpha"] is None
-        else f"tokenswift: a drafting pass over {query['budget']:,} tokens of KV cache with {query['depth'] - 1} "
-        f"chained heads, then a verification of {max(query['nodes'])} nodes; {query['depth']} tokens are drafted "
+        if query.alpha is None
+        else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with {query.depth - 1} "
+        f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are drafted "
         "along a path.",
     ]
-    if decodes[-1]["method"].startswith("drafter"):
+    if decodes[-1].method.startswith("drafter"):
         notes.append(
-            f"drafter: a round of it over a window of {query['budget']:,} tokens, then a verification; alpha is "
+            f"drafter: a round of it over a window of {query.budget:,} tokens, then a verification; alpha is "
             "divided by the tokens that it drafts along a path."
         )
-    notes += [
-        f"A draft in {floor['draft_weights']} (but for the LM head; scales are not counted) is as quick at alpha "
-        f"{floor['even_alpha']:.2f} as one of {8 * shape.itemsize} bits at {floor['alpha']:g}. What alpha it has is "
-        "not predicted."
+    return notes + [
+        f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as quick at alpha "
+        f"{floor.even_alpha:.2f} as one of {8 * prediction.shape.itemsize} bits at {floor.alpha:g}. What alpha it has "
+        "is not predicted."
         for floor in decodes
-        if floor["even_alpha"] is not None
-    ]
-    drafted = ["method", "draft", "alpha", "tokens/step", "needed", "passes", "step", "least time", "x"]
-    columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
-    longer = ["floor: the longer of the two, since a machine can load and compute at the same time."]
-    return [
-        Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1),
-        Table(f"Least time of a pass: {label}", columns, passes, notes=longer),
-        Table(f"Least time of a decode: {label}", drafted, rows, left=1, notes=notes),
+        if floor.even_alpha is not None
     ]
 
 

@@ -1,44 +1,57 @@
 """Runs of several methods side by side, in interleaved slices: one prompt for ``compare``, a grid for ``bench``.
 
-The result of a grid is one dict, written to ``bench.json`` as it is; ``bench.schema.json`` says what is in it.
+The samples of a grid go into a record, which becomes ``bench.json`` or ``suite.json``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import platform
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tswift.benchmarking import summary
 from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan
-from tswift.benchmarking.roofline import Floor, Machine, floor_of, measure_machine
+from tswift.benchmarking.record import (
+    Cell,
+    DraftModel,
+    Environment,
+    Machine,
+    Measurement,
+    Options,
+    Point,
+    PromptEntry,
+    Record,
+    Sample,
+    Session,
+    Simulation,
+    State,
+    Workload,
+    gather,
+    to_json,
+    workload_hash,
+)
+from tswift.benchmarking.roofline import Floor, floor_of, measure_machine
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.drafter import DraftTree, Step
-from tswift.decoding.loop import DecodeStats
-from tswift.engine import Generation, begin
+from tswift.decoding.drafter import Step
+from tswift.decoding.stats import DecodeStats
+from tswift.decoding.tree import DraftTree
+from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.config import fingerprint
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, environment, gigabytes, now
 
-SCHEMA = 1
-
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
 _PROBE_STEPS = 8  # timed ones
 _SLACK = 1e-9  # of a product that should be whole and is a last bit less
-
-Sample = dict[str, Any]  # as in bench.json
 
 
 class SimulatedWalk:
@@ -139,13 +152,10 @@ def open_runs(config: BenchConfig, prompt: Sequence[int], length: int, seed: int
         alpha = None if contender.method in DRAFTLESS else config.simulate_alpha
         generation = begin(
             config.model,
-            prompt,
-            length,
-            method=contender.method,
-            params=config.params,
-            seed=seed,
-            options=contender.options,
-            walk=None if alpha is None else partial(SimulatedWalk, alpha),
+            Request(
+                prompt, length, method=contender.method, params=config.params, seed=seed, options=contender.options
+            ),
+            accept=None if alpha is None else partial(SimulatedWalk, alpha),
         )
         need += generation.need.held_bytes(device)
         runs.append(Run(contender.label, contender.method, generation, comparable=alpha is None))
@@ -209,9 +219,9 @@ class Case:
         return self.prompt.tokens[: self.prefill]
 
     @property
-    def cell(self) -> dict[str, Any]:
+    def cell(self) -> Cell:
         """Its place in the grid, for records."""
-        return dict(zip(summary.CELL, (self.repeat, self.prompt.name, self.prefill, self.seed), strict=True))
+        return Cell(repeat=self.repeat, prompt=self.prompt.name, prefill=self.prefill, seed=self.seed)
 
 
 class Trial:
@@ -285,19 +295,19 @@ class Trial:
         estimated, (different, compared) = run.label not in self.runs, self._compare(run)
         marks, floor = run.marks[: len(lens)], None if run.peer else self._floor
         floors = floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
-        return {
-            **self._case.cell,
-            "method": run.label,
-            "estimated": estimated,
-            "prefill_seconds": None if estimated else run.prefill_seconds,
-            "same_as_ar": different is None if run.comparable and run is not self._plain else None,
-            "explained": None,
-            "first_difference": different,
-            "compared_tokens": compared,
-            "slices": [list(ends) for ends in run.slices],
-            "probes": [[probe.position, list(probe.seconds)] for probe in run.probes] or None,
-            "points": [self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)],
-        }
+        return Sample(
+            **vars(self._case.cell),
+            method=run.label,
+            estimated=estimated,
+            prefill_seconds=None if estimated else run.prefill_seconds,
+            same_as_ar=different is None if run.comparable and run is not self._plain else None,
+            explained=None,
+            first_difference=different,
+            compared_tokens=compared,
+            slices=list(run.slices),
+            probes=[(probe.position, list(probe.seconds)) for probe in run.probes] or None,
+            points=[self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)],
+        )
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
@@ -309,26 +319,27 @@ class Trial:
         compared = sum(len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes)
         return probes_differ(run.tokens, probes), compared
 
-    def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Sample:
+    def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Point:
         """Figures at one length: counters, and all metrics that are not of the text."""
         if self._plain is None:
             ar_seconds = integrate(self._probes, stats.tokens)
         else:  # its time for so many tokens
             plain = self._plain.marks[index]
             ar_seconds = plain.seconds * (stats.tokens / plain.tokens)
-        return {
-            "len": self._lens[index],
-            "tokens": stats.tokens,
-            "nodes": stats.nodes,
-            "depth": stats.depth,
-            "accepted": [stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)],
-            "reused": stats.reused,
-            **{name: getattr(stats, name) for name in summary.from_source(summary.STATS)},
-            "ar_seconds": ar_seconds,
-            "speedup": ar_seconds / stats.seconds,
-            "floor_seconds": floor_seconds,
-            "of_floor": None if floor_seconds is None else stats.seconds / floor_seconds,
-        }
+        metrics = {name: getattr(stats, name) for name in summary.from_source(summary.STATS)}
+        metrics["floor_seconds"] = floor_seconds
+        metrics["of_floor"] = None if floor_seconds is None else stats.seconds / floor_seconds
+        return Point(
+            len=self._lens[index],
+            tokens=stats.tokens,
+            nodes=stats.nodes,
+            depth=stats.depth,
+            accepted=[stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)],
+            reused=stats.reused,
+            ar_seconds=ar_seconds,
+            speedup=ar_seconds / stats.seconds,
+            **gather(metrics),
+        )
 
     def explain(
         self, samples: Sequence[Sample], on_audit: Callable[[str, int, int], None] | None = None
@@ -341,16 +352,17 @@ class Trial:
         """
         for run in self.runs.values():
             run.close()
-        own = [one for one in samples if not one["estimated"] and not self.runs[one["method"]].peer]
-        differ, audits = any(sample["same_as_ar"] is False for sample in own), {}
+        own = [one for one in samples if not one.estimated and not self.runs[one.method].peer]
+        differ, audits = any(sample.same_as_ar is False for sample in own), {}
         for sample in own:
-            run, target = self.runs[sample["method"]], self._config.model.target
-            needed = self._plain is None or sample["same_as_ar"] is False or (differ and run is self._plain)
+            run, target = self.runs[sample.method], self._config.model.target
+            needed = self._plain is None or sample.same_as_ar is False or (differ and run is self._plain)
             if needed and run.comparable:
                 target = target.reference() if run.method == REFERENCE else target  # whose passes are not exact
                 case, tell = self._case, on_audit and partial(on_audit, run.label)
                 found = audit(target, case.tokens, run.tokens, self._config.params, case.seed, tell)
-                audits[run.label], sample["explained"] = found, found.ok
+                audits[run.label] = found
+                sample.explained = found.ok
         return audits
 
 
@@ -359,15 +371,9 @@ OnProgress = Callable[[str, int, int, Case, Run], None]
 OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
 
 
-def workload_hash(workload: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of the workload as canonical JSON, its own ``hash`` left out."""
-    content = {name: value for name, value in workload.items() if name != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def begin_measurement(
     config: BenchConfig, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], machine: Machine | None = None
-) -> dict[str, Any]:
+) -> Measurement:
     """A measurement without samples: what is to be measured, and where.
 
     Args:
@@ -386,35 +392,40 @@ def begin_measurement(
     except InputError as error:
         raise renamed(error, {"length": option}) from None
     workload, target = _workload(config, prompts, plan), config.model.target
-    session = {
-        "started": now(),
-        "ended": now(),
-        "command": list(command),
-        "environment": environment(target.device),
-        "machine": asdict(machine or measure_machine(target.device, target.dtype)),
-    }
-    return {
-        "schema": SCHEMA,
-        "kind": "bench",
-        "simulated": config.simulated is not None,
-        "state": RUNNING,
-        **session,
-        "layers": config.model.layers,
-        "workload": {"hash": workload_hash(workload), **workload},
-        "sessions": [{"host": platform.node(), **session, "cells": []}],
-        "samples": [],
-    }
+    begun, where = now(), Environment(**environment(target.device))
+    session = Session(
+        host=platform.node(),
+        started=begun,
+        ended=begun,
+        command=list(command),
+        environment=where,
+        machine=machine or measure_machine(target.device, target.dtype),
+        cells=[],
+    )
+    return Measurement(
+        simulated=config.simulated is not None,
+        state=RUNNING,
+        started=begun,
+        ended=begun,
+        command=list(command),
+        environment=where,
+        machine=session.machine,
+        layers=config.model.layers,
+        workload=workload,
+        sessions=[session],
+        samples=[],
+    )
 
 
 def measure(
     groups: Mapping[str, BenchConfig],
-    record: dict[str, Any],
+    record: Record,
     prompts: Sequence[Prompt],
     plan: Plan,
     on_progress: OnProgress,
     on_checkpoint: Callable[[], None],
     on_trial: OnTrial | None = None,
-) -> str:
+) -> State:
     """Run the plan's shard of the grid, but for cells that are done, or as much of it as Ctrl-C leaves time for.
 
     Args:
@@ -431,7 +442,7 @@ def measure(
     first, shards = plan.shard or (1, 1)
     mine = range(first - 1, cells * len(groups), shards)
     for order, (label, config) in enumerate(groups.items()):
-        measurement, warm = summary.parts(record)[label], False
+        measurement, warm = record.parts[label], False
         grid = (
             Case(repeat, prompt, prefill, seed)
             for repeat in range(plan.repeats)
@@ -441,7 +452,7 @@ def measure(
         )
         try:
             for number, case in enumerate(grid, order * cells):
-                if number not in mine or summary.cell_of(case.cell) in summary.done_cells(measurement):
+                if number not in mine or case.cell in measurement.done:
                     continue
                 if not warm:
                     _warm_up(config, prompts[0], plan)
@@ -449,16 +460,16 @@ def measure(
                 ended = on_trial and partial(on_trial, label, case)
                 _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
         except KeyboardInterrupt:
-            measurement["state"] = INTERRUPTED
+            measurement.state = INTERRUPTED
             break
-        measurement["state"] = FINISHED
+        measurement.state = FINISHED
     on_checkpoint()
-    return str(measurement["state"])
+    return measurement.state
 
 
 def _measure_cell(
     config: BenchConfig,
-    measurement: dict[str, Any],
+    measurement: Measurement,
     case: Case,
     plan: Plan,
     on_progress: Callable[[Run], None],
@@ -466,18 +477,20 @@ def _measure_cell(
     on_trial: Callable[[Mapping[str, Sequence[int]], list[Sample]], None] | None,
 ) -> None:
     """Measure all methods on a case; raises KeyboardInterrupt, with the samples so far kept, if Ctrl-C was pressed."""
-    before, session, lens = measurement["samples"], measurement["sessions"][-1], sorted(plan.lens)
+    before, session, lens = measurement.samples, measurement.sessions[-1], sorted(plan.lens)
+    order = summary.grid_order(measurement.workload)
 
     def keep(samples: list[Sample]) -> None:
-        for sample in samples if measurement["simulated"] else ():
-            sample["simulated"] = True
-        session["ended"] = now()
-        found = sorted([*before, *samples], key=summary.grid_order(measurement["workload"]))
-        measurement.update(samples=found, ended=session["ended"], layers=config.model.layers)
+        for sample in samples if measurement.simulated else ():
+            sample.simulated = True
+        session.ended = now()
+        measurement.samples = sorted([*before, *samples], key=lambda sample: order(sample.cell))
+        measurement.ended = session.ended
+        measurement.layers = config.model.layers
         on_checkpoint()
 
     runs = _open_all(config, case.tokens, lens[-1], case.seed, plan.ar)
-    trial = Trial(config, case, runs, lens, floor_of(config, Machine(**session["machine"])))
+    trial = Trial(config, case, runs, lens, floor_of(config, session.machine))
     interrupted = trial.run(on_progress, keep)
     samples = trial.samples()
     keep(samples)
@@ -486,7 +499,7 @@ def _measure_cell(
         on_trial({label: run.tokens for label, run in trial.runs.items()}, samples)
     if interrupted:
         raise KeyboardInterrupt
-    session["cells"].append(case.cell)
+    session.cells.append(case.cell)
     keep(samples)
 
 
@@ -505,47 +518,85 @@ def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
         run.close()
 
 
-def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> dict[str, Any]:
-    model, about = config.model, config.model.about()
-    workload = {
-        "model": about["name"],
-        "weights": fingerprint_of(model.target.model),
-        "dtype": about["dtype"],
-        "attention": about["attention"],
-        "heads": about["heads"],
-        "heads_weights": None if model.heads is None else fingerprint_of(model.heads),
-        "sampling": {
-            name: value
-            for name, value in asdict(config.params).items()
-            if value or name not in ("logit_bias", "order")  # else workloads without it keep their hashes
-        },
-        "drafting": {
-            label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}
-            for label, options in config.drafting().items()
-        },
-        "prompts": [
-            {"name": prompt.name, "sha256": fingerprint(tokens)}
-            | ({"kind": prompt.kind, "tokens": len(tokens)} if prompt.kind is not None else {})
-            for prompt in prompts
-            for tokens in [prompt.tokens[: max(plan.prefills)]]
+def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Workload:
+    """What is measured. What does not apply is left out, so that the hashes of other workloads stay as they are."""
+    model, about, params = config.model, config.model.about(), config.params
+    draft, peers, simulated = model.draft, config.peers, config.simulated
+    sampling = {name: value for name, value in asdict(params).items() if value or name not in ("logit_bias", "order")}
+    drafting = {
+        label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}
+        for label, options in config.drafting().items()
+    }
+    used = [prompt.tokens[: max(plan.prefills)] for prompt in prompts]
+    workload = Workload(
+        hash="",
+        model=about["name"],
+        weights=fingerprint_of(model.target.model),
+        dtype=about["dtype"],
+        attention=about["attention"],
+        heads=about["heads"],
+        heads_weights=None if model.heads is None else fingerprint_of(model.heads),
+        sampling=to_json(sampling),
+        drafting=to_json(drafting),
+        prompts=[
+            PromptEntry(
+                name=prompt.name,
+                sha256=fingerprint(tokens),
+                kind=prompt.kind,
+                tokens=None if prompt.kind is None else len(tokens),
+            )
+            for prompt, tokens in zip(prompts, used, strict=True)
         ],
-        "prefills": sorted(plan.prefills),
-        "lens": sorted(plan.lens),
-        "seeds": plan.seeds,
-        "methods": [contender.label for contender in config.contenders],
-        "ar": plan.ar,
-    }
-    draft = None if model.draft is None else {**about["draft"], "weights": fingerprint_of(model.draft.model)}
-    others = {  # only where they apply, so that other workloads keep their hashes
-        "draft_model": draft,
-        "draft_weights": None if model.drafting is None else model.draft_weights,
-        "kv_dtype": about.get("kv_dtype"),
-        "exact": about["exact"] and about["exact"]["width"],
-        "variants": {entry.label: entry.method for entry in config.contenders if entry.label != entry.method},
-        "peers": config.peers and {name: config.peers.settings(name, config.params) for name in config.peers.names},
-        "simulated": config.simulated,
-    }
-    return summary.plain({**workload, **{name: value for name, value in others.items() if value}})
+        prefills=sorted(plan.prefills),
+        lens=sorted(plan.lens),
+        seeds=list(plan.seeds),
+        methods=[contender.label for contender in config.contenders],
+        ar=plan.ar,
+        draft_model=None if draft is None else DraftModel(about["draft"]["name"], fingerprint_of(draft.model)),
+        draft_weights=None if model.drafting is None else model.draft_weights,
+        kv_dtype=about.get("kv_dtype"),
+        exact=about["exact"] and about["exact"]["width"],
+        variants={one.label: one.method for one in config.contenders if one.label != one.method} or None,
+        peers=None if peers is None else {name: peers.settings(name, params) for name in peers.names},
+        simulated=None if simulated is None else Simulation(**simulated),
+    )
+    workload.hash = workload_hash(to_json(workload))
+    return workload
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method came to in a comparison."""
+
+    sample: Sample
+    margin: float | None  # how much the first differing token's logits, in either text, would have to change
+    speedup_over_reference: float | None
+
+    def as_dict(self) -> Options:
+        """All that is shown of it, ready for JSON."""
+        sample, point = self.sample, self.sample.points[0]
+        about = ("method", "first_difference", "explained", "prefill_seconds", "slices")
+        return {
+            **{name: getattr(sample, name) for name in about},
+            **{name: point.figure(name) for name in ("tokens", "speedup", *summary.from_source(summary.STATS))},
+            "margin": self.margin,
+            "speedup_over_reference": self.speedup_over_reference,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side on one prompt."""
+
+    ok: bool  # no text differs beyond rounding
+    interrupted: bool
+    outcomes: Sequence[Outcome]  # plain decoding's first
+    audits: Mapping[str, Audit]  # by method, if there are any
+
+    def as_dict(self) -> Options:
+        """Everything, ready for JSON."""
+        audits = {label: audit.as_dict() for label, audit in self.audits.items()}
+        return {**vars(self), "outcomes": [outcome.as_dict() for outcome in self.outcomes], "audits": audits}
 
 
 def compare(
@@ -555,7 +606,7 @@ def compare(
     seed: int,
     on_progress: Callable[[Run], None],
     on_audit: Callable[[str, int, int], None],
-) -> dict[str, Any]:
+) -> Comparison:
     """Run all methods in interleaved slices and compare their texts, as far as they got if Ctrl-C is pressed.
 
     Where a text differs from plain decoding's, it is audited as a whole, and so is plain decoding's: after a near-tie
@@ -566,12 +617,6 @@ def compare(
         length: tokens to generate.
         on_progress: called when a run has been prefilled or has advanced by a slice.
         on_audit: called with a method's name and the tokens audited so far and in all.
-
-    Returns:
-        For JSON: ``ok`` unless a text differs beyond rounding; ``interrupted``; ``audits`` by method, if there are any;
-        and ``outcomes``, plain decoding's first. Of these, ``first_difference`` is the index of the first token that is
-        not plain decoding's; ``margin`` how much the logits of that token, in either text, would have to change to
-        explain it; ``explained`` whether every token of the text is drawn exactly or within rounding.
     """
     case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
     trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
@@ -581,26 +626,14 @@ def compare(
     for run in trial.runs.values():
         run.marks = [run.stats]
     samples = trial.samples()
-    audits = {label: found.as_dict() for label, found in trial.explain(samples, on_audit).items()}
-    points = {sample["method"]: sample["points"][0] for sample in samples}
+    audits = trial.explain(samples, on_audit)
+    points = {sample.method: sample.points[0] for sample in samples}
+    reference = points[REFERENCE].speedup if REFERENCE in points else None
     outcomes = []
     for sample in samples:
-        label, different = sample["method"], sample["first_difference"]
-        findings = [one for name in (label, BASELINE) if name in audits for one in audits[name]["findings"]]
-        margins = [one["margin"] for one in findings if one["index"] == different and one["margin"] is not None]
-        speedup, reference = points[label]["speedup"], points.get(REFERENCE)
-        outcomes.append(
-            {
-                "method": label,
-                "first_difference": different,
-                "margin": max(margins, default=None),
-                "explained": sample["explained"],
-                **{name: points[label][name] for name in ("tokens", *summary.from_source(summary.STATS))},
-                "prefill_seconds": sample["prefill_seconds"],
-                "speedup": speedup,
-                "speedup_over_reference": reference and speedup / reference["speedup"],
-                "slices": sample["slices"],
-            }
-        )
-    ok = all(audit["ok"] for audit in audits.values())
-    return {"ok": ok, "interrupted": interrupted, "outcomes": outcomes, "audits": audits}
+        label, different, point = sample.method, sample.first_difference, points[sample.method]
+        findings = [one for name in (label, BASELINE) if name in audits for one in audits[name].findings]
+        margins = [one.margin for one in findings if one.index == different and one.margin not in (None, math.inf)]
+        over_reference = reference and point.speedup and point.speedup / reference
+        outcomes.append(Outcome(sample, max(margins, default=None), over_reference))
+    return Comparison(all(audit.ok for audit in audits.values()), interrupted, outcomes, audits)

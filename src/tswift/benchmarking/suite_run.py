@@ -1,4 +1,4 @@
-"""A suite on a model: its groups prepared, begun in one dict, ``suite.json``, and their texts judged.
+"""A suite on a model: its groups prepared, its record begun, and their texts judged.
 
 A group is what runs side by side: one setting, with its own plain decode.
 
@@ -16,21 +16,20 @@ from html import escape
 from typing import Any
 
 from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan
-from tswift.benchmarking.roofline import Machine
-from tswift.benchmarking.run import Case, Sample, begin_measurement
+from tswift.benchmarking.record import Group, LeftOut, Sample, SuiteRecord, SuiteText
+from tswift.benchmarking.run import Case, begin_measurement
 from tswift.benchmarking.suites import AXIS, Suite, find_suite
 from tswift.benchmarking.workloads import Prompt
-from tswift.decoding.loop import distinct
-from tswift.decoding.params import SamplingParams
+from tswift.decoding.stats import distinct
 from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import check, ending, preflight
+from tswift.engine import Demand, check, ending, preflight
 from tswift.errors import InputError
-from tswift.jobs.config import loading
 from tswift.jobs.folder import RUNNING
+from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
-from tswift.models.load import LoadedModel, load
+from tswift.sampling.parameters import SamplingParams
 
 LONGEST = 4  # tokens of an n-gram
 SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
@@ -104,10 +103,10 @@ def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
     return marks
 
 
-def spans(text: Mapping[str, Any]) -> list[tuple[str, bool]]:
+def spans(text: SuiteText) -> list[tuple[str, bool]]:
     """A text of ``suite.json`` as runs of characters, each with whether it is repeated."""
     parts: list[tuple[str, bool]] = []
-    for piece, mark in zip(text["pieces"], repeated(text["tokens"]), strict=True):
+    for piece, mark in zip(text.pieces, repeated(text.tokens), strict=True):
         if parts and (parts[-1][1] == mark or not piece):
             parts[-1] = parts[-1][0] + piece, parts[-1][1]
         else:
@@ -115,16 +114,16 @@ def spans(text: Mapping[str, Any]) -> list[tuple[str, bool]]:
     return parts
 
 
-def texts_html(record: Mapping[str, Any], about: str) -> str:
+def texts_html(record: SuiteRecord, about: str) -> str:
     """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
     sections: dict[str, str] = defaultdict(str)
-    for text in record["texts"]:
-        where = f"{text['prompt']}, prefill {text['prefill']:,}, seed {text['seed']}, {len(text['tokens']):,} tokens"
-        heading = f"{text['label']}: {sum(repeated(text['tokens'])) / len(text['tokens']):.0%} repeated"
+    for text in record.texts:
+        where = f"{text.prompt}, prefill {text.prefill:,}, seed {text.seed}, {len(text.tokens):,} tokens"
+        heading = f"{text.label}: {sum(repeated(text.tokens)) / len(text.tokens):.0%} repeated"
         parts = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
         section = f"<section><h2>{escape(heading)}</h2><p>{''.join(parts)}</p></section>"
         sections[f"<h3>{escape(where)}</h3>\n"] += section
-    title = escape(f"{record['suite']}: {record['title']}")
+    title = escape(f"{record.suite}: {record.title}")
     return (
         f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n<style>{_STYLE}</style>\n"
         f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n"
@@ -141,9 +140,6 @@ div { display: grid; grid-template-columns: repeat(auto-fit, minmax(20em, 1fr));
 section p { white-space: pre-wrap; overflow-wrap: anywhere }
 mark { background: #ffd54d; color: inherit }
 """
-
-
-SCHEMA = 1
 
 
 def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, BenchConfig], dict[str, str]]:
@@ -164,15 +160,14 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
     DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
     params = {label: SamplingParams(**{**options.sampling, **own}) for label, own in suite.settings.items()}
     try:
-        arguments = loading(options, suite.methods)
+        wanted = options.to_load(suite.methods)
     except InputError as error:
         if options.draft_model is not None or error.field != "draft_model":
             raise
         # methods that need a draft model are left out
-        arguments = loading(options, [method for method in suite.methods if not find_method(method).draft])
-    if options.quantize is None:  # else how much memory it takes is seen when it is loaded
-        preflight(options.model, 1, 1, BASELINE, DraftOptions(), option="model", **arguments)
-    model = load(options.model, exact=options.exact, quantize=options.quantize, **arguments)
+        wanted = options.to_load([method for method in suite.methods if not find_method(method).draft])
+    preflight(wanted, Demand(1, 1, BASELINE, DraftOptions()), option="model")
+    model = load_model(wanted)
     contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
     for label, (method, drafting) in suite.contenders.items():
         try:
@@ -204,7 +199,7 @@ def _draft_options(
         fields["nodes"] = tree_nodes(drafting["tree"], model.heads.conditioned)
     resolved = resolve(method, model.target, model.heads, DraftOptions(**fields))
     try:
-        check(model.target, max(plan.prefills), max(plan.lens), method, resolved, draft=model.draft)
+        check(model.target, Demand(max(plan.prefills), max(plan.lens), method, resolved), draft=model.draft)
     except InputError as error:
         if error.field == "draft_model":  # what the model itself cannot do is refused for all methods
             raise
@@ -230,29 +225,28 @@ def begin_suite(
     prompts: Sequence[Prompt],
     plan: Plan,
     command: Sequence[str],
-) -> dict[str, Any]:
+) -> SuiteRecord:
     """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`."""
-    begun: list[dict[str, Any]] = []
+    begun: list[Group] = []
     for label, config in groups.items():
-        machine = Machine(**begun[0]["measurement"]["machine"]) if begun else None  # measured once
-        begun.append({"label": label, "measurement": begin_measurement(config, prompts, plan, command, machine)})
-    return {
-        "schema": SCHEMA,
-        "kind": "suite",
-        "suite": suite.name,
-        "title": suite.title,
-        "state": RUNNING,
-        "started": now(),
-        "ended": now(),
-        "command": list(command),
-        "missing": [{"label": label, "why": why} for label, why in missing.items()],
-        "groups": begun,
-        "texts": [],
-    }
+        machine = begun[0].measurement.machine if begun else None  # measured once
+        begun.append(Group(label, begin_measurement(config, prompts, plan, command, machine)))
+    started = now()
+    return SuiteRecord(
+        suite=suite.name,
+        title=suite.title,
+        state=RUNNING,
+        started=started,
+        ended=started,
+        command=list(command),
+        missing=[LeftOut(label, why) for label, why in missing.items()],
+        groups=begun,
+        texts=[],
+    )
 
 
 def judge_texts(
-    record: dict[str, Any],
+    record: SuiteRecord,
     tokenizer: Any,
     label: str,
     case: Case,
@@ -263,15 +257,23 @@ def judge_texts(
     plain = texts.get(BASELINE) or next(iter(texts.values()))  # plain decoding may have been sampled
     known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
-        for point in sample["points"]:
-            part = tuple((texts.get(sample["method"]) or plain)[: point["len"]])
+        for point in sample.points:
+            part = tuple((texts.get(sample.method) or plain)[: point.len])
             if part not in known:  # nearly always, all runs have the same text
                 known[part] = quality(part, tokenizer.decode(list(part), skip_special_tokens=False))
-            point["quality"] = known[part]
-    if find_suite(record["suite"]).texts and samples and case.repeat == 0:
-        tokens = list(plain)[: samples[0]["points"][-1]["len"]]
+            point.quality = known[part]
+    if find_suite(record.suite).texts and samples and case.repeat == 0:
+        tokens = list(plain)[: samples[0].points[-1].len]
         stream = TextStream(tokenizer)
         pieces = [stream.add([token]) for token in tokens]  # the text that each token completes
         pieces[-1] += stream.finish()
-        place = {"label": label, "prompt": case.prompt.name, "prefill": case.prefill, "seed": case.seed}
-        record["texts"].append({**place, "tokens": tokens, "pieces": pieces})
+        record.texts.append(
+            SuiteText(
+                label=label,
+                prompt=case.prompt.name,
+                prefill=case.prefill,
+                seed=case.seed,
+                tokens=tokens,
+                pieces=pieces,
+            )
+        )

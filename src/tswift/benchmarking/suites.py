@@ -11,14 +11,18 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from itertools import combinations
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tswift.benchmarking.config import BASELINE
 from tswift.benchmarking.summary import METRICS, Figure, Place, Row, drafted_only, grid_order, method_name, summarise
 from tswift.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.record import Group, SuiteRecord
 
 PAPER_LENS = (20_000, 40_000, 60_000, 80_000, 100_000)
 PAPER_MACHINE = "NVIDIA A100 80G"
@@ -35,7 +39,7 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 # By place on the axis, a method and fields of its DraftOptions. All contenders write the same text.
 Contenders = Mapping[str, tuple[str, Mapping[str, Any]]]
 # By place on the axis, fields of SamplingParams. Each setting has a plain decode of its own.
-Settings = Mapping[str, Mapping[str, Any]]
+Settings = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,12 @@ def _methods(*names: str) -> Contenders:
     return {name: (name, {}) for name in names}
 
 
-def _tokenswift(name: str, values: Mapping[str, Any], **fixed: Any) -> Contenders:
+def _tokenswift(name: str, values: Mapping[str, object], **fixed: object) -> Contenders:
     """tokenswift with each value of one field of ``DraftOptions``, by label."""
     return {label: ("tokenswift", {name: value, **fixed}) for label, value in values.items()}
 
 
-def _varied(name: str, *values: Any) -> Settings:
+def _varied(name: str, *values: float) -> Settings:
     """A setting for each value of one field of ``SamplingParams``."""
     return {str(value): {name: value} for value in values}
 
@@ -99,17 +103,17 @@ def _reused(*counts: int) -> Contenders:
 _TOKENSWIFT: Contenders = {"": ("tokenswift", {})}
 _DISTINCT = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct")
 _REPETITION = (*_DISTINCT, "seq_rep_4", "self_bleu", "compression")
-_OF_TEXTS: dict[str, Any] = {
-    "columns": _REPETITION, "ordered": ("distinct",), "plotted": ("distinct", "seq_rep_4"),
-}  # fmt: skip
+_of_texts = partial(Suite, columns=_REPETITION, ordered=("distinct",), plotted=("distinct", "seq_rep_4"))
 _REUSE = ("alpha", "beta", "speedup")
-_WITH_BETA: dict[str, Any] = {
-    "columns": _REUSE, "ordered": _REUSE, "plotted": _REUSE,
-    "note": "Where few nodes pay, as the 8 on a CPU, the heads' tree leaves 4-grams no room: "
-    "--nodes 64 gives them some.",
-}  # fmt: skip
+_with_beta = partial(
+    Suite,
+    columns=_REUSE,
+    ordered=_REUSE,
+    plotted=_REUSE,
+    note="Where few nodes pay, as the 8 on a CPU, the heads' tree leaves 4-grams no room: --nodes 64 gives them some.",
+)
 _WINDOWS = _varied("window", 64, 128, 256, 512, 1024, 2048)
-_SAMPLERS: dict[str, dict[str, Any]] = {
+_SAMPLERS: dict[str, dict[str, float]] = {
     "top-p 0.9": {"top_p": 0.9, "min_p": 0.0, "eta": 0.0},
     "min-p 0.1": {"top_p": 1.0, "min_p": 0.1, "eta": 0.0},
     "eta 2e-4": {"top_p": 1.0, "min_p": 0.0, "eta": 2e-4},
@@ -154,10 +158,10 @@ _ALL = (
         note="Each tree has as many nodes as it takes: after conditioned heads, a level's candidates follow "
         "the best one of the level before only.",
     ),
-    Suite(
+    _of_texts(
         "table8", "Repetition by the penalty's strength", "theta", _TOKENSWIFT,
         settings=_varied("penalty", 1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
-        across=True, **{**_OF_TEXTS, "columns": (*_REPETITION, "alpha", "speedup")},
+        across=True, columns=(*_REPETITION, "alpha", "speedup"),
     ),
     Suite(
         "table12", "Acceptance and speedup by sampler", "sampler", _TOKENSWIFT,
@@ -179,26 +183,26 @@ _ALL = (
         "table15", "Acceptance and speedup by the penalty's window", "window", _TOKENSWIFT,
         settings=_WINDOWS, across=True,
     ),
-    Suite(
+    _of_texts(
         "table16", "Repetition by the penalty's window", "window", _TOKENSWIFT,
-        settings=_WINDOWS, across=True, **_OF_TEXTS,
+        settings=_WINDOWS, across=True,
     ),
     Suite(
         "figure1", "Decoding time of plain decoding and of tokenswift", "method", _methods("tokenswift"),
         columns=("seconds", "speedup"), ordered=("seconds",), plotted=("seconds", "speedup"), plain=True,
     ),
-    Suite(
+    _with_beta(
         "figure3", "Acceptance and speedup over length, without reuse and with 20 4-grams", "k", _reused(0, 20),
-        wide=True, **_WITH_BETA,
+        wide=True,
     ),
-    Suite(
+    _with_beta(
         "figure4", "Acceptance and speedup by how many 4-grams are reused", "k", _reused(0, 5, 10, 20, 50),
-        across=True, **_WITH_BETA,
+        across=True,
     ),
-    Suite(
+    _of_texts(
         "case-study", "The same beginning, with and without the contextual penalty", "penalty", _TOKENSWIFT,
         settings={"with penalty": {"penalty": 1.2}, "without": {"penalty": 1.0}},
-        lens=(1000, 2000, 4000), texts=True, **_OF_TEXTS,
+        lens=(1000, 2000, 4000), texts=True,
     ),
 )
 # fmt: on
@@ -213,33 +217,35 @@ def find_suite(name: str) -> Suite:
     return SUITES[name]
 
 
-def measured_rows(suite: Suite, groups: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Measured rows in the order of the suite's axis; ``groups`` as in ``suite.json``."""
+def measured_rows(suite: Suite, groups: Sequence[Group]) -> list[Row]:
+    """Measured rows in the order of the suite's axis."""
     rows: list[Row] = []
     for group in groups:
-        for cell in summarise(group["measurement"]):
+        for cell in summarise(group.measurement):
             if cell.axis != BASELINE or suite.plain:
                 figures = drafted_only(cell.figures, cell.axis)
                 shown = {name: figures[name] for name in (*suite.columns, *suite.plotted)}
-                rows.append(replace(cell, axis=group["label"] or cell.axis, figures=shown))
+                rows.append(replace(cell, axis=group.label or cell.axis, figures=shown))
     return rows
 
 
-def summarise_suite(record: dict[str, Any]) -> None:
-    """Bring up to date what follows from a suite's measurements: its end, rows, pairs; and put its texts in order."""
-    suite, first = find_suite(record["suite"]), record["groups"][0]["measurement"]
-    record["ended"] = max(group["measurement"]["ended"] for group in record["groups"])
-    labels = [group["label"] for group in record["groups"]]
-    order = grid_order(first["workload"])
-    record["texts"].sort(key=lambda text: (labels.index(text["label"]), order(text)))
-    measured, published = measured_rows(suite, record["groups"]), published_rows(suite)
-    for name, rows in (("rows", measured), ("published", published)):
-        record[name] = [
-            {each: getattr(row, each) for each in ("axis", "source", "prefill", "length")}
-            | {"figures": {figure: asdict(value) for figure, value in row.figures.items()}}
-            for row in rows
-        ]
-    record["pairs"] = [asdict(pair) for pair in compared(suite, measured, published)]
+def summarise_suite(record: SuiteRecord) -> dict[str, list[dict[str, object]]]:
+    """What follows from a suite's measurements, for JSON: rows, published rows, pairs.
+
+    Its end is brought up to date, and its texts are put in order.
+    """
+    suite, labels = find_suite(record.suite), list(record.parts)
+    record.ended = max(one.ended for one in record.parts.values())
+    order = grid_order(record.groups[0].measurement.workload)
+    record.texts.sort(key=lambda text: (labels.index(text.label), order(text.cell)))
+    measured, published = measured_rows(suite, record.groups), published_rows(suite)
+    pairs = [asdict(pair) for pair in compared(suite, measured, published)]
+    return {"rows": [_shown(row) for row in measured], "published": [_shown(row) for row in published], "pairs": pairs}
+
+
+def _shown(row: Row) -> dict[str, object]:
+    figures = {name: asdict(figure) for name, figure in row.figures.items()}
+    return {name: getattr(row, name) for name in ("axis", "source", "prefill", "length")} | {"figures": figures}
 
 
 def place_name(suite: Suite, axis: str) -> str:

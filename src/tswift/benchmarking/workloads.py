@@ -14,11 +14,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from tswift.errors import InputError, did_you_mean, read_file
-from tswift.jobs.config import MOST_BYTES, bundled_prompts, check_prompt, read_prompt
+from tswift.errors import InputError, did_you_mean, find_path, read_file
+from tswift.jobs.config import MAX_BYTES, bundled_prompts, check_prompt, read_prompt
 
 if TYPE_CHECKING:
-    from tswift.models.load import LoadedModel
+    from tswift.loading import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"
@@ -73,7 +73,7 @@ def read_texts(words: Sequence[str]) -> list[Text]:
         if word.startswith("pg19:"):
             texts += _books(word)
             continue
-        path = Path(word).expanduser()
+        path = find_path(word, "prompts")
         files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
         if not files:
             raise InputError(f"there is no .txt file in {word}", "prompts")
@@ -113,7 +113,7 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if name in KINDS:
             found = list(islice(KINDS[name](), limit or (len(_FORMS) if name == "structured" else None)))
         elif name.endswith(".jsonl"):
-            data = read_file(Path(name).expanduser(), MOST_BYTES, OPTION)
+            data = read_file(find_path(name, OPTION), MAX_BYTES, OPTION)
             found = list(islice(_lines(data, Path(name).name), limit))
         else:
             known = f"there are {', '.join(KINDS)} and FILE.jsonl"

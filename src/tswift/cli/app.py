@@ -19,10 +19,9 @@ from tswift.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open
 from tswift.cli.tools import env, export_generate, heads, roofline, runs, serve
 from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
-from tswift.errors import Fault, InputError
+from tswift.errors import TRACEBACK, DecodeError, InputError
 
-_TRACEBACK = "TSWIFT_TRACEBACK"
-_TALKATIVE = ("torchao", "torch.utils._pytree")  # of what torchao was not built for: transformers imports it if it can
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # transformers imports torchao if it can, which need not fit PyTorch
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for each in (generate, serve, compare, runs, verify, bench, roofline, env, export_generate, train, train_draft):
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
     except InputError as error:
         return _bad_input(as_typed(error, words))
-    except Fault as error:
+    except DecodeError as error:
         return _failed(str(error))
     except (KeyboardInterrupt, typer.Abort) as stop:
         return int(getattr(stop, "code", INTERRUPTED))
@@ -70,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer's own usage errors, known by their method: their class has moved between click and typer
         if hasattr(error, "format_message"):
             return _bad_input(error.format_message())
-        if os.environ.get(_TRACEBACK):
+        if os.environ.get(TRACEBACK):
             raise
         if _ran_out(error):
             return _failed("no memory is left; a smaller --len, --nodes or --budget needs less")
         kind = type(error).__name__
-        return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {_TRACEBACK}=1 shows where")
+        return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {TRACEBACK}=1 shows where")
     return code if isinstance(code, int) else OK
 
 

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.benchmarking import gate
 from tswift.benchmarking.config import DRAFTLESS, BenchOptions, CompareConfig, Plan, parse_trees
-from tswift.benchmarking.suites import SUITES, find_suite
-from tswift.benchmarking.summary import parts, simulation
-from tswift.benchmarking.workloads import KINDS, Text, encode, read_texts, read_workloads
+from tswift.benchmarking.suites import SUITES
+from tswift.benchmarking.summary import simulation
 from tswift.cli import options, output
-from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading
-from tswift.decoding.params import SamplingParams
+from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading_notice
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.config import fields_of
-from tswift.jobs.folder import FINISHED, default_path, lock_folder, made_folder
-from tswift.models.config import SHAPE_PREFIX, refuse_missing_heads, refuse_shape
+from tswift.jobs.folder import FINISHED, create_folder, default_path, lock_folder
+from tswift.models.config import SHAPES, refuse_missing_heads, refuse_shape
+from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.run import Case, Run
-    from tswift.benchmarking.summary import Table
+    from tswift.benchmarking.record import Measurement, Options, Record
+    from tswift.benchmarking.request import Begun, Request
+    from tswift.benchmarking.run import Case, Comparison, Outcome, Run
+    from tswift.benchmarking.suites import Suite
+    from tswift.tables import Table
 
 
 @options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers"))
@@ -46,7 +46,7 @@ def compare(
     bench_options.check()
     refuse_missing_heads(bench_options.heads)
     text = text_config.read(bench_options.model)
-    with loading(bench_options.model, quiet):
+    with loading_notice(bench_options.model, quiet):
         from tswift.benchmarking.config import configure
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
@@ -63,7 +63,7 @@ def compare(
     bars, device = Bars(quiet, not no_progress), config.model.target.device
     if config.note is not None:
         bars.say(config.note)
-    name = f"model {bench_options.model}, {device}{config.model.besides()}"
+    name = f"model {bench_options.model}, {device}{config.model.remarks()}"
     bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain_speed = 0.0
 
@@ -88,10 +88,10 @@ def compare(
         "sampling": config.params,
         "drafting": config.drafting(),
     }
-    found.write("compare", typed.command, {**about, **comparison})
-    if not comparison["ok"]:
+    found.write("compare", typed.command, {**about, **comparison.as_dict()})
+    if not comparison.ok:
         raise typer.Exit(FAILED)
-    if comparison["interrupted"]:
+    if comparison.interrupted:
         bars.say("interrupted; the table is of what was there")
         raise typer.Exit(INTERRUPTED)
 
@@ -108,58 +108,39 @@ _SHOWN = {  # by figure: heading and format
 }
 
 
-def _table(comparison: Mapping[str, Any]) -> Table:
-    from tswift.benchmarking.summary import NOTHING, Table, method_name
+def _table(comparison: Comparison) -> Table:
+    from tswift.benchmarking.summary import method_name
+    from tswift.tables import NOTHING, Table
 
-    outcomes, cut = comparison["outcomes"], ", interrupted" if comparison["interrupted"] else ""
-    shown = {name: each for name, each in _SHOWN.items() if outcomes[0][name] is not None}
+    outcomes, cut = comparison.outcomes, ", interrupted" if comparison.interrupted else ""
+    figures = [outcome.as_dict() for outcome in outcomes]
+    shown = {name: each for name, each in _SHOWN.items() if figures[0][name] is not None}
 
-    def text(outcome: Mapping[str, Any], name: str) -> str:
-        undrafted = outcome["method"] in DRAFTLESS and name in ("alpha", "beta")
-        return NOTHING if undrafted else format(outcome[name], shown[name][1])
+    def text(values: Options, name: str) -> str:
+        undrafted = values["method"] in DRAFTLESS and name in ("alpha", "beta")
+        return NOTHING if undrafted else format(values[name], shown[name][1])
 
     return Table(
-        f"{min(outcome['tokens'] for outcome in outcomes):,} tokens, in interleaved slices{cut}",
+        f"{min(values['tokens'] for values in figures):,} tokens, in interleaved slices{cut}",
         ["method", "same text as AR", *(heading for heading, _ in shown.values())],
-        [[method_name(each["method"]), _same(each), *(text(each, name) for name in shown)] for each in outcomes],
+        [
+            [method_name(values["method"]), _same(outcome), *(text(values, name) for name in shown)]
+            for outcome, values in zip(outcomes, figures, strict=True)
+        ],
         left=2,
         notes=["x: AR's time / the method's, prefill apart."],
     )
 
 
-def _same(outcome: Mapping[str, Any]) -> str:
-    if outcome["first_difference"] is None:
-        if outcome["explained"] is False:  # plain decoding's own text, audited since another one differs
+def _same(outcome: Outcome) -> str:
+    sample = outcome.sample
+    if sample.first_difference is None:
+        if sample.explained is False:  # plain decoding's own text, audited since another one differs
             return "not what the rule draws"
-        return "-" if outcome["method"] == "ar" else "yes"
-    margin = "no margin found" if outcome["margin"] is None else f"margin {outcome['margin']:.2g}"
-    why = "rounding" if outcome["explained"] else "NOT rounding"
-    return f"to token {outcome['first_difference']:,}, then {why} ({margin})"
-
-
-# what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *gate.JUDGED)
-
-
-def _kept(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a record keeps them: files are named so that they are found from another working directory."""
-    files = {name: [_absolute(word) for word in given[name]] for name in ("prompts", "workload") if name in given}
-    baseline = {"against": str(Path(given["against"]).absolute())} if "against" in given else {}
-    return {**given, **files, **baseline}
-
-
-def _absolute(word: str) -> str:
-    kind = word.partition(":")[0]
-    return word if kind in ("pg19", *KINDS) else str(Path(word).expanduser().absolute())
-
-
-def _merged(folders: Sequence[Path], given: Sequence[str], command: Sequence[str]) -> tuple[gate.Record, list[str]]:
-    """The record of shards, and which cells none of them has."""
-    if not folders:
-        raise InputError("names no folder", "merge")
-    if given:
-        raise InputError("cannot be given together with --merge: the folders say what was measured", given[0])
-    return gate.merge({folder: gate.read_record(folder, "merge") for folder in folders}, command)
+        return "-" if sample.method == "ar" else "yes"
+    margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
+    why = "rounding" if sample.explained else "NOT rounding"
+    return f"to token {sample.first_difference:,}, then {why} ({margin})"
 
 
 _OUTPUT = "Output"
@@ -173,8 +154,8 @@ _OUTPUT = "Output"
     gate.Judging,
     without=("tree",),
     texts={
-        "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape (llama3.1-8b, "
-        "yarn-llama2-7b-128k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-14b). (default: demo)"
+        "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape "
+        f"({', '.join(SHAPES)}). (default: demo)"
     },
 )
 def bench(
@@ -211,127 +192,109 @@ def bench(
         **({"tree": tree} if tree else {}),
     }
     judged = {name: given.pop(name) for name in gate.JUDGED if name in given}
+    if folders and not merge:
+        raise InputError("go with --merge", "FOLDERS")
     with ExitStack() as stack:
+        from tswift.benchmarking.record import load_measurement
+        from tswift.benchmarking.request import Request, kept
+        from tswift.benchmarking.resume import merge as merge_shards
+        from tswift.benchmarking.resume import open_record, refuse_changes
+
         earlier, missing = None, list[str]()
         if merge:
-            earlier, missing = _merged(folders or (), [*given, *["resume"] * bool(resume)], typed.command)
-        elif folders:
-            raise InputError("go with --merge", "FOLDERS")
+            earlier, missing = merge_shards(folders or (), [*given, *["resume"] * bool(resume)], typed.command)
         elif resume:
             if out:
                 raise InputError("cannot be given together with --resume", "out")
-            earlier = gate.open_record(resume, "resume", stack)
-            gate.refuse_changes(earlier, _kept(given))
-        given = {**(earlier["options"] if earlier else given), **judged}
-        chosen = find_suite(given["suite"]) if "suite" in given else None
-        for name in given:  # no option is silently ignored
-            if chosen and name in chosen.own:
-                raise InputError(f"suite {chosen.name} sets it itself", name)
-            if chosen and name in _OF_BENCH:
-                raise InputError("cannot be given together with --suite", name)
-        judging, plan = gate.Judging(**fields_of(gate.Judging, given)), gate.plan_of(given)
-        trees = parse_trees(given.get("tree"))
-        bench_options = BenchOptions.of(trees, {name: value for name, value in given.items() if name != "tree"})
-        if plan.workload and judging.paper:
-            raise InputError("cannot be given together with --workload: the paper has none", "paper")
-        if plan.shard and judging.against:
-            raise InputError("wants the whole grid, as --merge makes it of shards", "against")
-        if chosen:
-            refuse_shape(bench_options.model)
-        else:
-            bench_options.check()
-        baseline = gate.load_measurement(judging.against) if judging.against else None
-        measured, texts = earlier is not None and (merge or earlier["state"] == FINISHED), list[Text]()
-        if not measured:
-            refuse_missing_heads(bench_options.heads)
-            texts = read_workloads(plan.workload) if plan.workload else read_texts(plan.prompts)
-        simulated = bench_options.simulate_alpha is not None or bench_options.model.startswith(SHAPE_PREFIX)
-        longest, length = max(plan.prefills), max(plan.lens)
-        name = f"bench-{chosen.name}" if chosen else "bench-simulated" if simulated else "bench"
-        folder = resume or out or default_path(name)
-        bars, notes, shown = Bars(quiet, not no_progress), list[str](), ""
-
-        def show(label: str, number: int, cells: int, case: Case, run: Run) -> None:
-            """A line for every cell, a bar for every run of it."""
-            nonlocal shown
-            lead = f"{chosen.name}: " + f"{chosen.axis} {label}, " * bool(label) if chosen else ""
-            cell = f"{lead}{number + 1} of {cells}: {case}"
-            if cell != shown:
-                shown = cell
-                bars.clear()
-                bars.say(cell)
-            bars.update(run.label, run.stats.tokens, length, f"{run.stats.tokens_per_second:,.1f} tokens/s")
-
-        def keep() -> None:
-            """Write the record, if it can be written: what comes may still be shown."""
-            try:
-                report.write_report(record, folder, whole=False)
-            except InputError as error:
-                bars.say(str(error))
-
-        run: Callable[[], str] | None = None
-        with loading(bench_options.model, quiet):
-            from tswift.benchmarking import plots as drawing
+            earlier = open_record(resume, "resume", stack)
+            refuse_changes(earlier, kept(given))
+        known = (earlier.options or {}) if earlier else given
+        request = Request.of({**known, **judged}, earlier, missing)
+        judging = request.judging
+        baseline = load_measurement(judging.against) if judging.against else None
+        texts, folder = request.read_texts(), resume or out or default_path(request.name)
+        bars = Bars(quiet, not no_progress)
+        with loading_notice(request.options.model, quiet):
             from tswift.benchmarking import report
+            from tswift.benchmarking.plots import available
 
             if not resume:
-                stack.enter_context(made_folder(folder))
-            if earlier and measured:
-                record = earlier
-                record["options"] = _kept(given)
-            else:
-                from tswift.benchmarking.config import configure
-                from tswift.benchmarking.run import begin_measurement, measure
-                from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare
-
-                least = 1 if plan.workload else longest
-                if chosen:
-                    groups, left_out = prepare(chosen, bench_options, plan)
-                    notes += [f"{label} is left out: {why}" for label, why in left_out.items()]
-                else:
-                    option = "prefills" if least > length else "lens"
-                    groups = {"": configure(bench_options, least, length, option)}
-                config = next(iter(groups.values()))
-                notes += [config.note] if config.note else []
-                prompts, on_trial = encode(texts, config.model, longest), None
-                if chosen:
-                    record = begin_suite(chosen, groups, left_out, prompts, plan, typed.command)
-                    on_trial = partial(judge_texts, record, config.model.tokenizer)
-                else:
-                    record = begin_measurement(config, prompts, plan, typed.command)
-                record["options"] = _kept(given)
-                if earlier:
-                    gate.go_on(record, earlier, folder)
-                else:
-                    stack.enter_context(lock_folder(folder, "out"))
-                run = partial(measure, groups, record, prompts, plan, show, keep, on_trial)
+                stack.enter_context(create_folder(folder))
+            begun = request.begin(texts, typed.command, folder)
+            if not earlier:
+                stack.enter_context(lock_folder(folder, "out"))
             if baseline:
-                gate.refuse_foreign(record, baseline, judging.rules, plan.repeats, judging.force)
-        if simulated:
-            notes.append(f"simulated: {simulation(record)}")
-        if plots and not drawing.available():
-            notes.append("no plots: matplotlib is not installed (pip install 'tswift[plot]')")
-        for note in notes:
+                gate.refuse_foreign(
+                    begun.record.parts[""], baseline, judging.rules, request.plan.repeats, judging.force
+                )
+        for note in _notes(request, begun, plots and not available()):
             bars.say(note)
-        if run:
-            keep()
-            with bars:
-                record["state"] = run()
-        for table in report.tables(record, judging.paper):
+        _measure(request, begun, folder, bars)
+        for table in report.tables(begun.record, judging.paper):
             output.show(table)
-        written = report.write_report(record, folder, judging.paper, plots and drawing.available())
+        written = report.write_report(begun.record, folder, judging.paper, plots and available())
         bars.say(f"written: {', '.join(str(path) for path in written)}")
-        whole = record["state"] == FINISHED
-        verdicts = gate.compare(record, baseline, judging.rules) if baseline and whole else []
-        if verdicts:
-            output.show(gate.moved(verdicts, simulated))
-        wrong = sum(sample["explained"] is False for one in parts(record).values() for sample in one["samples"])
-        if wrong:
-            bars.say(f"{wrong} texts are not plain decoding's, and not by rounding")
-        if wrong or any(not verdict.ok for verdict in verdicts):
-            raise typer.Exit(FAILED)
-        if not whole:
-            for name in missing:
-                bars.say(f"missing: {name}")
-            bars.say(f"interrupted; what was measured is in {folder}; bench --resume {folder} goes on")
-            raise typer.Exit(INTERRUPTED)
+        _judge(request, begun.record, baseline, folder, bars)
+
+
+def _notes(request: Request, begun: Begun, plotless: bool) -> Iterator[str]:
+    """What is said before anything is measured."""
+    yield from begun.notes
+    if request.simulated:
+        yield f"simulated: {simulation(begun.record.parts[''])}"
+    if plotless:
+        yield "no plots: matplotlib is not installed (pip install 'tswift[plot]')"
+
+
+class _Progress:
+    """A line for every cell, a bar for every run of it."""
+
+    def __init__(self, bars: Bars, suite: Suite | None, length: int) -> None:
+        self._bars, self._suite, self._length = bars, suite, length
+        self._shown = ""
+
+    def __call__(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:
+        lead = f"{self._suite.name}: " if self._suite else ""
+        lead += f"{self._suite.axis} {label}, " if self._suite and label else ""
+        cell = f"{lead}{number + 1} of {cells}: {case}"
+        if cell != self._shown:
+            self._shown = cell
+            self._bars.clear()
+            self._bars.say(cell)
+        self._bars.update(run.label, run.stats.tokens, self._length, f"{run.stats.tokens_per_second:,.1f} tokens/s")
+
+
+def _measure(request: Request, begun: Begun, folder: Path, bars: Bars) -> None:
+    """Measure what is left, and keep the record up to date."""
+    from tswift.benchmarking.report import write_report
+
+    def keep() -> None:
+        """Write the record, if it can be written: what comes may still be shown."""
+        try:
+            write_report(begun.record, folder, whole=False)
+        except InputError as error:
+            bars.say(str(error))
+
+    if begun.measure:
+        keep()
+        with bars:
+            progress = _Progress(bars, request.suite, max(request.plan.lens))
+            begun.record.state = begun.measure(progress, keep)
+
+
+def _judge(request: Request, record: Record, baseline: Measurement | None, folder: Path, bars: Bars) -> None:
+    """Show what regressed; leave with an exit code unless all is well."""
+    whole = record.state == FINISHED
+    verdicts = gate.compare(record.parts[""], baseline, request.judging.rules) if baseline and whole else []
+    if verdicts:
+        output.show(gate.changes_table(verdicts, request.simulated))
+    wrong = sum(sample.explained is False for one in record.parts.values() for sample in one.samples)
+    if wrong:
+        bars.say(f"{wrong} texts differ from plain decoding beyond rounding")
+    if wrong or any(not verdict.ok for verdict in verdicts):
+        raise typer.Exit(FAILED)
+    if not whole:
+        for name in request.missing:
+            bars.say(f"missing: {name}")
+        bars.say(f"interrupted; what was measured is in {folder}; bench --resume {folder} goes on")
+        raise typer.Exit(INTERRUPTED)

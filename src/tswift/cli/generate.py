@@ -23,15 +23,15 @@ from tswift.cli.output import (
     OK,
     abandon_stdout,
     complain,
-    loading,
+    loading_notice,
     one_line,
 )
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
+from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.cli.output import Display
@@ -87,9 +87,9 @@ def follow(device: str) -> int:
     An error is printed by one rank: by rank 0, if it has the same.
     """
     from tswift import engine
+    from tswift import loading as load
     from tswift.distributed import Gone, guard, join
     from tswift.jobs.job import Signals
-    from tswift.models import load
 
     ranks = None
     try:
@@ -97,9 +97,9 @@ def follow(device: str) -> int:
             # torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they make together
             signals.patience = 1
             ranks = join(device)
-            model = load.load(ranks=ranks)  # rank 0 says what; so for begin
+            model = load.load_model(ModelConfig(), ranks)  # rank 0 says what; so for begin
             with guard():
-                generation = engine.begin(model, (), 0)
+                generation = engine.begin(model, engine.Request((), 0))
                 generation.decoding.prefill()
             for _ in generation.steps():
                 if signals.number:
@@ -121,7 +121,7 @@ def follow(device: str) -> int:
     return OK
 
 
-@options.takes(RunConfig, SamplingParams, DraftOptions)
+@options.takes(ModelConfig, TextConfig, RunConfig, SamplingParams, DraftOptions)
 def generate(
     typed: options.Typed,
     resume: Annotated[
@@ -151,12 +151,15 @@ def generate(
     if following():
         raise typer.Exit(follow(device))
     if resume is not None:
-        read_record(resume)
+        try:
+            read_record(resume)
+        except InputError as error:
+            raise InputError(error.message, error.field or "resume") from None
     refuse_missing_heads(typed.values.get("heads"))
-    text = None if config is None else config.read(config.model)
-    what = f"the model of {resume}" if config is None else config.model
+    text = None if config is None else config.text.read(config.model.model)
+    what = f"the model of {resume}" if config is None else config.model.model
     with ExitStack() as stack:
-        with loading(what, quiet):
+        with loading_notice(what, quiet):
             from tswift.cli.output import Display
             from tswift.jobs.job import Signals, start
             from tswift.jobs.job import resume as resumed
@@ -169,7 +172,7 @@ def generate(
                 assert resume is not None
                 job = resumed(resume, typed.values, discard_damaged, typed.command, all_of_them)
         if job is not None:
-            _run(job, Display(job.length, quiet, not no_progress), signals)
+            _run(job, Display(job, quiet, not no_progress), signals)
         elif not quiet:
             done = one_line(f"the run in {resume} is finished; a larger --len goes on with it")
             print(f"tswift: {done}", file=sys.stderr)

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from tswift.errors import InputError
+from tswift.errors import InputError, find_path
 from tswift.jobs.config import fields_of
-from tswift.options import Option, described, options_of, type_of
+from tswift.options import Option, changed, described, options_of, type_of
 
 Config = TypeVar("Config")
 
@@ -29,9 +29,9 @@ class Typed:
         """Of these values, those of a dataclass's fields."""
         return fields_of(kind, self.values)
 
-    def make(self, kind: type[Config], **others: Any) -> Config:
+    def make(self, kind: type[Config]) -> Config:
         """A dataclass with what was typed of it, ``others``, and its defaults."""
-        return kind(**self.of(kind), **others)
+        return changed(kind(), self.values)
 
 
 def takes(
@@ -58,11 +58,15 @@ def takes(
         @wraps(function)
         def command(context: typer.Context, **values: Any) -> None:
             typed = {
-                name: _value(name, values[name], option)
+                name: values[name] if option.parse is None and not option.repeat else _value(name, values[name], option)
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
             others = {name: value for name, value in values.items() if name not in carried}
+            for found in (typed, others):
+                for name, value in found.items():
+                    if isinstance(value, (Path, list)):
+                        found[name] = _found(value, name)
             function(Typed(typed, context.obj), **others)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -110,6 +114,22 @@ def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Param
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=Annotated[hint | None, declared], default=None)
+
+
+def finding_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, whose files and folders have the ``~`` that the shell left expanded, and can exist."""
+
+    @wraps(command)
+    def found(**values: Any) -> None:
+        command(**{name: _found(value, name) for name, value in values.items()})
+
+    return found
+
+
+def _found(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return [_found(each, name) for each in value]
+    return find_path(value, name) if isinstance(value, Path) else value
 
 
 def option(panel: str, text: str, *names: str) -> Any:

@@ -29,12 +29,12 @@ from rich.text import Text
 
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
-from tswift.training import config as training
+from tswift.tables import Reporter
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.summary import Table
-    from tswift.decoding.loop import DecodeStats
+    from tswift.decoding.stats import DecodeStats
     from tswift.jobs.job import Job
+    from tswift.tables import Table
 
 
 # exit codes
@@ -69,7 +69,7 @@ def complain(message: str) -> None:
 
 
 @contextmanager
-def loading(what: str, quiet: bool) -> Iterator[None]:
+def loading_notice(what: str, quiet: bool) -> Iterator[None]:
     """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, and so is who interrupts it."""
     what = one_line(what)
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
@@ -193,7 +193,7 @@ _LOG_SECONDS = 30.0
 _BAR = 42  # columns of a bar without its figures
 
 
-class Bars(training.Progress):
+class Bars(Reporter):
     """One bar per task, or for the last one alone if ``single``, with as many of its figures as there is room for.
 
     ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines.
@@ -262,11 +262,11 @@ class Bars(training.Progress):
 
 
 class Display(Bars):
-    """The text of a job of ``length`` tokens, streamed to stdout, and its bar or log lines on stderr."""
+    """The text of a job, streamed to stdout, and its bar or log lines on stderr."""
 
-    def __init__(self, length: int, quiet: bool, progress: bool) -> None:
+    def __init__(self, job: Job, quiet: bool, progress: bool) -> None:
         super().__init__(quiet, progress, width=6, single=True)  # all columns together fit a terminal of 80
-        self._length = length
+        self._length = job.length
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar
 

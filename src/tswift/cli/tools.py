@@ -15,13 +15,13 @@ import typer
 import tswift
 from tswift.benchmarking.config import RooflineQuery
 from tswift.cli import options
-from tswift.cli.output import INTERRUPTED, loading, one_line
-from tswift.decoding.params import SamplingParams
+from tswift.cli.output import INTERRUPTED, loading_notice, one_line
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.config import RunConfig
+from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import lock_folder
 from tswift.models.config import ModelConfig
+from tswift.sampling.parameters import SamplingParams
 from tswift.serving.requests import ServeConfig, job, listen
 
 _KEYS = (100, 4_096, 25_000, 100_000)
@@ -30,24 +30,24 @@ _KEYS = (100, 4_096, 25_000, 100_000)
 @options.takes(ModelConfig, without=("draft_model", "drafter", "draft_weights"))
 def env(
     typed: options.Typed,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure anew what passes cost.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure anew what steps cost.")] = False,
     json_file: options.Json = None,
 ) -> None:
-    """Print the machine, the software, and what passes over a model cost here, by which --tree auto chooses.
+    """Print the machine, the software, and what steps of decoding cost here, by which --tree auto chooses.
 
     Measured once for a model, and remembered.
     """
     typed.make(ModelConfig)
-    from tswift.benchmarking.summary import NOTHING, Table
     from tswift.cli import output
-    from tswift.decoding.costs import costs_of, folder
     from tswift.decoding.device_step import try_steps
-    from tswift.decoding.params import SamplingParams
+    from tswift.drafting.costs import costs_of, folder
+    from tswift.loading import load_model
     from tswift.models.devices import environment
-    from tswift.models.load import load
+    from tswift.sampling.parameters import SamplingParams
+    from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
-    loaded = load(**typed.of(ModelConfig))
+    loaded = load_model(typed.make(ModelConfig))
     if loaded.target.device.type == "cuda":  # what is said of it is what was seen
         try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
@@ -58,9 +58,13 @@ def env(
     model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
     ms = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
-    notes.append(f"remembered in {folder()}; --measure measures anew")
+    if costs.busy:
+        spread = f"repeats usually took {costs.spread:.2f} times the least"
+        notes.append(f"measured beside other work ({spread}), so not remembered: the next run measures anew")
+    else:
+        notes.append(f"remembered in {folder()}; --measure measures anew")
     columns = ["nodes", *(f"{keys:,}" for keys in _KEYS)]
-    passes = Table(f"{model}: ms of a pass, by keys that it attends to", columns, ms, notes=notes)
+    passes = Table(f"{model}: ms of a step, by keys that it attends to", columns, ms, notes=notes)
     result.show(Table("environment", ["what", ""], rows, left=2), passes)
     result.write("env", typed.command, {"environment": found, "model": about, "costs": costs})
 
@@ -77,6 +81,7 @@ def _heads(context: typer.Context) -> None:
 
 
 @heads.command()
+@options.finding_paths
 def inspect(
     context: typer.Context,
     file: Annotated[
@@ -85,12 +90,12 @@ def inspect(
     json: options.Json = None,
 ) -> None:
     """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
-    from tswift.benchmarking.summary import Table
     from tswift.cli import output
-    from tswift.models.heads import describe
+    from tswift.speculators.heads import describe
+    from tswift.tables import Table
 
     result = output.writable(json)
-    found = describe(file.expanduser())
+    found = describe(file)
     rows = [[_NAMES.get(name, name.replace("_", " ")), _text(value)] for name, value in found.items()]
     result.show(Table(found["path"], ["what", ""], rows, left=2))
     result.write("heads", context.obj, {"heads": found})
@@ -99,7 +104,7 @@ def inspect(
 # what a field is called where its name does not say it
 _NAMES = {
     "path": "file",
-    "count": "drafts, tokens",
+    "count": "tokens drafted",
     "raw": "read the state before the final norm",
     "draft_vocab": "tokens it can guess",
     "taps": "reads states after layers",
@@ -138,6 +143,7 @@ def roofline(typed: options.Typed, json: options.Json = None) -> None:
     result.write("roofline", typed.command, content)
 
 
+@options.finding_paths
 def runs(
     context: typer.Context,
     folder: Annotated[
@@ -147,9 +153,9 @@ def runs(
     json_file: options.Json = None,
 ) -> None:
     """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
-    from tswift.benchmarking.summary import NOTHING, Table
     from tswift.cli import output
     from tswift.jobs.folder import list_runs
+    from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
     if folder is None:
@@ -185,6 +191,7 @@ __all__ = ["generate"]
 '''
 
 
+@options.finding_paths
 def export_generate(
     folder: Annotated[
         Path, typer.Argument(help="custom_generate/ is written there; a model's own folder has it used by default.")
@@ -196,7 +203,7 @@ def export_generate(
 
     files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
     own = {"generate.py": re.escape(_GENERATE), "requirements.txt": r"tswift>=[\w.+]+\n"}  # of any version of tswift
-    inside = folder.expanduser() / "custom_generate"
+    inside = folder / "custom_generate"
     for name in files:
         path = inside / name
         if path.exists() and not re.fullmatch(own[name], path.read_text(encoding="utf-8", errors="replace")):
@@ -216,6 +223,8 @@ _OF_A_REQUEST = ("prompt", "prompt_text", "prefill", "stop_at_eos", "stop", "log
 
 @options.takes(
     ServeConfig,
+    ModelConfig,
+    TextConfig,
     RunConfig,
     SamplingParams,
     DraftOptions,
@@ -253,16 +262,16 @@ def serve(
                     print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
 
         with Signals():
-            with loading(base.model, quiet):
-                from tswift.models.load import load
+            with loading_notice(base.model.model, quiet):
+                from tswift.loading import load_model
                 from tswift.serving.routes import serve as answer
                 from tswift.serving.runs import Service
 
-                model = load(base.model, quantize=base.quantize, exact=base.exact, **base.loading())
+                model = load_model(base.to_load())
             service = Service(model, config, defaults, say)
             try:
                 host, port = sock.getsockname()[:2]
-                say(f"{model.name} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+                say(f"{service.model_id} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
                 answer(service, config, sock, demo_page)
             except KeyboardInterrupt as stop:
                 say(f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve starts again")

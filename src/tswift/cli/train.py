@@ -15,7 +15,7 @@ from tswift.errors import InputError
 from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.summary import Table
+    from tswift.tables import Table
     from tswift.training.run import Outcome
 
 
@@ -42,7 +42,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             message = "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
             raise InputError(message, "corpus")
         # what is mistyped is refused before torch is imported
-        config = typed.make(kind) if resume is None else None
+        config = kind(**typed.of(kind)) if resume is None else None
         if config is not None:
             corpus_files(config.corpus)
         elif not os.path.isdir(str(resume)):  # no error of a name that no file has
@@ -62,7 +62,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
                     chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
                     words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
                     note = f"on a CPU, to end in minutes rather than days, the defaults are {words}" if chosen else None
-                    outcome = training.train(typed.make(kind, **chosen), out, bars, typed.command, note)
+                    outcome = training.train(kind(**typed.of(kind), **chosen), out, bars, typed.command, note)
                 else:
                     assert resume is not None
                     outcome = training.resume(kind, resume, typed.values, bars, typed.command)
@@ -85,7 +85,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
 
 def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] = ()) -> Table:
     """A row for each drafted token: ``level`` is what guesses it."""
-    from tswift.benchmarking.summary import Table
+    from tswift.tables import Table
 
     before, after = (
         [(loss, *top) for loss, top in zip(scores["loss"], scores["top"], strict=True)]
@@ -113,7 +113,7 @@ def _heads_grid(outcome: Outcome) -> Table:
 
 
 def _draft_grid(outcome: Outcome) -> Table:
-    from tswift.benchmarking.summary import Table
+    from tswift.tables import Table
 
     before, after, config = outcome.before, outcome.after, outcome.config
     assert isinstance(config, DraftConfig)

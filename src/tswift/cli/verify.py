@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.output import FAILED, Bars, Output, loading, show, writable
-from tswift.decoding.params import SamplingParams
+from tswift.cli.output import FAILED, Bars, Output, loading_notice, show, writable
 from tswift.errors import InputError
-from tswift.jobs.config import AuditConfig
+from tswift.jobs.config import AuditConfig, TextConfig
 from tswift.jobs.folder import AUDIT, read_run, read_tokens
-from tswift.models.config import DEMO, ModelConfig, refuse_shape
+from tswift.models.config import ModelConfig, refuse_shape
+from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.summary import Table
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import AuditInput
-    from tswift.models.load import LoadedModel
+    from tswift.loading import LoadedModel
+    from tswift.tables import Table
 
 
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
-def verdict(audit: Audit, note: str | None = None) -> Table:
+def verdict(audit: Audit, *notes: str | None) -> Table:
     """What was found, as a table: a line per class, how far rounding reaches, and what the audit does not see."""
-    from tswift.benchmarking.summary import Table
+    from tswift.tables import Table
 
     rows = [
         _row("drawn exactly", audit.exact, (audit.least_lead, audit.greatest_lead)),
@@ -39,7 +39,7 @@ def verdict(audit: Audit, note: str | None = None) -> Table:
         del rows[1]
     title = f"{audit.tokens:,} tokens judged in {audit.seconds:,.1f} s"
     return Table(
-        title, ("", "tokens", "smallest", "largest"), rows, left=1, notes=[*([note] if note else []), *_notes(audit)]
+        title, ("", "tokens", "smallest", "largest"), rows, left=1, notes=[*filter(None, notes), *_notes(audit)]
     )
 
 
@@ -49,7 +49,8 @@ def _row(name: str, count: int, margins: Iterable[float | None]) -> tuple[str, .
 
 
 def _notes(audit: Audit) -> Iterator[str]:
-    yield "smallest, largest: lead in score over the next token; below, the change of the logits that explains it"
+    yield "drawn exactly: smallest and largest lead in score over the next token"
+    yield "other rows: smallest and largest change of the logits that explains the token"
     if audit.width is None:
         yield from _about_rounding(audit)
     else:
@@ -57,8 +58,8 @@ def _notes(audit: Audit) -> Iterator[str]:
     if audit.measured > audit.limit:
         yield f"that is more than rounding can make, {_number(audit.limit)}: these passes do not compute the same"
     if audit.violations:
-        places = ", ".join(str(finding.index) for finding in audit.violations[:_MOST_SHOWN])
-        more = len(audit.violations) - _MOST_SHOWN
+        places = ", ".join(str(finding.index) for finding in audit.violations[:_MAX_SHOWN])
+        more = len(audit.violations) - _MAX_SHOWN
         yield f"violations at generated tokens (from 0) {places}" + (f" and {more:,} more" if more > 0 else "")
 
 
@@ -77,7 +78,7 @@ def _about_rounding(audit: Audit) -> Iterator[str]:
             f"{level.expected:.1f} expected, at most {level.most:,} at a false-alarm rate of {FALSE_ALARMS:g}"
         )
     yield (
-        f"{audit.contested:,} of {audit.tokens:,} tokens have a competitor within rounding: an error that swaps only a "
+        f"{audit.near_ties:,} of {audit.tokens:,} tokens have a competitor within rounding: an error that swaps only a "
         "few of those is not seen"
     )
 
@@ -87,6 +88,7 @@ def _number(value: float | None) -> str:
 
 
 @options.takes(
+    TextConfig,
     AuditConfig,
     SamplingParams,
     ModelConfig,
@@ -96,7 +98,7 @@ def _number(value: float | None) -> str:
         "device": "the run's, or auto",
         "dtype": "the run's, or auto",
         "kv_dtype": "the run's, or auto",
-        "quantize": "as the run's model was",
+        "weights": "as the run's model was",
         "exact": "as the run; within rounding with --tokens",
     },
 )
@@ -118,32 +120,31 @@ def verify(
     """Check every token of a run, or of a text and the options that made it, in one pass over the text.
 
     Each token of an exact run is drawn exactly or a violation. Of others it may also be within rounding: a change of
-    the logits no larger than rounding makes, which is measured, explains it. Exit code 1 if there is a violation, or
-    more within rounding than rounding explains.
+    the logits no larger than rounding makes, which is measured, explains it. A run's text.txt must be the text of its
+    tokens. Exit code 1 if it is not, if there is a violation, or more within rounding than rounding explains.
     """
-    model = typed.of(ModelConfig)
-    made = [name for name in typed.values if name not in model]
+    made = [name for name in typed.values if name not in typed.of(ModelConfig)]
     if run is None and tokens is None:
         raise InputError("give the folder of a run, or --tokens and the options that made them")
     if run is not None and tokens is not None:
         raise InputError("cannot be given together with a run", "tokens")
     if run is not None and made:
         raise InputError("goes with --tokens; a run has its own", made[0])
-    ModelConfig(**model)
-    refuse_shape(model.get("model", ""))
-    config, params = typed.make(AuditConfig), typed.make(SamplingParams)
+    config = typed.make(AuditConfig)
+    refuse_shape(config.model.model)
     # what is mistyped is refused before torch is imported, which takes seconds
     record = None if run is None else read_run(run)
-    ids, text = ([], "") if tokens is None else (read_tokens(tokens, "tokens"), config.read(model.get("model", DEMO)))
+    ids, text = ([], "") if tokens is None else (read_tokens(tokens, "tokens"), config.text.read(config.model.model))
     found = writable(json_file)
-    with loading(str(model.get("model") or run or DEMO), quiet):
+    named = run is None or "model" in config.given
+    with loading_notice(config.model.model if named else str(run), quiet):
         from tswift.jobs.verification import run_input, text_input
 
         if record is not None:
-            audited = run_input(record, **model)
+            audited = run_input(record, config)
         else:
             assert tokens is not None
-            audited = text_input(tokens, ids, config, params, model, text)
+            audited = text_input(tokens, ids, config, text)
     _judge(audited, found, typed.command, quiet, not no_progress)
 
 
@@ -166,11 +167,11 @@ def _judge(
     """Audit, print and write what was found; exit with 1 if the text is not what the rule draws."""
     with Bars(quiet, progress) as bars:
         audit = audited.audit(lambda done, total: bars.update("verify", done, total))
-    table = verdict(audit, audited.note)
+    table = verdict(audit, audited.text_fault, audited.note)
     if not stderr:
         found.show(table)
     elif not quiet:
         show(table, stderr=True)
     found.write("verify", command, audited.report(audit))
-    if not audit.ok:
+    if not audit.ok or audited.text_fault:
         raise typer.Exit(FAILED)

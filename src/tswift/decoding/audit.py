@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tswift.caches import FullKV
 from tswift.decoding.loop import broken, not_finite, refuse_broken
-from tswift.decoding.params import SamplingParams, warp
-from tswift.decoding.sampling import Sampler
-from tswift.kv import FullKV
-from tswift.models.target import OnProgress, Target
+from tswift.forward.target import OnProgress, Target
+from tswift.sampling.parameters import SamplingParams, warp
+from tswift.sampling.rule import Sampler
 
 WITHIN, VIOLATION = "within rounding", "violation"
 SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
@@ -90,7 +90,7 @@ class Audit:
         width: rows of every pass, where logits are those that decoding had, bit for bit: no token is within rounding
             then, and nothing was measured. None where they are not.
         levels: the tokens within rounding by margin, against what rounding explains of the whole text.
-        contested: tokens with a competitor within rounding: an error that swaps only a few of those is not seen.
+        near_ties: tokens with a competitor within rounding: an error that swaps only a few of those is not seen.
     """
 
     tokens: int
@@ -104,7 +104,7 @@ class Audit:
     seconds: float
     width: int | None = None
     levels: tuple[Level, ...] = ()
-    contested: int = 0
+    near_ties: int = 0
 
     @property
     def within(self) -> list[Finding]:
@@ -181,14 +181,14 @@ def audit(
     kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
     target.prepare(kv, target.width or max(_WIDTHS))  # passes as narrow as those that decode are to be the same
     judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
-    for _ in target.chunks(text[: cuts[0]], kv):
+    for _ in target.chunks(text[: cuts[0]], kv, first):
         on_progress(kv.length, nodes)
     refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
-        logits = _logits(target, text[start:stop], kv, _CHUNK)
+        logits = _logits(target, text[start:stop], kv, _CHUNK, first)
         # where a text is short, far into its only chunk: the first rows of one round as narrow passes do
         at = max(start, min(first, stop - _PROBE))
-        others = _narrow(target, text[at : min(at + _PROBE, stop)], kv, at) if start in starts else []
+        others = _narrow(target, text[at : min(at + _PROBE, stop)], kv, at, first) if start in starts else []
         kv.length = stop
         for rows in (logits, *others):
             wrong = broken(rows).nonzero().flatten().tolist()
@@ -216,23 +216,24 @@ def probe_starts(first: int, nodes: int) -> list[int]:
     return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
-def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int) -> list[Tensor]:
+def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int, prompt: int) -> list[Tensor]:
     """``[n, V]`` logits of tokens from ``start`` on by passes of each narrow width; the cache holds what it held."""
     slots = slice(start, start + len(tokens))
     kept = [(buffer, buffer[:, :, slots].clone()) for buffer in (kv.keys, kv.values)]
     found = []
     for width in _WIDTHS:
         kv.length = start
-        found.append(_logits(target, tokens, kv, width))
+        found.append(_logits(target, tokens, kv, width, prompt))
     for buffer, rows in kept:
         buffer[:, :, slots] = rows
     return found
 
 
-def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int) -> Tensor:
+def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int, prompt: int) -> Tensor:
     """``[n, V]`` after tokens that follow those in the cache, forwarded and committed ``width`` at a time."""
     parts = [tokens[at : at + width] for at in range(0, len(tokens), width)]
-    return torch.cat([target.logits(forwarded.hidden) for part in parts for forwarded in target.chunks(part, kv)])
+    passes = (forwarded for part in parts for forwarded in target.chunks(part, kv, prompt))
+    return torch.cat([target.logits(forwarded.hidden) for forwarded in passes])
 
 
 class Rows(NamedTuple):
@@ -321,7 +322,7 @@ class _Judge:
         units = _NARROW if shape.dtype.itemsize == torch.int16.itemsize else _WIDE
         figures = rounding.measured, units * shape.eps * self.largest, bound, least, greatest, seconds
         levels = rounding.levels() if width is None else ()
-        return Audit(count, count - len(findings), tuple(findings), *figures, width, levels, rounding.contested)
+        return Audit(count, count - len(findings), tuple(findings), *figures, width, levels, rounding.near_ties)
 
 
 @dataclass(frozen=True)
@@ -346,11 +347,11 @@ class Rounding:
 
     Attributes:
         measured: the largest difference of two logits so far.
-        contested: rows so far whose draw some change of the logits within the bound turns.
+        near_ties: rows so far whose draw some change of the logits within the bound turns.
     """
 
     def __init__(self) -> None:
-        self.measured, self.contested = 0.0, 0
+        self.measured, self.near_ties = 0.0, 0
         self._sample: list[Tensor] = []  # rows of differences, each in the order of its row's logits
         self._random = torch.Generator().manual_seed(0)
         self._observed, self._made = [0] * len(_LEVELS), [0] * len(_LEVELS)
@@ -389,12 +390,12 @@ class Rounding:
         """
         if not self._sample:
             return  # nothing is within a bound of 0
-        close = contested(rows, drawn, self.bound) | (tokens != drawn)
-        self.contested += int(close.sum())
+        close = near_ties(rows, drawn, self.bound) | (tokens != drawn)
+        self.near_ties += int(close.sum())
         at = close.nonzero().squeeze(1)
         # most are out of the reach of what is added below
         reach = _MORE * float(self._best().abs().max())
-        at = at[contested(rows.of(at), drawn[at], reach) | (tokens != drawn)[at]]
+        at = at[near_ties(rows.of(at), drawn[at], reach) | (tokens != drawn)[at]]
         if not len(at):
             return
         rows, drawn, tokens = rows.of(at), drawn[at], tokens[at]
@@ -418,12 +419,12 @@ class Rounding:
         """What was counted, and what an honest text may have."""
         rate = FALSE_ALARMS / len(_LEVELS)
         return tuple(
-            Level(level * self.usual, observed, made / _DRAWS, most(made, _DRAWS, rate))
+            Level(level * self.usual, observed, made / _DRAWS, poisson_upper_bound(made, _DRAWS, rate))
             for level, observed, made in zip(_LEVELS, self._observed, self._made, strict=True)
         )
 
 
-def most(made: int, draws: int, rate: float) -> int:
+def poisson_upper_bound(made: int, draws: int, rate: float) -> int:
     """The largest count in one text that ``made`` events in ``draws`` others like it do not refute.
 
     Counts of rare events follow Poisson's distribution. Of all events, this text's and the others', each is then this
@@ -506,7 +507,7 @@ class RoundingMargin:
         return high
 
 
-def contested(rows: Rows, drawn: Tensor, size: float) -> Tensor:
+def near_ties(rows: Rows, drawn: Tensor, size: float) -> Tensor:
     """Whether a change of the logits of this size makes the rule draw another token than ``drawn`` ``[n]``.
 
     Two changes are tried, in both of which the drawn token goes down. All others go up: a close draw, or the drawn

@@ -7,7 +7,7 @@ state that it reads and writes stays in place, so that it serves every step of a
     host    launch draft | look up n-grams, send a block | launch verification | wait  | read the result, next draft ...
     device       draft program                           | verification program        | next draft ...
 
-A program is warmed up and captured with ``wanted`` = 0 in the block from the host, for which nothing is committed.
+A program is warmed up and captured with ``max_new`` = 0 in the block from the host, for which nothing is committed.
 
 A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. So device steps are
 compared with the rule on the host once per model (:func:`try_steps`). Where they differ, the model's passes are not
@@ -27,12 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import AcceptFn, Context, CutFn, DeviceDraft, Drafter, DraftTree, Source, Step
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NoTokenLeft, Sampler
-from tswift.kv import FullKV
-from tswift.models.passes import Forwarded, sizes
-from tswift.models.target import Target
+from tswift.caches import FullKV
+from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, LogitReader, Source, Step, TruncateFn
+from tswift.decoding.tree import DraftTree
+from tswift.errors import cause_of
+from tswift.forward.passes import Forwarded, sizes
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import NoTokenLeft, Sampler
 
 _CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
 _BY_RULE = -1
@@ -75,7 +77,7 @@ class DeviceState:
         position: ``[1]`` int64, the root's position in the text.
         length: ``[]`` int32, tokens in the cache; the root's slot.
         hidden: ``[n, H]`` last hidden states of the last verification.
-        raw: the same before the final norm; None where the model does not give them.
+        pre_norm: the same before the final norm; None where the model does not give them.
         last: ``[1]`` int64, the node of the last verification that drew the root.
     """
 
@@ -86,15 +88,15 @@ class DeviceState:
         self.position, self.last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self.length = torch.zeros((), dtype=torch.int32, device=device)
         self.hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
-        self.raw = torch.zeros_like(self.hidden) if target.taps else None
+        self.pre_norm = torch.zeros_like(self.hidden) if target.has_pre_norm else None
 
     @torch.inference_mode()
     def load(self, context: Context) -> None:
         """Take over a decode from the host."""
         if context.last is not None:
             self.hidden[0] = context.last.hidden[context.node]
-            if self.raw is not None and context.last.raw is not None:
-                self.raw[0] = context.last.raw[context.node]
+            if self.pre_norm is not None and context.last.pre_norm is not None:
+                self.pre_norm[0] = context.last.pre_norm[context.node]
         self.tokens[0].fill_(context.text[-1])
         self.position.fill_(context.position)
         self.length.fill_(context.kv.length)
@@ -106,33 +108,34 @@ def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
 
     The root is node 0 and its own parent; ``index`` is 0, 1, ...; ``depth`` the most edges between a node and the root.
     """
-    lines = [index]
-    for _ in range(min(depth, len(index) - 1)):
-        lines.append(parents[lines[-1]])
+    lines, above = index[:, None], parents  # of each node its nearest ancestors, itself first, and the next one above
+    while lines.shape[1] <= min(depth, len(index) - 1):  # twice as many each time
+        lines = torch.cat([lines, lines[above]], 1)
+        above = above[above]
     found = torch.zeros(len(index), len(index), dtype=torch.bool, device=index.device)
-    return found.scatter_(1, torch.stack(lines, dim=1), True)
+    return found.scatter_(1, lines, True)
 
 
 def reached_node(
-    tokens: Tensor, parents: Tensor, ancestors: Tensor, depths: Tensor, drawn: Tensor, wanted: Tensor
+    tokens: Tensor, parents: Tensor, ancestors: Tensor, depths: Tensor, drawn: Tensor, max_new: Tensor
 ) -> Tensor:
     """As :meth:`DraftTree.walk`, on the device: ``[1]`` int64, the last node of the accepted path.
 
     The token of a node that is not there is -1; two children of a node may carry the same one. The root is its own
-    parent. A path has no more nodes than ``wanted`` ``[1]``, the most tokens to add.
+    parent. A path has no more nodes than ``max_new`` ``[1]``, the most tokens to add.
     """
     # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
     # where nothing could be drawn, a node that is not there carries the same: -1
     carried = ((tokens == drawn[parents]) & (tokens >= 0)) | (depths == 0)
-    reached = (carried | ~ancestors).all(1) & (depths < wanted)
+    reached = (carried | ~ancestors).all(1) & (depths < max_new)
     return torch.where(reached, depths, 0).argmax(0, keepdim=True)
 
 
 class DeviceStepper:
     """Takes the steps of one prefilled decode, whose cache the target :meth:`serves`, by programs on the device.
 
-    If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise the host
-    proposes a tree, which is sent with the block.
+    If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise, and
+    where the drafter says so, the host proposes a tree, which is sent with the block.
     """
 
     @torch.inference_mode()
@@ -141,12 +144,20 @@ class DeviceStepper:
         self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
         self.state = DeviceState(target, self._limit)
         self._draft: DeviceDraft | None = drafter.on_device(self.state)
-        own = self._draft.sections() if self._draft else {"tokens": self._limit - 1, "parents": self._limit - 1}
+        own = self._draft.sections() if self._draft else {}
+        by_host = self._draft is None or drafter.proposes  # whether the host proposes trees, at times
+        if by_host:
+            own |= {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
         control = self._block.device["control"]
         self._wanted, self._forced = control[:1], control[1:]
-        longest = min(self._depth + 1, self._limit)
-        self._result = torch.zeros(2 + 2 * longest, dtype=torch.int64, device=target.device)
+        self._longest = longest = min(self._depth + 1, self._limit)
+        readers = [each for each in drafter.memories if isinstance(each, LogitReader)]
+        self._reader = readers[0] if readers and target.device.type == "cuda" else None
+        columns = self._reader.columns if self._reader else 0
+        # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the logits as its bits
+        self._result = torch.zeros(2 + (2 + columns) * longest, dtype=torch.int64, device=target.device)
+        self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
         self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
         self._event = torch.cuda.Event() if target.device.type == "cuda" else None
         self._index = torch.arange(self._limit, device=target.device)
@@ -165,26 +176,31 @@ class DeviceStepper:
         # not a bound method: where graphs fail, it would hold this object and the cache until garbage is collected
         own_self = weakref.proxy(self)
         self._programs = {
-            nodes: target.capture(partial(DeviceStepper._verify, own_self, nodes))
-            for nodes in (self._draft.sizes if self._draft else sizes(self._limit))
+            (nodes, drafted): target.capture(partial(DeviceStepper._verify, own_self, nodes, drafted))
+            for drafted, counts in (
+                (True, self._draft.sizes if self._draft else ()),
+                (False, sizes(self._limit) if by_host else ()),
+            )
+            for nodes in counts
         }
         self.state.load(context)  # a warm-up leaves its hidden states
         target.synchronize()  # the block is free to be written again
 
     @torch.inference_mode()
-    def step(self, wanted: int, cut: CutFn = len, walk: AcceptFn | None = None) -> Step:
-        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``walk`` must not look at what was drawn."""
-        started = time.perf_counter()
-        wanted = min(wanted, self._depth + 1)
-        nodes, forced, sources = self._propose(wanted, walk)
-        new, path, live, forwarded, logits = self._verified(nodes, wanted, forced)
+    def step(self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None) -> Step:
+        """Take a step, as :func:`~tswift.decoding.step.decode_step`; ``accept`` must not look at what was drawn."""
+        started, context, drafter = time.perf_counter(), self._context, self._drafter
+        max_new = min(max_new, self._depth + 1)
+        drafted = self._draft is not None and drafter.drafts_itself(context)
+        nodes, forced, sources = self._propose(max_new, accept, drafted)
+        new, path, live, forwarded, logits = self._verified((nodes, drafted), max_new, forced)
         if not path and nodes > 1:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
-            new, path, live, forwarded, logits = self._verified(1, wanted, _BY_RULE)
+            new, path, live, forwarded, logits = self._verified((1, drafted), max_new, _BY_RULE)
         if not path:
             raise NoTokenLeft(logits[0])
-        context, count = self._context, len(path)
-        kept = new[: cut(new)]
+        count = len(path)
+        kept = new[: truncate(new)]
         logprobs = context.recorder.record(logits[path[: len(kept)]], kept) if context.recorder else None
         context.text += new
         context.kv.advance(count)
@@ -192,12 +208,12 @@ class DeviceStepper:
         context.last, context.path, context.logits = forwarded, path, logits
         if self._draft is not None:
             self._draft.committed(count)
-        self._drafter.committed(context)
-        if self._draft is not None:
+        drafter.committed(context)
+        if self._draft is not None and drafter.drafts_next:
             self._launch_draft()
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
-        source, choice = sources[path[accepted]], self._drafter.choice
+        source, choice = sources[path[accepted]], drafter.choice
         return Step(tuple(kept), accepted, source, live, seconds, choice=choice, logprobs=logprobs)
 
     @torch.inference_mode()
@@ -213,49 +229,58 @@ class DeviceStepper:
         self._run_draft()
         self._drafted = True
 
-    def _propose(self, wanted: int, walk: AcceptFn | None) -> tuple[int, int, Sequence[str]]:
+    def _propose(self, max_new: int, accept: AcceptFn | None, drafted: bool) -> tuple[int, int, Sequence[str]]:
         """Draft a tree; returns the size of the program that verifies it, the forced node, and each node's source."""
-        if self._draft is not None:
+        if self._draft is not None and drafted:
             if not self._drafted:
                 self._launch_draft()
             self._drafted = False
             self._draft.prepare(self._context)  # the device is drafting meanwhile
-            nodes = 1 if wanted == 1 else self._draft.nodes(self._kv.length)
-            return nodes, _forced(walk, self._draft.shape(nodes), wanted), self._draft.sources
-        tree = self._drafter.propose(self._context, wanted)
+            nodes = 1 if max_new == 1 else self._draft.nodes(self._kv.length)
+            return nodes, _forced(accept, self._draft.shape(nodes), max_new), self._draft.sources
+        tree = self._drafter.propose(self._context, max_new)
         tokens, parents = self._block.host["tokens"], self._block.host["parents"]
         count = len(tree)
         tokens[: count - 1], tokens[count - 1 :] = tree.tokens[1:], -1
         parents[: count - 1], parents[count - 1 :] = tree.parents[1:], 0
-        return next(size for size in self._programs if size >= count), _forced(walk, tree, wanted), tree.sources
+        size = next(size for size, by_device in self._programs if size >= count and not by_device)
+        return size, _forced(accept, tree, max_new), tree.sources
 
-    def _verified(self, nodes: int, wanted: int, forced: int) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
+    def _verified(
+        self, program: tuple[int, bool], max_new: int, forced: int
+    ) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
         """Run the verification program and wait for it.
 
         Returns the accepted draft and the token drawn after it, none if there was nothing to draw; the nodes they were
         drawn after; how many nodes carried a token; the pass, and its logits ``[n, V]``, good until the next program.
         """
-        self._block.host["control"][:] = wanted, forced
+        self._block.host["control"][:] = max_new, forced
         self._block.send()
-        forwarded, logits = self._programs[nodes]()
+        forwarded, logits = self._programs[program]()
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
             self._event.synchronize()  # the one wait of a step
-        count, live, *rest = self._answer.tolist()
-        tokens, path = rest[:count], rest[len(rest) // 2 :][:count]
+        found = self._answer.numpy()
+        count, live, *rest = found[: 2 + 2 * self._longest].tolist()
+        tokens, path = rest[:count], rest[self._longest :][:count]
+        if self._reader is not None:
+            digest = found[2 + 2 * self._longest :].view(np.float64).reshape(self._longest, -1)
+            self._context.digest = digest[:count].copy()
         state = self.state
-        raw = None if state.raw is None else state.raw[:nodes]
-        forwarded = replace(forwarded, hidden=state.hidden[:nodes], raw=raw)
+        nodes, _ = program
+        pre_norm = None if state.pre_norm is None else state.pre_norm[:nodes]
+        forwarded = replace(forwarded, hidden=state.hidden[:nodes], pre_norm=pre_norm)
         return tokens, path, live, forwarded, logits
 
-    def _verify(self, nodes: int) -> tuple[Forwarded, Tensor]:
+    def _verify(self, nodes: int, drafted: bool) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.
 
-        Returns the pass and the logits ``[nodes, V]``, good until the next program runs.
+        The tree was ``drafted`` by the device, or is in the block. Returns the pass and the logits ``[nodes, V]``, good
+        until the next program runs.
         """
         state, target, sampler = self.state, self._target, self._sampler
-        if self._draft is not None:
+        if self._draft is not None and drafted:
             self._draft.complete()
         else:
             state.tokens[1:].copy_(self._block.device["tokens"])
@@ -289,26 +314,27 @@ class DeviceStepper:
         if self._draft is not None:
             self._draft.append(kv, state.length + steps, count)
         state.hidden[:nodes].copy_(forwarded.hidden)
-        if state.raw is not None and forwarded.raw is not None:
-            state.raw[:nodes].copy_(forwarded.raw)
+        if state.pre_norm is not None and forwarded.pre_norm is not None:
+            state.pre_norm[:nodes].copy_(forwarded.pre_norm)
         state.last.copy_(last)
         # where nothing is committed, the root stays
         state.tokens[:1].copy_(torch.where(count > 0, drawn[last], state.tokens[:1]))
         state.position.add_(count)
         state.length.add_(count[0])
-        half = (len(self._result) - 2) // 2
         torch.cat([count, live], out=self._result[:2])
         self._result[2 : 2 + len(steps)].copy_(emitted)
-        self._result[2 + half : 2 + half + len(steps)].copy_(path)
+        self._result[2 + self._longest : 2 + self._longest + len(steps)].copy_(path)
+        if self._reader is not None:
+            self._digest[: len(steps)].copy_(self._reader.digest(logits.index_select(0, path)))
         return forwarded, logits
 
 
-def _forced(walk: AcceptFn | None, tree: DraftTree, wanted: int) -> int:
+def _forced(accept: AcceptFn | None, tree: DraftTree, max_new: int) -> int:
     """Last node of a simulated path, no deeper than tokens are wanted; ``_BY_RULE`` if nothing is simulated."""
-    if walk is None:
+    if accept is None:
         return _BY_RULE
-    path = walk(tree, ())
-    return path[min(len(path), wanted) - 1]
+    path = accept(tree, ())
+    return path[min(len(path), max_new) - 1]
 
 
 class _Guesses(Source):
@@ -333,19 +359,21 @@ def try_steps(target: Target, params: SamplingParams) -> None:
     """Check a model's device steps, and stop using them if they differ from the host's.
 
     Steps are tried once for every model, in a second or so. Why a decode with ``params`` will draw without the
-    sampler's kernels is left in ``target.sampler_fault``.
+    sampler's kernels is left in ``target.fallbacks``.
     """
     if not target.replays:
         return
-    if not target.tried:
-        target.tried = True
-        try:
-            target.distrust = _difference(target)
-        except Exception as error:  # compilers, drivers and libraries have many ways to fail
-            target.distrust = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    target.check_steps(partial(_found_wrong, target))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
     sampler.fuse(target.dtype)
-    target.sampler_fault = sampler.fault
+    target.fall_back("sampler", sampler.fault)
+
+
+def _found_wrong(target: Target) -> str | None:
+    try:
+        return _difference(target)
+    except Exception as error:  # compilers, drivers and libraries have many ways to fail
+        return cause_of(error)
 
 
 def _difference(target: Target) -> str | None:
@@ -389,7 +417,7 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
             return f"a step on the device over {held:,} tokens drew others than the rule"
         twin.extend(new)
     fresh = FullKV(target.kv_shape, kv.length)
-    target.prefill(context.text[:-1], fresh)
+    target.prefill(context.text[:-1], fresh, prompt=len(prompt) - 1)
     for ours, theirs in ((kv.keys, fresh.keys), (kv.values, fresh.values)):
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)

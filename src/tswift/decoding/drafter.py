@@ -5,96 +5,27 @@ A method is a list of sources; plain decoding has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tswift.decoding.sampling import Sampler
-from tswift.kv import KVBuffer
-from tswift.models.passes import Forwarded, PassCosts
+from tswift.caches import KVBuffer
+from tswift.decoding.tree import DraftTree
+from tswift.forward.passes import Forwarded, PassCosts
+from tswift.sampling.rule import Sampler
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
-    from tswift.decoding.sampling import LogprobRecorder
-    from tswift.models.target import Target
+    from tswift.forward.target import Target
+    from tswift.sampling.rule import LogprobRecorder
 
 
 AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
-CutFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
+TruncateFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
 REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
-
-
-class DraftTree:
-    """A trie of at most ``limit`` tokens, the root included, and ``depth`` tokens along a path below it.
-
-    Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before their children.
-
-    Attributes:
-        tokens, parents, depths: one entry per node.
-        sources: name of the draft source that proposed the node first; empty for the root.
-    """
-
-    def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
-        self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
-        self._children: dict[tuple[int, int], int] = {}
-        self._limit, self.depth = limit, depth
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def full(self) -> bool:
-        """Whether no node can be added any more."""
-        return len(self) >= self._limit
-
-    def child(self, node: int, token: int) -> int | None:
-        """The child of ``node`` that carries ``token``, if there is one."""
-        return self._children.get((node, token))
-
-    def grow(self, node: int, token: int, source: str) -> int | None:
-        """The child of ``node`` that carries ``token``, added if missing; None if the tree is full or too deep."""
-        known = self.child(node, token)
-        if known is not None:
-            return known
-        if self.full or self.depths[node] >= self.depth:
-            return None
-        self.tokens.append(token)
-        self.parents.append(node)
-        self.depths.append(self.depths[node] + 1)
-        self.sources.append(source)
-        self._children[node, token] = len(self) - 1
-        return len(self) - 1
-
-    def add(self, path: Iterable[int], source: str) -> None:
-        """Add a path of tokens below the root, as far as the limit allows."""
-        node = 0
-        for token in path:
-            grown = self.grow(node, token, source)
-            if grown is None:
-                return
-            node = grown
-
-    def ancestors(self) -> Tensor:
-        """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
-        count = len(self)
-        rows = [bytearray(count)]
-        rows[0][0] = 1
-        for node, parent in enumerate(self.parents[1:], start=1):
-            row = rows[parent][:]
-            row[node] = 1
-            rows.append(row)
-        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(count, count)
-
-    def walk(self, drawn: Sequence[int]) -> list[int]:
-        """The accepted nodes, root first: step to the child that carries the token drawn after each node."""
-        path = [0]
-        while (step := self.child(path[-1], drawn[path[-1]])) is not None:
-            path.append(step)
-        return path
 
 
 @dataclass(frozen=True)
@@ -109,7 +40,9 @@ class Step:
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
-        logprobs: a row for each token, see :func:`tswift.decoding.sampling.row_type`; None if not asked for.
+        logprobs: a row for each token, see :func:`tswift.sampling.rule.row_type`; None if not asked for.
+        text: of :func:`tswift.generate`: the characters that the tokens complete; joined, those of all steps are the
+            text.
     """
 
     tokens: tuple[int, ...]
@@ -120,6 +53,7 @@ class Step:
     leads: tuple[tuple[int, float], ...] = ()
     choice: str = ""
     logprobs: NDArray[Any] | None = field(default=None, compare=False)
+    text: str = field(default="", compare=False)
 
 
 @dataclass
@@ -133,6 +67,7 @@ class Context:
         last: the last pass over the target; None if there was none.
         path: nodes of that pass that are in the text; the last one drew the root.
         logits: ``[n, V]`` of that pass; None if not computed yet, as after a prompt.
+        digest: of each node of the path, what a :class:`LogitReader` keeps of its logits; None if that is to be asked.
         recorder: of the tokens' log-probabilities; None if nobody wants them.
     """
 
@@ -142,6 +77,7 @@ class Context:
     last: Forwarded | None = None
     path: Sequence[int] = ()
     logits: Tensor | None = None
+    digest: NDArray[Any] | None = None
     recorder: LogprobRecorder | None = None
 
     @property
@@ -167,7 +103,7 @@ class Source:
         """Add candidates to a draft tree, or to the tree of candidates that is pruned to one."""
         raise NotImplementedError
 
-    def price(self, costs: PassCosts, context: Context) -> float:
+    def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that the last draft took by these costs."""
         return 0.0
 
@@ -226,6 +162,20 @@ class TextMemory(Protocol):
         """Add what has been committed since the last call."""
 
 
+@runtime_checkable
+class LogitReader(Protocol):
+    """A memory of logits. On CUDA a step's program makes of them what it keeps: the host fetches no whole rows.
+
+    Attributes:
+        columns: numbers that it keeps of a row.
+    """
+
+    columns: int
+
+    def digest(self, logits: Tensor) -> Tensor:
+        """``[n, columns]`` float64 of logits ``[n, V]``, without a wait."""
+
+
 @dataclass
 class Drafter:
     """A method's sources, in order of precedence.
@@ -242,9 +192,9 @@ class Drafter:
     limit: int = 1
     memories: Sequence[TextMemory] = ()
 
-    def propose(self, context: Context, wanted: int) -> DraftTree:
-        """The draft tree of the next step, which is to add ``wanted`` tokens at most."""
-        tree = DraftTree(context.text[-1], self.limit, wanted - 1)
+    def propose(self, context: Context, max_new: int) -> DraftTree:
+        """The draft tree of the next step, which is to add ``max_new`` tokens at most."""
+        tree = DraftTree(context.text[-1], self.limit, max_new - 1)
         self.fill(tree, context)
         return tree
 
@@ -255,13 +205,27 @@ class Drafter:
         for source in self.sources:
             source.propose(tree, context)
 
-    def draft_cost(self, costs: PassCosts, context: Context) -> float:
+    def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that the last draft took by these costs."""
-        return sum(source.price(costs, context) for source in self.sources)
+        return sum(source.draft_seconds(costs, context) for source in self.sources)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
-        """A draft made by the device alone; None if the host proposes the trees."""
+        """A draft made by the device alone; None if the host proposes all trees."""
         return None
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the host proposes some trees although there is a draft on the device."""
+        return False
+
+    @property
+    def drafts_next(self) -> bool:
+        """Whether the next tree is that of the draft on the device, where there is one."""
+        return True
+
+    def drafts_itself(self, context: Context) -> bool:
+        """As ``drafts_next``, at the beginning of a step; it is in the place of :meth:`propose` where that is true."""
+        return True
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Called after the pass over each chunk of the prompt."""

@@ -4,220 +4,30 @@ A step drafts a tree, verifies it in one pass, and keeps what the sampling rule 
 once at every node, at the node's own position and with its own penalty window, and the walk from the root follows the
 drawn tokens. So the text is that of plain decoding, which is this loop with a draft of nothing. A draft that is itself
 decoded, by another model or over another cache, takes the same step.
-
-Beside it: the figures of a decode, as the paper defines them, and decoding by several ranks in lockstep, where rank 0
-decides when to stop and no rank goes on from other tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
-from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import REUSE, AcceptFn, Context, CutFn, Drafter, DraftTree, Step
-from tswift.decoding.drawing import Drawn
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
+from tswift.decoding.drafter import AcceptFn, Context, Drafter, Step, TruncateFn
+from tswift.decoding.step import decode_step
 from tswift.decoding.text import TextStream
-from tswift.distributed import Dist, guard
-from tswift.errors import Fault
-from tswift.kv import FullKV, KVBuffer
-from tswift.models.passes import Forwarded
-from tswift.models.target import OnProgress, Target
-
-_MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"{value!r:.40} is no count")
-    return value
-
-
-@dataclass
-class DecodeStats:
-    """Counters of the steps seen so far.
-
-    Attributes:
-        depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
-            less for medusa and reuse; 24 to 31 for dynamic trees, so compare tokens per step rather than alpha.
-        passes: verification passes over the target.
-        tokens: tokens generated.
-        nodes: tree nodes verified, roots included.
-        seconds: wall time of the steps, without prefill.
-        accepted: number of steps that accepted 0, 1, ... drafted tokens.
-        sizes: number of steps that verified 1, 2, ... nodes.
-        choices: number of steps by drafter; empty where there is only one.
-        reused: accepted tokens of steps whose last one came from a retrieved n-gram.
-    """
-
-    depth: int
-    passes: int = 0
-    tokens: int = 0
-    nodes: int = 0
-    seconds: float = 0.0
-    accepted: Counter[int] = field(default_factory=Counter)
-    reused: int = 0
-    sizes: Counter[int] = field(default_factory=Counter)
-    choices: Counter[str] = field(default_factory=Counter)
-
-    def add(self, step: Step) -> None:
-        """Count one step."""
-        self.passes += 1
-        self.tokens += len(step.tokens)
-        self.nodes += step.nodes
-        self.seconds += step.seconds
-        self.accepted[step.accepted] += 1
-        self.sizes[step.nodes] += 1
-        if step.choice:
-            self.choices[step.choice] += 1
-        if step.source == REUSE:
-            self.reused += step.accepted
-
-    def copy(self) -> DecodeStats:
-        """A snapshot."""
-        return deepcopy(self)
-
-    def counters(self) -> dict[str, Any]:
-        """All counters but tokens, ready for JSON."""
-        return {
-            name: {str(key): steps for key, steps in sorted(each.items())} if isinstance(each, Counter) else each
-            for name, each in vars(self).items()
-            if name not in ("depth", "tokens")
-        }
-
-    @classmethod
-    def counted(cls, depth: int, tokens: int, counters: Mapping[str, Any]) -> DecodeStats:
-        """From what :meth:`counters` gave; zeros if that is empty. ValueError if it is broken."""
-        if not counters:
-            return cls(depth, tokens=tokens)
-        try:
-            counted: dict[str, Any] = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
-            for name in ("accepted", "sizes"):
-                counted[name] = Counter({_count(int(each)): _count(steps) for each, steps in counters[name].items()})
-            counted["choices"] = Counter({str(name): _count(steps) for name, steps in counters["choices"].items()})
-            seconds = counters["seconds"]
-            if not 0 <= seconds < _LONGEST:
-                raise ValueError(f"{seconds!r:.40} seconds")
-            return cls(depth, tokens=tokens, seconds=float(seconds), **counted)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"its counters are broken ({error!r})") from None
-
-    @property
-    def alpha(self) -> float:
-        """Acceptance rate: accepted draft tokens / (depth * passes); 0 where nothing is drafted."""
-        return self._rate(sum(count * steps for count, steps in self.accepted.items()))
-
-    @property
-    def beta(self) -> float:
-        """The part of alpha from steps whose longest accepted path came from a retrieved n-gram."""
-        return self._rate(self.reused)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Generated tokens per verification pass."""
-        return self.tokens / self.passes if self.passes else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens per second of decoding."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def _rate(self, accepted: int) -> float:
-        drafted = self.depth * self.passes
-        return accepted / drafted if drafted else 0.0
-
-
-def distinct(tokens: Sequence[int], n: int) -> float:
-    """Distinct-n: unique n-grams / n-grams; 0 for a text shorter than n."""
-    ids = np.asarray(tokens)
-    if len(ids) < n:
-        return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(ids, n)
-    return len(np.unique(grams, axis=0)) / len(grams)
-
+from tswift.errors import DecodeError
+from tswift.forward.target import OnProgress, Target
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import LogprobRecorder, NoTokenLeft, Sampler
 
 _TOKENS = 512  # looked at together
-
-
-def decode_step(
-    target: Target,
-    context: Context,
-    drafter: Drafter,
-    wanted: int,
-    cut: CutFn = len,
-    walk: AcceptFn | None = None,
-    leads: bool = False,
-) -> Step:
-    """Take a step: at least one token is added to the context's text, and what was forwarded to its cache.
-
-    Args:
-        target, context, drafter: the model that draws, the decode, which moves on, and what proposes the draft tree.
-        wanted: most tokens to add.
-        cut: how many of the tokens drawn belong to the text.
-        walk: as for :class:`Decoding`.
-        leads: whether to give each token's runner-up and its lead over that.
-
-    Raises:
-        NoTokenLeft: nothing can be drawn.
-    """
-    started = time.perf_counter()
-    with torch.inference_mode():
-        tree = drafter.propose(context, wanted)
-        forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
-        if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
-            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
-            tree = DraftTree(context.text[-1], limit=1)
-            forwarded, drawn, path, others = _verify(target, context, tree, walk, leads)
-        if drawn[path[-1]] == NO_TOKEN:
-            raise NoTokenLeft(target.logits(forwarded.hidden)[0])
-        new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
-        kept = new[: cut(new)]
-        logprobs = None
-        if context.recorder is not None and context.logits is not None:
-            logprobs = context.recorder.record(context.logits[path[: len(kept)]], kept)
-        context.kv.commit(path)
-        context.text += new
-        context.sampler.extend(new)
-        context.last, context.path = forwarded, path
-        drafter.committed(context)
-    accepted = min(len(path) - 1, len(kept))
-    source = tree.sources[path[accepted]]
-    near = tuple(others[node] for node in path[: len(kept)]) if leads else ()
-    seconds = time.perf_counter() - started
-    return Step(tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs)
-
-
-def _verify(
-    target: Target, context: Context, tree: DraftTree, walk: AcceptFn | None, leads: bool
-) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
-    """One pass over a tree, the token drawn after each node, the accepted nodes, and the leads if asked for."""
-    places = [context.position + depth for depth in tree.depths]
-    tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(target.device, non_blocking=True)
-    ancestors = tree.ancestors().to(target.device, non_blocking=True)
-    sampler, nodes, parents = context.sampler, (tokens, positions, ancestors), None if walk else tree.parents
-    found: Drawn | None = None
-    if target.verifies(context.kv, len(tree)) and parents and sampler.program(torch.float32):
-        follow = partial(sampler.follow, nodes=nodes, parents=parents, leads=leads)
-        forwarded, logits, found = target.verify(tokens, positions, context.kv, ancestors, follow)
-    else:
-        forwarded = target.forward(tokens, positions, context.kv, ancestors)
-        logits = target.logits(forwarded.hidden)
-    context.logits = logits
-    drawn, others = found or sampler.draw_nodes(logits, nodes, parents, leads)
-    return forwarded, drawn, walk(tree, drawn) if walk else tree.walk(drawn), others
 
 
 class Decoding:
@@ -227,8 +37,8 @@ class Decoding:
         target, prompt, params, seed: the model, at least one token id, the sampling parameters, and any integer.
         drafter: decides the speed and nothing else. It holds state: a new one for every decode.
         length: most tokens to generate, those in ``written`` included; the KV cache is allocated for them.
-        walk: which drafted tokens to accept, to time a given acceptance; the text is not the model's then. None accepts
-            what the sampling rule draws.
+        accept: chooses the drafted tokens to accept, to time a given acceptance; the text is not the model's then.
+            None accepts what the sampling rule draws.
         written: tokens generated already. The decode goes on after them as if it had never stopped.
         logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones; None for not.
 
@@ -244,7 +54,7 @@ class Decoding:
         seed: int,
         drafter: Drafter,
         length: int,
-        walk: AcceptFn | None = None,
+        accept: AcceptFn | None = None,
         written: Sequence[int] = (),
         logprobs: int | None = None,
     ) -> None:
@@ -255,10 +65,11 @@ class Decoding:
                 raise ValueError(f"{name} has token ids outside the vocabulary of {target.vocab_size}")
         if length <= len(written):
             raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
-        self._target, self._drafter, self._left, self._walk = target, drafter, length - len(written), walk
+        self._target, self._drafter, self._left, self._accept = target, drafter, length - len(written), accept
         sampler = Sampler(params, seed, target.vocab_size, target.device)
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
+        self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed
         self._logprobs = logprobs
         self._prefilled = False
@@ -284,7 +95,7 @@ class Decoding:
         for each in together:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
-        for forwarded in self._target.chunks(text, self._kv):
+        for forwarded in self._target.chunks(text, self._kv, self._prompt - 1):
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -292,7 +103,7 @@ class Decoding:
                 on_progress(self._kv.length, len(text))
         refuse_broken(self._target, self._kv, self._context.text, self._context.sampler.params)
         for each in others:
-            each._kv.take(self._kv)
+            each._kv.copy_from(self._kv)
         for each in together:
             context = each._context
             if each._logprobs is not None:
@@ -301,6 +112,7 @@ class Decoding:
                 context.path = range(len(context.last.hidden))
             each._drafter.committed(context)
             each._prefilled = True
+            context.sampler.fuse(self._target.dtype)
             if self._target.replays:
                 each._stepper = DeviceStepper(self._target, context, each._drafter)
         self._target.synchronize()
@@ -321,7 +133,7 @@ class Decoding:
             raise RuntimeError("the steps of a decode can be taken once")
         ended = False
 
-        def cut(tokens: Sequence[int]) -> int:
+        def truncate(tokens: Sequence[int]) -> int:
             nonlocal ended
             for count, token in enumerate(tokens, start=1):
                 if text is not None:
@@ -331,8 +143,10 @@ class Decoding:
                     return count
             return len(tokens)
 
+        take = self._stepping(self._stepper, self._context, self._drafter)
         while left > 0 and not ended:
-            step = self._step(self._stepper, self._context, self._drafter, left, cut, self._walk)
+            with self._finite(self._context):
+                step = take(left, truncate, self._accept)
             left -= len(step.tokens)
             yield step
 
@@ -356,29 +170,29 @@ class Decoding:
         elif self._plain is not None:  # a captured program goes on with the tensors that it was captured with
             self._plain.restart(aside.text, own.sampler)
         try:
-            return [self._step(self._plain, aside, plain, 1, len, None) for _ in range(min(count, self._last - held))]
+            take = self._stepping(self._plain, aside, plain)
+            with self._finite(aside):
+                return [take(1, len, None) for _ in range(min(count, self._last - held))]
         finally:
             kv.length = held
 
-    def _step(
-        self,
-        stepper: DeviceStepper | None,
-        context: Context,
-        drafter: Drafter,
-        wanted: int,
-        cut: CutFn,
-        walk: AcceptFn | None,
-    ) -> Step:
+    def _stepping(
+        self, stepper: DeviceStepper | None, context: Context, drafter: Drafter
+    ) -> Callable[[int, TruncateFn, AcceptFn | None], Step]:
+        """What takes a step: of at most so many tokens."""
+        return partial(decode_step, self._target, context, drafter) if stepper is None else stepper.step
+
+    @contextmanager
+    def _finite(self, context: Context) -> Iterator[None]:
+        """Tell where logits are not finite, if nothing can be drawn."""
         try:
-            if stepper is not None:
-                return stepper.step(wanted, cut, walk)
-            return decode_step(self._target, context, drafter, wanted, cut, walk)
+            yield
         except NoTokenLeft as nothing:
             params = context.sampler.params
             raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None
 
 
-class NotFinite(Fault):
+class NotFinite(DecodeError):
     """There is nothing to draw: logits are NaN or infinite, or the sampling parameters leave no token."""
 
 
@@ -434,62 +248,3 @@ def _first_broken(kv: KVBuffer) -> int | None:
         if not fine.all():
             return start + int((~fine).nonzero()[0])
     return None
-
-
-def agree(drafter: Drafter, ranks: Dist) -> None:
-    """Have a drafter check, before each pass, that all ranks have drafted the same tree; it raises a Fault if not."""
-    own = drafter.propose
-
-    def propose(context: Context, wanted: int) -> DraftTree:
-        tree = own(context, wanted)
-        if drafter.limit > 1:
-            _refuse_different("drafts", ranks.gather(_digest(tree.parents, _digest(tree.tokens))))
-        return tree
-
-    drafter.propose = propose  # type: ignore[method-assign]
-
-
-def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:
-    """The steps of a decode, each begun once all ranks want it and have the same text; a rank that stops ends all.
-
-    Raises:
-        KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator ends).
-        Fault: another rank has drawn other tokens.
-        Gone: another rank has died.
-    """
-    drawn = 0
-    while True:
-        with guard():
-            unwilling = _unwilling(ranks, True, drawn)
-            step = None if unwilling else next(steps, None)
-        if unwilling:
-            if ranks.first:
-                raise KeyboardInterrupt(f"rank {unwilling[0]} was asked to stop")
-            return
-        if step is None:
-            if ranks.first:
-                break
-            continue  # rank 0 has yet to say so
-        drawn = _digest(step.tokens, drawn)
-        try:
-            yield step
-        except GeneratorExit:
-            break
-    with suppress(RuntimeError):  # a dead rank need not be told
-        _unwilling(ranks, False, drawn)
-
-
-def _unwilling(ranks: Dist, willing: bool, drawn: int) -> list[int]:
-    """The ranks that want no other step; all must have drawn the same."""
-    answers = ranks.gather(int(willing), drawn)
-    _refuse_different("tokens", [digest for _, *digest in answers])
-    return [rank for rank, (theirs, _) in enumerate(answers) if not theirs]
-
-
-def _refuse_different(what: str, digests: Sequence[Sequence[int]]) -> None:
-    if any(theirs != digests[0] for theirs in digests):
-        raise Fault(f"the {len(digests)} ranks have different {what}: they do not compute alike")
-
-
-def _digest(tokens: Sequence[int], before: int = 0) -> int:
-    return crc32(np.asarray(tokens, dtype="<i8").tobytes(), before)

@@ -10,7 +10,7 @@ from tswift.errors import InputError
 _HELD = 16  # after so many tokens without a whole character, broken bytes are let go
 _LAST = 4  # tokens that a character may still need: it has four bytes at most
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
+_MAX_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
@@ -20,10 +20,16 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
     if "" in strings:
         raise InputError("must not be empty", "stop")
-    if not all(len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MOST_STOPS:
-        most = f"at most {_MOST_STOPS} strings of 1 to {_LONGEST_STOP:,} characters"
+    if not all(len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MAX_STOPS:
+        most = f"at most {_MAX_STOPS} strings of 1 to {_LONGEST_STOP:,} characters"
         raise InputError(f"must be {most}, got {stop!r:.60}", "stop")
     return tuple(strings)
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """The text that a :class:`TextStream` gives of tokens, its end included."""
+    stream = TextStream(tokenizer, stop)
+    return stream.add(tokens) + stream.finish()
 
 
 class TextStream:

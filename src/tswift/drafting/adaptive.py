@@ -10,9 +10,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
-from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.models.passes import PassCosts
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter
+from tswift.decoding.tree import DraftTree
+from tswift.forward.passes import PassCosts
+
+if TYPE_CHECKING:
+    from tswift.decoding.device_step import DeviceState
 
 _ALLOWANCE = 4.0  # plain steps' time that trials may lose to the best arm at first
 _SHARE = 0.015  # of the time that has passed, which they may lose after that
@@ -153,19 +158,54 @@ class AdaptiveDrafter(Drafter):
         self._drafted: int | None = None  # the arm that drafted last
         self._length = 0  # of the text then
         self._seconds = self._started = self._overhead = 0.0
+        self._on_device: Drafter | None = None  # the arm that drafts on the device, and nodes of its tree
+        self._nodes = 0
+
+    def on_device(self, state: DeviceState) -> DeviceDraft | None:
+        """As :meth:`Drafter.on_device`: that of the first arm that has one."""
+        for drafter in self._drafters:
+            if (draft := drafter.on_device(state)) is not None:
+                self._on_device, self._nodes = drafter, len(draft.sources)
+                return draft
+        return None
+
+    @property
+    def proposes(self) -> bool:
+        """As :attr:`Drafter.proposes`: the trees of the other arms."""
+        return True
+
+    @property
+    def drafts_next(self) -> bool:
+        """As :attr:`Drafter.drafts_next`."""
+        return self._drafters[self.bandit.chosen] is self._on_device
+
+    def drafts_itself(self, context: Context) -> bool:
+        """As :meth:`Drafter.drafts_itself`."""
+        if self.drafts_next:
+            drafter = self._begin(context)
+            if self.costs is not None:
+                seconds = self.costs.seconds(self._nodes, context.kv.length)
+                self._seconds = drafter.draft_seconds(self.costs, context) + seconds
+        return self.drafts_next
+
+    def _begin(self, context: Context) -> Drafter:
+        """Begin a step of the arm that was chosen."""
+        self._started, self._length, self._drafted = time.perf_counter(), len(context.text), self.bandit.chosen
+        return self._drafters[self._drafted]
 
     @property
     def choice(self) -> str:
         """As :attr:`Drafter.choice`."""
         return "" if self._drafted is None else self._names[self._drafted]
 
-    def propose(self, context: Context, wanted: int) -> DraftTree:
+    def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        self._started, self._length, self._drafted = time.perf_counter(), len(context.text), self.bandit.chosen
-        drafter = self._drafters[self._drafted]
-        tree = drafter.propose(context, wanted)
+        drafter = self._begin(context)
+        tree = drafter.propose(context, max_new)
         if self.costs is not None:
-            self._seconds = drafter.draft_cost(self.costs, context) + self.costs.seconds(len(tree), context.kv.length)
+            self._seconds = drafter.draft_seconds(self.costs, context) + self.costs.seconds(
+                len(tree), context.kv.length
+            )
         return tree
 
     def learn(self, context: Context) -> None:

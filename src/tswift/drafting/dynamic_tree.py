@@ -1,32 +1,22 @@
-"""Draft trees chosen anew in every step, of the candidates that pay; and chains of tokens that a model decodes.
+"""Draft trees chosen anew in every step, of the candidates that pay.
 
 What a node is worth is the probability that the text goes through it; what it costs is measured, as the time that a
 pass over more nodes takes on this machine. Timings decide the tree and never the text.
-
-A chain is decoded as any text is, by the same steps with the same sampling rule, by a small model or by the target over
-less than its full cache; so what it is drafted from may in turn have been drafted, by a model that is smaller still
-(TriForce, Sun et al., 2024). A cascade's chain goes on as long as the target over its newest keys is sure of itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
-from tswift.decoding.loop import decode_step
-from tswift.decoding.sampling import NoTokenLeft
-from tswift.kv import KVBuffer, PartialKV, StreamingKV
-from tswift.models.passes import NOMINAL, PassCosts
-from tswift.models.target import Target
+from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.tree import DraftTree
+from tswift.forward.passes import NOMINAL, PassCosts
 
 _WEIGHT = 8.0  # observations that the probability guessed at first counts for
 _MEMORY = 2048.0  # observations after which older ones count for half: texts change
@@ -56,21 +46,31 @@ class AcceptanceEstimator:
 
 
 _STEADY = 0.05  # of what is known of late, forgotten in a step
+_STEPS = 200  # after about so many, what steps took is forgotten
+_RATIO = 0.5, 2.0  # a step counts as no less and no more of what was expected: the process may have been stopped
 
 
 class TreeBudget:
     """Decides by expected tokens per second. It may depend on timings; the text does not depend on it.
 
     Args:
-        costs: what passes cost.
+        costs: what steps cost.
         every: verify all nodes, as in a tree of a given shape.
+        timed: correct the costs by the time that steps take; without it, choices are the same everywhere.
 
     Attributes:
         rate: tokens per second of late, by the costs; 0 before the first step.
     """
 
-    def __init__(self, costs: PassCosts = NOMINAL, every: bool = False) -> None:
+    def __init__(self, costs: PassCosts = NOMINAL, every: bool = False, timed: bool = False) -> None:
         self.costs, self._every, self.rate = costs, every, 0.0
+        self.timed = timed
+        # by measured number of nodes, the time of steps over so many or a few more, relative to the costs: its sum over
+        # the steps of late, and their number; at first as if the costs had held in some
+        self._took = np.full(len(costs.nodes), _WEIGHT)
+        self._steps = self._took.copy()
+        self._sizes = np.zeros(0, np.int64)  # of 1, 2, ... nodes, the index of that number
+        self._step = 0, 0.0, 0.0  # the one under way: that index, seconds of its draft and of its pass by the costs
         self._seconds = 0.0  # of the step under way
         self._tokens, self._time = 0.0, 0.0  # of late
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
@@ -81,13 +81,23 @@ class TreeBudget:
         if count > len(self._base):
             self._base, ends = (np.array([self.costs.seconds(n, k) for n in range(1, count + 1)]) for k in (0, 1 << 20))
             self._per_key = (ends - self._base) / (1 << 20)
-        seconds = cost_s + self._base[:count] + self._per_key[:count] * context
+            self._sizes = np.searchsorted(self.costs.nodes, np.arange(1, count + 1), side="right") - 1
+        passes = self._base[:count] + self._per_key[:count] * context
+        seconds = cost_s + passes * (self._took / self._steps)[self._sizes[:count]]
         best = count - 1 if self._every else int((np.cumsum(path_probs) / seconds).argmax())
         self._seconds = float(seconds[best])
+        self._step = int(self._sizes[best]), cost_s, float(passes[best])
         return best + 1
 
-    def learn(self, tokens: int) -> None:
-        """The tree whose size was asked for last brought so many tokens."""
+    def learn(self, tokens: int, seconds: float) -> None:
+        """The tree whose size was asked for last brought so many tokens in a step of so many seconds."""
+        if self.timed:
+            size, drafting, verifying = self._step
+            least, most = _RATIO
+            for sums in (self._took, self._steps):
+                sums += (_WEIGHT - sums) / _STEPS
+            self._took[size] += min(max((seconds - drafting) / verifying, least), most)
+            self._steps[size] += 1
         self._tokens += tokens - _STEADY * self._tokens
         self._time += self._seconds - _STEADY * self._time
         self.rate = self._tokens / self._time
@@ -238,14 +248,16 @@ class DynamicTreeDrafter(Drafter):
     budget: TreeBudget = field(default_factory=TreeBudget)
     _acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
     _drafted: tuple[CandidateTree, int] | None = None  # and the text's length then
+    _started: float = 0.0  # when the step under way did
 
-    def propose(self, context: Context, wanted: int) -> DraftTree:
+    def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        tree = CandidateTree(context.text[-1], min(wanted - 1, self.depth), self._acceptance)
+        self._started = time.perf_counter()
+        tree = CandidateTree(context.text[-1], min(max_new - 1, self.depth), self._acceptance)
         self._drafted = tree, len(context.text)
         self.fill(tree, context)
         nodes = tree.likeliest(self.limit)
-        spent = self.draft_cost(self.budget.costs, context)
+        spent = self.draft_seconds(self.budget.costs, context)
         return tree.prune(nodes[: self.budget.size([tree.path_prob[node] for node in nodes], context.kv.length, spent)])
 
     def learn(self, context: Context) -> None:
@@ -253,230 +265,5 @@ class DynamicTreeDrafter(Drafter):
         if self._drafted is not None:
             tree, length = self._drafted
             tree.learn(context.text[length:])
-            self.budget.learn(len(context.text) - length)
+            self.budget.learn(len(context.text) - length, time.perf_counter() - self._started)
             self._drafted = None
-
-
-CHUNK = 128  # tokens that a small model catches up with at a time
-
-
-class DraftModel:
-    """A model that drafts, and its cache: the target over the decode's own full cache.
-
-    Attributes:
-        target: the model.
-        keys: about how many tokens it reads; 0 for all of the text.
-    """
-
-    keys = 0
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._held = 0
-
-    def cache(self, context: Context) -> KVBuffer:
-        """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
-        self._held = context.kv.length
-        self.target.prepare(context.kv, 1)
-        return context.kv
-
-    def rollback(self, context: Context) -> None:
-        """Take back what was committed to the cache since; the text has it still."""
-        context.kv.length = self._held
-
-    def committed(self, context: Context, most: int) -> None:
-        """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
-
-
-class PartialDraftModel(DraftModel):
-    """The target over a partial cache, which is filled with the exact keys and values of verification passes.
-
-    A pass over it has at most ``nodes`` nodes.
-    """
-
-    def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
-        super().__init__(target)
-        self.kv, self.keys = kv, kv.budget
-        self._observed: Tensor | None = None  # [layers, query heads, m, head_dim] of the newest tokens
-        target.prepare(kv, nodes)
-
-    def cache(self, context: Context) -> PartialKV:
-        """The partial cache."""
-        return self.kv
-
-    def rollback(self, context: Context) -> None:
-        """Forget what is no copy."""
-        self.kv.forget()
-
-    def committed(self, context: Context, most: int) -> None:
-        """Copy the new tokens; select anew when they, or the next step's, do not fit."""
-        last, count = context.last, self.kv.policy.observes
-        if count > 1 and last is not None:
-            new = last.queries_of(context.path[-count:])
-            seen = new if self._observed is None else torch.cat([self._observed, new], dim=2)
-            self._observed = seen[:, :, -count:]
-
-        def queries() -> Tensor:
-            assert last is not None
-            return last.queries_of([context.node]) if self._observed is None else self._observed
-
-        self.kv.follow(context.kv, None if last is None else queries, most)
-
-
-class SmallDraftModel(DraftModel):
-    """Another, smaller model over its own cache.
-
-    It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
-    from a text it was asked about, but for the newest ``kv.slack`` tokens.
-    """
-
-    def __init__(self, target: Target, kv: StreamingKV) -> None:
-        super().__init__(target)
-        self.kv, self.keys = kv, kv.budget
-        self._unsettled: list[int] = []
-        target.prepare(kv, 1)
-
-    def cache(self, context: Context) -> StreamingKV:
-        """Its cache, caught up with the text."""
-        text, end, settled = context.text, len(context.text) - 1, self.kv.settled
-        known = [*zip(self._unsettled, text[settled:end], strict=False)]
-        same = next((i for i, (ours, theirs) in enumerate(known) if ours != theirs), len(known))
-        self.kv.take_back(settled + same)
-        for start in range(self.kv.seen, end, CHUNK):
-            self.kv.settle()
-            places = range(start, min(start + CHUNK, end))
-            sent = torch.tensor([text[places.start : places.stop], [*places]]).to(self.target.device, non_blocking=True)
-            tokens, positions = sent
-            self.target.forward(tokens, positions, self.kv, None)
-            self.kv.commit(range(len(places)))
-        self.kv.settle()
-        return self.kv
-
-    def rollback(self, context: Context) -> None:
-        """Remember what was forwarded: what the text comes to have of it need not be forwarded again."""
-        self._unsettled = context.text[self.kv.settled : self.kv.seen]
-
-    def committed(self, context: Context, most: int) -> None:
-        """Forward the prompt; later tokens can wait until they are needed."""
-        if not self.kv.seen:
-            self.cache(context)
-            self.rollback(context)
-
-
-class ChainSource(Source):
-    """A chain below the root.
-
-    Args:
-        name: of the source.
-        level: the model that decodes it, and over what.
-        gamma: tokens of the chain.
-        drafter: what the chain is drafted from; of nothing it is decoded token by token.
-        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
-    """
-
-    def __init__(self, name: str, level: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
-        self.name, self.level, self.drafter = name, level, drafter
-        self._gamma, self._shared_noise = gamma, shared_noise
-        self._stepper: DeviceStepper | None = None
-
-    def propose(self, tree: Any, context: Context) -> None:
-        """Decode the chain, propose it, and take all of it back."""
-        if not tree.depth:
-            return
-        root, kv = len(context.text), self.level.cache(context)
-        try:
-            self._decode(tree, context, kv)
-        except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
-            pass
-        finally:
-            self.level.rollback(context)
-            del context.text[root:]
-
-    def _decode(self, tree: Any, context: Context, kv: KVBuffer) -> None:
-        """Add the chain to the text, and to the tree."""
-        wanted, root, step = min(self._gamma, tree.depth), len(context.text), self._steps(context, kv)
-        try:
-            while (drafted := len(context.text) - root) < wanted:
-                step(wanted - drafted)
-        finally:
-            tree.add(context.text[root:], self.name)
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """As if its model were as large as the target: what another one's passes cost is not known."""
-        step = costs.seconds(self.drafter.limit, self.level.keys or context.kv.length)
-        return self._gamma * (step + self.drafter.draft_cost(costs, context)) / (1 + self.drafter.depth)
-
-    def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
-        """A function that decodes one step, of at most the given number of tokens, from the current text."""
-        target = self.level.target
-        if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
-            self._stepper.restart(context.text, context.sampler)
-            return self._stepper.step
-        aside = replace(self._aside(context, kv), last=None, path=())
-        if target.replays and target.serves(kv):
-            self._stepper = DeviceStepper(target, aside, self.drafter)
-            return self._stepper.step
-        return partial(decode_step, target, aside, self.drafter)
-
-    def _aside(self, context: Context, kv: KVBuffer) -> Context:
-        """A fork over another cache, with a sampler of its own; the text is the same list."""
-        aside = replace(context, sampler=context.sampler.copy(), kv=kv, recorder=None)
-        if not self._shared_noise:
-            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
-        return aside
-
-    def committed(self, context: Context, most: int) -> None:
-        """Keep the level's cache up."""
-        self.level.committed(context, most)
-        self.drafter.keep_up(context, most)
-
-
-_STEP, _SURE = 0.25, (0.6, 0.75, 0.85, 0.9, 0.95)  # leads are told apart by this much; probabilities by them at first
-_OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
-
-
-class CascadeSource(ChainSource):
-    """A chain of the target with the runners-up beside it, as long as it pays.
-
-    By the budget of the tree that it is verified in, and what passes on its level cost.
-    """
-
-    def __init__(
-        self, level: DraftModel, drafter: Drafter, shared_noise: bool, budget: TreeBudget, costs: PassCosts
-    ) -> None:
-        super().__init__("self", level, 0, drafter, shared_noise)
-        self._budget, self._costs = budget, costs
-        self._tokens = 1.0  # of a step on the level, of late
-        self._seconds = self._spent = 0.0  # of the last one by the costs, and of all the last draft
-
-    def start(self, context: Context) -> None:
-        """Nothing: the host has to see each token before the next is decoded."""
-        self._spent = 0.0
-
-    def _decode(self, tree: CandidateTree, context: Context, kv: KVBuffer) -> None:
-        held, aside = context.kv.length, self._aside(context, kv)  # keys that it is verified over
-        node, keys, target = 0, self.level.keys or held, self.level.target
-        while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
-            step = decode_step(target, aside, self.drafter, tree.depth - tree.depths[node], leads=True)
-            self._seconds = self.drafter.draft_cost(self._costs, aside) + self._costs.seconds(step.nodes, keys)
-            self._spent += self._seconds
-            self._tokens += 0.05 * (len(step.tokens) - self._tokens)
-            for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
-                steps = round(min(lead / _STEP, _FAR))
-                sure = min(steps, len(_SURE) - 1)
-                if lead < inf:  # else nothing but the token was left to be drawn
-                    tree.propose(node, other, self.name, (1, steps), _OTHERS[sure])
-                below = tree.propose(node, token, self.name, (0, steps), _SURE[sure])
-                assert below is not None  # no step goes deeper than was wanted
-                node = below
-
-    def price(self, costs: PassCosts, context: Context) -> float:
-        """Seconds of the steps of the last draft."""
-        return self._spent
-
-    def _pays_off(self, path_prob: float, held: int) -> bool:
-        """Whether another step pays, to be verified over ``held`` keys."""
-        if path_prob == 1:
-            return True
-        seconds = self._seconds + self._tokens * self._budget.costs.node(held)
-        return self._budget.pays_off(self._tokens * path_prob, seconds)

@@ -135,7 +135,7 @@ static void think(const Logits *l, const float *logits, int64_t position) {
 }
 
 /* Keep rows of logits [rows, vocabulary] at so many positions from the first. */
-void tswift_think(const Logits *l, const float *logits, int64_t rows, int64_t first) {
+void tswift_append_logits(const Logits *l, const float *logits, int64_t rows, int64_t first) {
     for (int64_t row = 0; row < rows; row++) think(l, logits + row * l->vocabulary, first + row);
 }
 

@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.attention.native import Unbuilt, build
 from tswift.decoding.drafter import Context, Source
-from tswift.decoding.drawing import DrawProgram
-from tswift.decoding.params import LogitBias, constants
-from tswift.decoding.sampling import Sampler, seed_stream
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
-from tswift.models.passes import Forwarded, PassCosts
-from tswift.models.target import Target
+from tswift.forward.passes import Forwarded, PassCosts
+from tswift.forward.target import Target
+from tswift.native_build import Unbuilt, build
+from tswift.sampling.parameters import LogitBias, bias, constants
+from tswift.sampling.rule import Sampler, seed_stream
+from tswift.sampling.sampler_c import CSampler
 
 _SOURCE = Path(__file__).with_name("history.c")
 _LEAST = 1 << 10  # places of an empty table
@@ -99,6 +99,7 @@ class LogitHistory:
         self._target, self._shared_noise = target, shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
+        self.columns = 2 * kept + 1
         self._logits = _Logits(kept=kept, wide=self._kind == np.int32, vocabulary=target.vocab_size)
         self._known = 0  # tokens of which it is known what follows, or which of them came
         self._tables: dict[str, np.ndarray] = {}
@@ -145,16 +146,40 @@ class LogitHistory:
             self._grow(1 << (self._known - 1).bit_length())
         return slice(start, self._known)
 
+    def digest(self, logits: Tensor) -> Tensor:
+        """What :meth:`_keep` takes of logits ``[n, V]``, on their device: ``[n, columns]`` float64.
+
+        The ids of the likeliest tokens, their log-probabilities, and what to add to get logits.
+        """
+        kept, known = self._logits.kept, logits.float()
+        known = bias(known.where(known.isfinite(), -inf), self._params, self._constants)
+        best, scales = known.topk(kept), known.logsumexp(1, keepdim=True)
+        scales = scales.where(scales.isfinite(), 0.0)
+        return torch.cat([best.indices.double(), (best.values - scales).double(), scales.double()], 1)
+
+    def _keep_digest(self, digest: np.ndarray) -> None:
+        """Keep the distributions of the next positions, of which this is known."""
+        kept, rows = self._logits.kept, self._next(len(digest))
+        self._tables["ids"][rows] = digest[:, :kept]
+        self._tables["logs"][rows] = digest[:, kept : 2 * kept]
+        self._tables["scales"][rows] = digest[:, -1]
+
     def _keep(self, logits: Tensor) -> None:
         """Keep the distributions of the next positions, whose logits ``[n, V]`` are known."""
-        rows = logits.float().cpu().contiguous()
+        if logits.device.type != "cpu":
+            self._keep_digest(self.digest(logits).cpu().numpy())
+            return
+        rows = logits.float().contiguous()
         first, count = self._next(len(rows)).start, len(rows)
         where = ctypes.c_void_p(rows.data_ptr())
-        self._library.tswift_think(ctypes.byref(self._logits), where, ctypes.c_int64(count), ctypes.c_int64(first))
+        self._library.tswift_append_logits(
+            ctypes.byref(self._logits), where, ctypes.c_int64(count), ctypes.c_int64(first)
+        )
 
     def _begin(self, sampler: Sampler) -> None:
         """Get ready for guesses by a sampling rule."""
         vocab_size, params, width = self._target.vocab_size, sampler.params, _PLACES * self._logits.kept
+        self._params, self._constants = params, constants(params, sampler.newest.device)
         biases = (each.numpy() for each in constants(params, "cpu"))
         self._fixed: dict[str, np.ndarray] = {
             "newest": np.full(vocab_size, -(1 << 62), np.int64),
@@ -177,7 +202,7 @@ class LogitHistory:
         _point(self._ask, self._fixed | self._asked)
         # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
         rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
-        program, noisy = DrawProgram(rule, seed_stream(sampler.seed), width), self._shared_noise
+        program, noisy = CSampler(rule, seed_stream(sampler.seed), width), self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
         self._rank = program.row_ranker(*given, self._asked["positions"] if noisy else None)
 
@@ -185,8 +210,12 @@ class LogitHistory:
         """Take in the pass over the next chunk of the prompt."""
         if self._ask is None:
             self._begin(context.sampler)
-        for part in forwarded.hidden.split(_PROMPT_ROWS):
-            self._keep(self._target.logits(part))
+        parts = (self._target.logits(part) for part in forwarded.hidden.split(_PROMPT_ROWS))
+        if forwarded.hidden.device.type == "cpu":
+            for part in parts:
+                self._keep(part)
+        else:  # one wait for the whole chunk
+            self._keep_digest(torch.cat([*map(self.digest, parts)]).cpu().numpy())
 
     def committed(self, context: Context) -> None:
         """Take in what has been committed since the last call: the text, and the last pass over it.
@@ -204,7 +233,9 @@ class LogitHistory:
             for name, nothing in (("ids", 0), ("logs", -inf), ("scales", 0)):
                 self._tables[name][rows] = nothing
             self._tables["ids"][rows, 0], self._tables["logs"][rows, 0] = came, 0
-        if seen and context.logits is not None:
+        if seen and context.digest is not None:
+            self._keep_digest(context.digest[-seen:])
+        elif seen and context.logits is not None:
             nodes = torch.tensor(list(context.path)[-seen:]).to(context.logits.device, non_blocking=True)
             self._keep(context.logits[nodes])
         self._tables["text"][known:end] = text[known:end]
@@ -335,6 +366,6 @@ class HistorySource(Source):
             self._offer(tree, child, further)
             node, guess = child, further
 
-    def price(self, costs: PassCosts, context: Context) -> float:
+    def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds of the last draft's guesses."""
         return self._seconds

@@ -10,31 +10,25 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tswift.attention.sdpa import ROWS
+from tswift.caches import POLICIES, PartialKV, StreamingKV
 from tswift.decoding.drafter import Drafter, Source
 from tswift.drafting.adaptive import AdaptiveDrafter
-from tswift.drafting.dynamic_tree import (
-    CHUNK,
-    CascadeSource,
-    ChainSource,
-    DraftModel,
-    DynamicTreeDrafter,
-    PartialDraftModel,
-    SmallDraftModel,
-    TreeBudget,
-)
-from tswift.drafting.fixed_tree import FixedTreeDrafter, NgramTable, ReuseSource
-from tswift.drafting.heads import BEAM, WIDTH, HeadSource, HeadTreeSource, NetworkSource
+from tswift.drafting.chains import CHUNK, CascadeSource, ChainSource, DraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
+from tswift.drafting.fixed_tree import FixedTreeDrafter
+from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
-from tswift.drafting.options import AUTO, FULL, MEASURED, METHODS, DraftOptions, find_method, refuse_sinks, used
+from tswift.drafting.ngrams import NgramTable, ReuseSource
+from tswift.drafting.options import AUTO, FULL, MEASURED, METHODS, DraftOptions, Method, find_method, refuse_sinks, used
+from tswift.drafting.speculators import BEAM, NetworkSource
 from tswift.errors import InputError
-from tswift.kv import POLICIES, PartialKV, StreamingKV
-from tswift.models.drafters import DrafterSpec
-from tswift.models.heads import Heads
-from tswift.models.passes import NOMINAL, PassCosts
-from tswift.models.target import Target
+from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.forward.target import Target
+from tswift.speculators.heads import Heads
+from tswift.speculators.networks import SpeculatorSpec
 
 if TYPE_CHECKING:
-    from tswift.models.load import ModelSpec
+    from tswift.loading import ModelSpec
 
 NGRAM = 4
 _FOLLOWED = 32  # most tokens that are recalled in a row
@@ -76,7 +70,7 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
-    return _of_heads(models, options, _self_level(models.drafting, options), _reuse_sources(options, below=1))
+    return _of_heads(models, options, _self_draft(models.drafting, options), _reuse_sources(options, below=1))
 
 
 def _of_heads(models: Models, options: DraftOptions, level: DraftModel | None, others: list[ReuseSource]) -> Drafter:
@@ -101,11 +95,15 @@ def recall(models: Models, options: DraftOptions) -> Drafter:
     return _pruned(models, options, 0, [])
 
 
+def _budget(models: Models, options: DraftOptions, every: bool = False) -> TreeBudget:
+    return TreeBudget(models.costs, every, timed=options.costs == MEASURED)
+
+
 def _pruned(
     models: Models, options: DraftOptions, depth: int, sources: Sequence[Source], budget: TreeBudget | None = None
 ) -> DynamicTreeDrafter:
     """A tree of what sources propose, and of what is recalled, which goes as deep as the tree has nodes for."""
-    nodes, memory, budget = _set(options.nodes), models.memory, budget or TreeBudget(models.costs)
+    nodes, memory, budget = _set(options.nodes), models.memory, budget or _budget(models, options)
     if memory is None:
         return DynamicTreeDrafter(sources, depth, nodes, budget=budget)
     sources = [*sources, HistorySource(memory, budget, nodes)]
@@ -114,11 +112,11 @@ def _pruned(
 
 def network(models: Models, options: DraftOptions) -> Drafter:
     """A published drafter in the tree of the options, or in one that pays, and what is recalled beside it."""
-    network, nodes = models.target.network, _set(options.nodes)
+    network, nodes = models.target.speculator, _set(options.nodes)
     assert network is not None
     shape = options.tree if isinstance(options.tree, tuple) else None
     levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
-    budget = TreeBudget(models.costs, every=shape is not None)
+    budget = _budget(models, options, every=shape is not None)
     window = _set(options.budget), options.sinks
     source = NetworkSource(network, levels, window, options.shared_noise, nodes, shape)
     drafter = _pruned(models, options, levels, [source], budget)
@@ -135,7 +133,7 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     elif models.memory is not None:
         inner = recall(passes, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in
-    level, budget = _self_level(models.drafting, options, gamma, INNER_NODES), TreeBudget(models.costs)
+    level, budget = _self_draft(models.drafting, options, gamma, INNER_NODES), _budget(models, options)
     source = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
     return replace(_pruned(models, options, 0, [source], budget), depth=min(gamma, nodes - 1))
 
@@ -152,12 +150,12 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     arms: dict[str, Drafter] = {"ar": Drafter()}
     if heads is not None:
         nodes = min(_set(options.nodes), usual_nodes(target.device, target.groups))
-        tree = usual_tree("medusa", target.device, heads.count)
+        tree = usual_tree(METHODS["medusa"], target.device, heads.count)
         arms["medusa"] = medusa(models, replace(options, tree=tree, gamma=None, nodes=nodes))
         if steady:
             arms["medusa, tree auto"] = medusa(models, paying)
-    if target.network is not None:
-        arms["block" if target.network.spec.block else "eagle"] = network(beside, paying)
+    if target.speculator is not None:
+        arms["block" if target.speculator.spec.block else "eagle"] = network(beside, paying)
     arms["cascade"] = cascade(beside, options)
     if memory is not None:
         arms["recall"] = recall(models, options)
@@ -196,23 +194,23 @@ def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
 
 def magicdec(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over less than its full cache, as a rule."""
-    return _chain("self", _self_level(models.drafting, options, _set(options.gamma)), options)
+    return _chain("self", _self_draft(models.drafting, options, _set(options.gamma)), options)
 
 
 def standalone(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by a smaller model."""
-    return _chain("model", _own_level(models, options), options)
+    return _chain("model", _small_draft(models, options), options)
 
 
 def triforce(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target over retrieved keys, itself drafted by a smaller model."""
-    small = _own_level(models, options, between=True)
+    small = _small_draft(models, options, between=True)
     inner = _chain("model", small, replace(options, gamma=options.inner_gamma))
-    level = _self_level(models.drafting, options, _set(options.gamma), inner.limit, kv="retrieval")
+    level = _self_draft(models.drafting, options, _set(options.gamma), inner.limit, kv="retrieval")
     return _chain("retrieval", level, options, inner)
 
 
-def _self_level(
+def _self_draft(
     target: Target, options: DraftOptions, chain: int = 0, nodes: int = 1, kv: str | None = None
 ) -> DraftModel:
     """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
@@ -223,14 +221,14 @@ def _self_level(
     return PartialDraftModel(target, cache, nodes)
 
 
-def _own_level(models: Models, options: DraftOptions, between: bool = False) -> DraftModel:
+def _small_draft(models: Models, options: DraftOptions, between: bool = False) -> DraftModel:
     """The small model over its own cache."""
-    draft, (budget, ahead) = _set(models.draft), _own_size(options, models.positions, between)
+    draft, (budget, ahead) = _set(models.draft), _small_cache_size(options, models.positions, between)
     kv = StreamingKV(draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
     return SmallDraftModel(draft, kv)
 
 
-def _own_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
+def _small_cache_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
     """Tokens that a small model's cache holds for good, and how far it can be ahead of the text (or of a chain)."""
     gamma, budget = _set(options.gamma), _set(options.budget)
     if between:
@@ -267,18 +265,14 @@ BUILDERS: dict[str, Builder] = {
 _CUDA_NODES = (8, 128)  # fewest and most
 _SLACK = 0.2  # a verification may take so much longer than a pass over one node
 _CPU_NODES = 8
-_TREES: dict[str, dict[str, tuple[int, ...]]] = {
-    "cuda": {"medusa": (3, 3, 3), "tokenswift": (1, 3, 3, 3)},  # the paper's
-    "cpu": {"medusa": (2, 2, 2, 2), "tokenswift": (1, 2, 2, 2, 2)},
-}
 
 
-def usual_tree(method: str, device: torch.device, levels: int) -> tuple[int, ...]:
+def usual_tree(method: Method, device: torch.device, levels: int) -> tuple[int, ...]:
     """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
 
     A tree with too many nodes is cut to its most promising ones, which is better than fewer candidates per level.
     """
-    return _TREES["cpu" if device.type == "cpu" else "cuda"][method][:levels]
+    return (method.cpu_tree if device.type == "cpu" else method.cuda_tree)[:levels]
 
 
 def usual_nodes(device: torch.device, groups: int) -> int:
@@ -323,7 +317,7 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
     Raises:
         InputError: no such method, heads or a drafter that it needs are missing, or options that do not fit them.
     """
-    method, network, most_nodes = find_method(name), model.network_spec, model.most_nodes
+    method, network, most_nodes = find_method(name), model.speculator_spec, model.most_nodes
     count = heads.count if isinstance(heads, Heads) else heads or 0
     kv, gamma = options.kv or next(iter(method.kv), None), None
     if "kv" in method.uses and kv not in method.kv:
@@ -346,7 +340,7 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
     tree: tuple[int, ...] | str | None = None
     if "tree" in method.uses:
         levels = network.count if network and method.networks else count + method.by_lm_head
-        usual = AUTO if method.networks else usual_tree(name, model.device, levels)
+        usual = AUTO if method.networks else usual_tree(method, model.device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
             least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
@@ -367,7 +361,8 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
         recall = 0 if missing else _KEPT if options.recall is None else options.recall
     if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
         option = "reuse_recent" if options.reuse_recent else "ngrams"
-        raise InputError(f"goes with a tree of its own or `recall` 0: with `tree` auto {name} recalls instead", option)
+        reason = f"not used by {name} with `tree` auto, which reuses logits"
+        raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", option)
     only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(name, (None, 1))
     if not amount:
         raise InputError(f"must be at least 1 for {name}, which drafts from nothing else", only)
@@ -379,7 +374,7 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
     if most_nodes and longest >= most_nodes:
         raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "gamma")
     budget, width = options.budget or method.budget, model.width if isinstance(model, Target) else None
-    if "sinks" in used(name, options):
+    if "sinks" in used(method, options):
         refuse_sinks(options.sinks, budget)
     if width is not None:
         nodes, gamma = nodes and min(nodes, width), gamma and min(gamma, width - 1)
@@ -428,13 +423,13 @@ def make_drafter(
 
 
 def cache_slots(
-    name: str, options: DraftOptions, positions: int, network: DrafterSpec | None = None
+    method: Method, options: DraftOptions, positions: int, network: SpeculatorSpec | None = None
 ) -> tuple[int, int, int]:
     """Tokens that the caches which a method drafts with have room for, by resolved options; 0 for none.
 
     They are the target's partial cache, the smaller model's, and the window of the published drafter, if there is one.
     """
-    method, partial, small, window = find_method(name), 0, 0, 0
+    partial, small, window = 0, 0, 0
     budget = options.budget or method.budget
     if method.partial and options.kv != FULL:
         chain = 0 if method.gamma is None else options.gamma or method.gamma  # in a tree it counts levels of heads
@@ -442,9 +437,9 @@ def cache_slots(
         partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
     if method.draft or method.may_draft:
         own = options if method.draft else _standalone_options(options)
-        held, ahead = _own_size(own, positions, between=method.draft and method.partial)
+        held, ahead = _small_cache_size(own, positions, between=method.draft and method.partial)
         small = held + 2 * ahead + CHUNK
-    if network is not None and (method.networks or method.may_network):
+    if network is not None and (method.networks or method.may_use_speculator):
         levels = (options.gamma if method.networks else None) or network.count
         window = budget + 1 + network.slots(levels, BEAM)
     return partial, small, window

@@ -6,12 +6,12 @@ Nothing here imports torch. ``drafting/methods.py`` builds the drafters, and fil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from tswift.errors import InputError, did_you_mean
-from tswift.options import check_options, option
+from tswift.options import check_options, given_options, option
 
 FULL = "full"
 AUTO = "auto"  # the tree that pays
@@ -20,7 +20,7 @@ COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
 
 _PANEL = "Drafting"
-_MOST_PATHS = 10_000
+_MAX_PATHS = 10_000
 _LONGEST = 1000  # chain
 _LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
 
@@ -77,19 +77,21 @@ class DraftOptions:
     budget: int | None = option(
         None, "Tokens of the partial KV cache.", panel=_PANEL, shown="by method", least=64, most=_LARGEST
     )
-    sinks: int = option(16, "First tokens it always holds.", panel=_PANEL, least=0, most=_LARGEST)
-    shared_noise: bool = option(True, "Draft with the noise of the draw.", panel=_PANEL)
+    sinks: int = option(
+        16, "Attention sinks: leading tokens that the partial cache keeps.", panel=_PANEL, least=0, most=_LARGEST
+    )
+    shared_noise: bool = option(True, "Rank drafts with the sampler's own Gumbel noise.", panel=_PANEL)
     costs: str | None = option(
         None,
-        "measured or nominal: by which costs of passes trees are chosen; never changes the text.",
+        "measured or nominal: costs of passes that trees are sized by; never changes the text.",
         panel=_PANEL,
         shown=MEASURED,
         choices=COSTS,
     )
     recall: int | None = option(
         None,
-        "Likeliest tokens kept of each distribution, to be recalled where the text stands like that again, with "
-        "--tree auto; 0 reuses n-grams.",
+        "With --tree auto: top K logits kept per position, reused as drafts where the same context recurs; 0 reuses "
+        "n-grams.",
         panel=_PANEL,
         shown="64",
         least=0,
@@ -101,8 +103,8 @@ class DraftOptions:
         widths = (1,) if self.tree in (None, AUTO) else self.tree
         if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
             raise InputError(f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "tree")
-        if prod(widths) > _MOST_PATHS:
-            raise InputError(f"has {prod(widths):,} paths, at most {_MOST_PATHS:,} are possible", "tree")
+        if prod(widths) > _MAX_PATHS:
+            raise InputError(f"has {prod(widths):,} paths, at most {_MAX_PATHS:,} are possible", "tree")
         if isinstance(self.tree, tuple) and self.gamma is not None:
             raise InputError("cannot be given together with `tree`", "gamma")
         if self.budget is not None:
@@ -110,8 +112,7 @@ class DraftOptions:
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not the default, by name."""
-        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        return given_options(self)
 
 
 def refuse_sinks(sinks: int, budget: int) -> None:
@@ -129,12 +130,14 @@ class Method:
     kv: tuple[str, ...] = ()  # what it can read while drafting; the first is the default
     gamma: int | None = None  # length of its chain, if not said otherwise; None if it drafts none
     budget: int = 4096  # tokens of its partial cache, if not said otherwise
+    cuda_tree: tuple[int, ...] = ()  # of its heads on CUDA, if not said otherwise: the paper's
+    cpu_tree: tuple[int, ...] = ()  # and on a CPU
     partial: bool = False  # passes of the target draft: over a partial cache, unless drafting reads the full one
     heads: bool = False  # it drafts with heads, if there are any, though it has no tree of theirs to choose
     draft: bool = False  # it needs a smaller model
     may_draft: bool = False  # it drafts with a smaller model, if there is one
     networks: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
-    may_network: bool = False  # it drafts with a published drafter, if there is one
+    may_use_speculator: bool = False  # it drafts with a published drafter, if there is one
     reference: bool = False  # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
 
     @property
@@ -142,7 +145,19 @@ class Method:
         """Whether there have to be heads."""
         return "tree" in self.uses and not self.networks
 
+    @property
+    def loads(self) -> frozenset[str]:
+        """What it can draft with of what is loaded beside the model, by the options that name it."""
+        uses = {
+            "heads": self.heads or self.needs_heads,
+            "draft_model": self.draft or self.may_draft,
+            "drafter": bool(self.networks) or self.may_use_speculator,
+            "draft_weights": self.partial,
+        }
+        return frozenset(name for name, used_by_it in uses.items() if used_by_it)
 
+
+LOADED = ("heads", "draft_model", "drafter", "draft_weights")  # options that name what methods draft with
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
 OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
 
@@ -162,10 +177,12 @@ _CASCADE = Method(
 
 METHODS: dict[str, Method] = {
     "ar": Method(),
-    "medusa": Method(_OF_TREES),
+    "medusa": Method(_OF_TREES, cuda_tree=(3, 3, 3), cpu_tree=(2, 2, 2, 2)),
     "tokenswift": Method(
         _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
         by_lm_head=1,
+        cuda_tree=(1, 3, 3, 3),
+        cpu_tree=(1, 2, 2, 2, 2),
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
         partial=True,
     ),
@@ -182,7 +199,7 @@ METHODS: dict[str, Method] = {
     "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
     "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
-    "auto": replace(_CASCADE, may_draft=True, may_network=True),
+    "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
     "ar-reference": Method(reference=True),
 }
 
@@ -198,9 +215,8 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def used(name: str, options: DraftOptions) -> frozenset[str]:
+def used(method: Method, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
-    method = find_method(name)
     uses, tree = method.uses, options.tree or (AUTO if method.networks else None)
     if "kv" in uses and options.kv == FULL:
         uses -= _OF_PARTIAL
@@ -229,7 +245,9 @@ def refuse_unused(
     options = DraftOptions(kv=given.get("kv"), tree=given.get("tree"), recall=given.get("recall"))
     trees = trees or {}
     looked_at = {
-        name for method in methods for name in used(method, replace(options, tree=trees.get(method, options.tree)))
+        name
+        for method in methods
+        for name in used(find_method(method), replace(options, tree=trees.get(method, options.tree)))
     }
     if "tree" in looked_at:
         looked_at |= {"gamma"}

@@ -6,47 +6,47 @@ Nothing here imports torch: what is cheap to check is refused at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tswift.decoding.params import MOST_TOP, OFF, SamplingParams
 from tswift.decoding.text import check_stop
-from tswift.drafting.options import METHODS, DraftOptions, Method, find_method, refuse_unused, used
-from tswift.errors import InputError, did_you_mean, read_file, read_stream
+from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
+from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
-from tswift.options import check_options, option, options_of
+from tswift.options import changed, check_options, given_names, given_options, option, options_of, part
+from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
-MOST_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
+MAX_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
 
 
 def read_prompt(source: str | None, option: str = "prompt") -> str:
     """The text of a prompt: of a file, of standard input (``-``), or of the bundled novel (None).
 
-    InputError, naming ``option``, if it is more than ``MOST_BYTES``, or not text in UTF-8.
+    InputError, naming ``option``, if it is more than ``MAX_BYTES``, or not text in UTF-8.
     """
     name = "standard input" if source == "-" else str(source)
     try:
         if source == "-":
             if sys.stdin is None:
                 raise InputError("there is no standard input", option)
-            data = read_stream(sys.stdin.buffer, MOST_BYTES, name, option)
+            data = read_stream(sys.stdin.buffer, MAX_BYTES, name, option)
         elif source == "":
             raise InputError("names no file", option)
         else:
-            path = bundled_prompts() / BUNDLED if source is None else Path(source).expanduser()
-            data = read_file(path, MOST_BYTES, option)
+            path = bundled_prompts() / BUNDLED if source is None else find_path(source, option)
+            data = read_file(path, MAX_BYTES, option)
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text (byte {error.start:,})", option) from None
-    except (OSError, RuntimeError) as error:  # a closed descriptor; a home folder that does not exist
-        raise InputError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})", option) from None
+    except OSError as error:  # a closed descriptor
+        raise InputError(f"{name} cannot be read ({error.strerror})", option) from None
     return check_prompt(text, option, name)
 
 
@@ -129,7 +129,7 @@ def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str
         raise InputError(message, "preset")
     # where the LM head drafts no level, the tree begins with the first head's
     drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
-    uses = used(method, DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
+    uses = used(find_method(method), DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
     if "gamma" in typed or find_method(method).networks:  # it stands in for a tree; these choose their own
         uses -= {"tree"}
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
@@ -151,41 +151,28 @@ def preset_note(preset: str, banned: Collection[int]) -> str:
     return f"preset {preset}{foreign if preset in _NEVER_DRAWN else ''}"
 
 
-# what is loaded for a method, by the option that names it, and whether the method uses it
-LOADS: dict[str, Callable[[Method], bool]] = {
-    "heads": lambda method: method.heads or method.needs_heads,
-    "draft_model": lambda method: method.draft or method.may_draft,
-    "drafter": lambda method: bool(method.networks) or method.may_network,
-    "draft_weights": lambda method: method.partial,
-}
-
-
-def loading(config: ModelConfig, methods: Sequence[str]) -> dict[str, Any]:
-    """Arguments of :func:`tswift.load` for methods; the model's name, ``exact`` and ``quantize`` apart.
+def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
+    """What is loaded for methods: a draft model, where one of them needs the bundled one.
 
     InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
     for name in ("drafter", "draft_model", "draft_weights"):
-        users = [user for user, method in METHODS.items() if LOADS[name](method)]
+        users = [user for user, method in METHODS.items() if name in method.loads]
         if getattr(config, name) is not None and not {*methods} & {*users}:
             use = "draft with the model itself" if name == "draft_weights" else "use it"
             one = f"{methods[0]} does not {use}"
             message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
             raise InputError(f"{message}; {', '.join(users)} do", name)
-    draft_model = config.draft_model
-    for method, kind in {method: find_method(method) for method in methods}.items():
+    for method in methods:
+        kind = find_method(method)
         if kind.networks and config.drafter is None:
             raise InputError(f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})", "drafter")
-        if kind.draft and draft_model is None:
+        if kind.draft and config.draft_model is None:
             if config.model != DEMO:
                 message = f"is required: {method} drafts with a smaller model that has the tokens of {config.model}"
                 raise InputError(message, "draft_model")
-            draft_model = DEMO_DRAFT
-    return {
-        **{name: getattr(config, name) for name in ("drafter", "device", "dtype", "kv_dtype", "attention", "heads")},
-        "draft_model": draft_model,
-        "draft_weights": None if config.draft_weights == UNQUANTISED else config.draft_weights,
-    }
+            config = replace(config, draft_model=DEMO_DRAFT)
+    return replace(config, draft_weights=None) if config.draft_weights == UNQUANTISED else config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,21 +207,28 @@ class TextConfig:
     def read(self, model: str) -> str:
         """The prompt's text; only the bundled model has one of its own."""
         if self.bundled and model != DEMO:
-            raise InputError(f"names a text for {model} to continue, or --prompt-text has it", "prompt")
+            reason = "(only the bundled model has a default text); or use --prompt-text"
+            raise InputError(f"required for {model} {reason}", "prompt")
         return read_prompt(self.prompt) if self.prompt_text is None else check_prompt(self.prompt_text, "prompt_text")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig(TextConfig):
-    """How the text was made that ``tswift verify --tokens`` judges."""
+class AuditConfig:
+    """What ``tswift verify`` judges: how a text was made, and with which model."""
 
+    model: ModelConfig = part(ModelConfig)
+    text: TextConfig = part(TextConfig)
+    sampling: SamplingParams = part(SamplingParams)
     stop_at_eos: bool = option(False, "End-of-text tokens could be drawn.", flag="--stop-at-eos", shown="")
+    given: frozenset[str] = given_names()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(TextConfig, ModelConfig):
+class RunConfig:
     """A job as asked for, checked: the options of ``tswift generate``."""
 
+    model: ModelConfig = part(ModelConfig)
+    text: TextConfig = part(TextConfig)
     method: str = option("auto", f"One of {', '.join(METHODS)}.")
     stop_at_eos: bool = option(
         False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
@@ -244,7 +238,7 @@ class RunConfig(TextConfig, ModelConfig):
     )
     logprobs: int | None = option(
         None, "Write log-probabilities of each token and of the N likeliest.", panel="Output", shown="", metavar="N",
-        least=0, most=MOST_TOP,
+        least=0, most=MAX_TOP,
     )  # fmt: skip
     chat: bool = option(
         False, "The prompt is what a user says: put it into the model's chat template.", flag="--chat", shown=""
@@ -254,32 +248,29 @@ class RunConfig(TextConfig, ModelConfig):
         None, f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.", metavar="NAME"
     )
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that were given
-    drafting: Mapping[str, Any] = field(default_factory=dict)  # fields of DraftOptions that were given
+    sampling: SamplingParams = part(SamplingParams)
+    drafting: DraftOptions = part(DraftOptions)
+    given: frozenset[str] = given_names()  # typed, or the preset's
 
     def __post_init__(self) -> None:
-        TextConfig.__post_init__(self)
-        ModelConfig.__post_init__(self)
+        check_options(self)
         method = find_method(self.method)
         _refuse_with_chat(self)
         check_stop(self.stop)
-        refuse_shape(self.model)
-        heads = {} if self.heads is None else {"heads": self.heads}
-        refuse_unused([self.method], {**self.drafting, **heads})
-        self.loading()
-        if self.exact and method.reference:
+        refuse_shape(self.model.model)
+        heads = {} if self.model.heads is None else {"heads": self.model.heads}
+        refuse_unused([self.method], {**given_options(self.drafting, self.given), **heads})
+        self.to_load()
+        if self.model.exact and method.reference:
             raise InputError(f"cannot be had with {self.method}, which sums as reference implementations do", "exact")
-        self.params()
-        self.options()
 
     @classmethod
     def of(cls, **values: Any) -> RunConfig:
-        """A job of options by name: those of this class, ModelConfig, SamplingParams and DraftOptions."""
+        """A job of options by name, those of its parts among them; a preset fills in what is not given."""
         if values.get("preset") is not None:
             values = {"method": "tokenswift", **values}  # the paper's
             values = {**preset_options(values["preset"], values["method"], values), **values}
-        own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
-        return cls(**own, sampling=sampling, drafting=drafting)
+        return changed(cls(), values)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
@@ -288,35 +279,43 @@ class RunConfig(TextConfig, ModelConfig):
         Attention is ``auto`` where that was ``native``, which another machine may lack. AttributeError, KeyError,
         TypeError or ValueError if the record is broken.
         """
-        options, model, drafting = record["options"], record["model"], dict(record["drafting"])
+        options, loaded, drafting = record["options"], record["model"], dict(record["drafting"])
         if isinstance(drafting.get("tree"), list):
             drafting["tree"] = tuple(drafting["tree"])
+        model = ModelConfig(
+            model=loaded["name"],
+            device=loaded["device"],
+            dtype=loaded["dtype"],
+            kv_dtype=loaded.get("kv_dtype", loaded["dtype"]),
+            attention="auto" if loaded["attention"] == "native" else loaded["attention"],
+            heads=options["heads"],
+            draft_model=None if loaded.get("draft") is None else loaded["draft"]["name"],
+            drafter=None if loaded.get("drafter") is None else loaded["drafter"]["name"],
+            draft_weights=options.get("draft_weights"),
+            weights=options.get("weights"),
+            exact=loaded.get("exact") is not None,
+        )
         return cls(
-            **{name: options[name] for name in ("length", "method", "seed", "stop_at_eos", "heads")},
-            **{name: options.get(name) for name in ("quantize", "draft_weights", "logprobs")},
+            model=model,
+            text=TextConfig(length=options["length"], seed=options["seed"]),
+            method=options["method"],
+            stop_at_eos=options["stop_at_eos"],
             stop=tuple(options.get("stop", ())),
-            model=model["name"],
-            device=model["device"],
-            dtype=model["dtype"],
-            kv_dtype=model.get("kv_dtype", model["dtype"]),
-            attention="auto" if model["attention"] == "native" else model["attention"],
-            draft_model=None if model.get("draft") is None else model["draft"]["name"],
-            drafter=None if model.get("drafter") is None else model["drafter"]["name"],
-            exact=model.get("exact") is not None,
-            drafting=drafting,
+            logprobs=options.get("logprobs"),
+            drafting=DraftOptions(**drafting),
+            given=frozenset(drafting),
         )
 
-    def loading(self) -> dict[str, Any]:
-        """Arguments of :func:`tswift.load`; ``exact`` and ``quantize`` apart."""
-        return loading(self, [self.method])
+    def recorded(self) -> dict[str, Any]:
+        """What ``run.json`` keeps as the run's options: of sampling and drafting those that were given."""
+        own = {each.name: getattr(self, each.name) for each, _ in options_of(self)}
+        given = {name: given_options(getattr(self, name), self.given) for name in ("sampling", "drafting")}
+        return {**asdict(self.model), **asdict(self.text), **own, **given}
 
-    def params(self) -> SamplingParams:
-        """The sampling parameters."""
-        return SamplingParams(**self.sampling)
-
-    def options(self) -> DraftOptions:
-        """The drafting options."""
-        return DraftOptions(**self.drafting)
+    def to_load(self) -> ModelConfig:
+        """What is loaded for the job: how it is asked for, and what the method needs besides."""
+        loaded = to_load(self.model, [self.method])
+        return replace(loaded, exact=False) if find_method(self.method).reference else loaded
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,9 +327,9 @@ def _refuse_with_chat(config: RunConfig) -> None:
     """Refuse options that do not go together with a chat, or need one."""
     if config.system is not None and not config.chat:
         raise InputError("goes with --chat", "system")
-    if config.chat and config.bundled:
-        raise InputError("wants a --prompt: it is what the user says", "chat")
-    if config.chat and config.prompt == config.system == "-":
+    if config.chat and config.text.bundled:
+        raise InputError("needs --prompt or --prompt-text, the user's message", "chat")
+    if config.chat and config.text.prompt == config.system == "-":
         raise InputError("cannot be standard input, which is the prompt", "system")
-    if config.chat and config.prefill is not None:
+    if config.chat and config.text.prefill is not None:
         raise InputError("cannot be given together with --chat, whose template has an end", "prefill")

@@ -4,8 +4,12 @@ Tokens are appended while the job runs, with a journal line per checkpoint, and 
 on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a time writes.
 
 A line of the journal is a JSON object, a tab, the CRC-32 of the object's bytes, and a newline. The object holds
-``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes) and the counters of the steps. Checksums of
-tokens run on from line to line, so each line vouches for everything before it.
+``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes), with log-probabilities ``logprobs_crc32``
+(of these tokens' rows), and the counters of the steps. Checksums run on from line to line, so each line vouches for
+everything before it.
+
+A folder holds a run as soon as ``run.json`` is there, which is written after ``prompt.u32`` and before the first token.
+Until then it holds nothing that another run could not begin with.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from hashlib import sha256
 from itertools import count
@@ -27,28 +31,33 @@ from zlib import crc32
 import numpy as np
 from filelock import FileLock, Timeout
 
-from tswift.decoding.params import SamplingParams
-from tswift.errors import MOST_RECORD, Fault, InputError, parse_json, read_file
+from tswift.decoding.text import text_of
+from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json, read_file
 from tswift.jobs.config import RunConfig, fingerprint
+from tswift.sampling.parameters import SamplingParams
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
 LOGPROBS = "logprobs.bin"
 JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
+_ROWS = "logprobs_crc32"
 REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
 _SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
 _LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
-_MOST_BYTES = 1 << 30  # of a file: tokens take four
+_MAX_BYTES = 1 << 30  # of a file: tokens take four
 # of files to write; a link in a run's folder could point at anything
 _FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _MODE = 0o644
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # of what checksums are taken
+_NEW = ".new"  # what a file is called until all of it is written
 
-Counters = Mapping[str, Any]
+Object = Mapping[str, Any]  # of JSON
+Counters = Object
 
 
-class SaveFailed(Fault):
+class SaveFailed(DecodeError):
     """A run's folder cannot be written any more."""
 
 
@@ -67,7 +76,7 @@ def _sync_folder(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file whole, or not at all, whatever happens meanwhile. OSError, with its name, if it cannot be."""
-    new = path.with_name(f"{path.name}.new")
+    new = path.with_name(f"{path.name}{_NEW}")
     try:
         handle = os.open(new, _FLAGS | os.O_CREAT | os.O_TRUNC, _MODE)
         try:
@@ -104,10 +113,48 @@ def bytes_of(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype="<u4").tobytes()
 
 
-def checksum(record: Mapping[str, Any]) -> str:
+def checksum(record: Object) -> str:
     """SHA-256 of a record read from JSON, its own checksum apart."""
     rest = {name: value for name, value in record.items() if name != CHECKSUM}
-    return sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return sha256(_CANONICAL.encode(rest).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What ``run.json`` holds, see docs/formats.md; what is None is not in it."""
+
+    state: str = RUNNING  # or finished, interrupted, failed
+    reason: str | None = None  # why it failed
+    end: Mapping[str, str] | None = None  # how a finished text ended
+    command: Sequence[str] = field(default_factory=list)
+    options: Object = field(default_factory=dict)  # of :meth:`RunConfig.recorded`
+    sampling: Object = field(default_factory=dict)  # all of SamplingParams
+    drafting: Object = field(default_factory=dict)  # what the method uses of DraftOptions, resolved
+    model: Object = field(default_factory=dict)  # what was loaded and how
+    prompt: Object = field(default_factory=dict)
+    started: str = ""
+    environment: Object = field(default_factory=dict)
+    prefill_seconds: float | None = None  # of the first session
+    resumed: Sequence[Object] = field(default_factory=list)  # a session for each time that the run was resumed
+    process: Object = field(default_factory=dict)
+    ended: str | None = None
+    figures: Object | None = None  # once it does not run
+    accepted: Mapping[Any, int] = field(default_factory=dict)
+    sizes: Mapping[Any, int] = field(default_factory=dict)
+    choices: Mapping[str, int] | None = None
+
+    @classmethod
+    def of(cls, plain: Object) -> Record:
+        """A record of what JSON holds."""
+        return cls(**{each.name: plain[each.name] for each in fields(cls) if each.name in plain})
+
+    def content(self) -> bytes:
+        """The bytes of ``run.json``, with their checksum."""
+        present = {name: value for name, value in vars(self).items() if value is not None}
+        plain = json.loads(json.dumps({"schema": SCHEMA, **present}, default=str))  # paths
+        plain[CHECKSUM] = sha256(_CANONICAL.encode(plain).encode()).hexdigest()
+        text = json.dumps(plain, indent=2, ensure_ascii=False)
+        return f"{text}\n".encode(errors="backslashreplace")  # incomplete UTF-8, as in a file's name
 
 
 # --- folders and their locks
@@ -125,7 +172,7 @@ def _new_folder(path: Path) -> list[Path]:
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        empty = _unbegun(path)
+        empty = _holds_no_run(path)
     except OSError as error:
         raise _unwritable(path, error) from None
     if not empty:
@@ -134,7 +181,7 @@ def _new_folder(path: Path) -> list[Path]:
 
 
 @contextmanager
-def made_folder(path: Path) -> Iterator[None]:
+def create_folder(path: Path) -> Iterator[None]:
     """Make a folder, or take an empty one. An error removes it again, unless something has been put there meanwhile."""
     made = _new_folder(path)
     try:
@@ -150,12 +197,11 @@ def _remove(made: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _unbegun(path: Path) -> bool:
-    """Whether a folder is empty, or holds no more than a run leaves that was killed while its model was loading."""
+def _holds_no_run(path: Path) -> bool:
+    """Whether a folder is empty, or holds no more than a run leaves that was killed before its first record."""
+    left = (PROMPT, REQUEST, *(name + _NEW for name in (PROMPT, REQUEST, RECORD)))
     empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)
-    return all(
-        file.name in (PROMPT, REQUEST) or (file.name in empty and not file.stat().st_size) for file in path.iterdir()
-    )
+    return all(file.name in left or (file.name in empty and not file.stat().st_size) for file in path.iterdir())
 
 
 def _unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
@@ -225,11 +271,13 @@ class Checkpoint:
     tokens: int  # how many there were
     crc32: int  # of the bytes of the prompt and of these tokens
     counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.stats.DecodeStats.counters`
+    rows_crc32: int | None = None  # of these tokens' log-probabilities; None without them, or before they had one
     end: int = field(default=0, compare=False)  # bytes of the journal up to the end of this line
 
     def line(self) -> bytes:
         """The journal's line."""
-        content = {"tokens": self.tokens, "crc32": self.crc32, **self.counters}
+        rows = {} if self.rows_crc32 is None else {_ROWS: self.rows_crc32}
+        content = {"tokens": self.tokens, "crc32": self.crc32, **rows, **self.counters}
         text = json.dumps(content, separators=(",", ":")).encode()
         return b"%s\t%08x\n" % (text, crc32(text))
 
@@ -252,8 +300,9 @@ def parse_journal(content: bytes) -> Journal:
         text, _, crc = line.rpartition(b"\t")
         try:
             counters = json.loads(text) if crc == b"%08x" % crc32(text) else {}
-            checkpoint = Checkpoint(counters.pop("tokens"), counters.pop("crc32"), counters, end)
-            whole = isinstance(checkpoint.tokens, int) and isinstance(checkpoint.crc32, int)
+            sums = (counters.pop("crc32"), counters.pop(_ROWS, None))
+            checkpoint = Checkpoint(counters.pop("tokens"), sums[0], counters, sums[1], end)
+            whole = isinstance(checkpoint.tokens, int) and isinstance(sums[0], int) and isinstance(sums[1], int | None)
             sound = whole and checkpoint.tokens > (checkpoints[-1].tokens if checkpoints else -1)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             sound = False
@@ -277,18 +326,24 @@ class RunFolder:
         self.path, self._lock, self._made = path, lock, made
         self._files: dict[str, tuple[int, bytearray]] = {}  # handles, and what waits for the next checkpoint
         self.saved = self._appended = self._crc = 0  # ``saved`` tokens are on the disk for certain
+        self._rows_crc: int | None = None  # of log-probabilities, if there are any
         self._checked = time.monotonic()
 
     @classmethod
     def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
         """The folder of a new run, not there yet or empty; with a file of log-probabilities if asked for."""
         made = _new_folder(path)
-        folder = cls(path, lock_folder(path, "out", f"{path} is in use by another run"), made)
+        lock = lock_folder(path, "out", f"{path} is in use by another run")
+        try:
+            _new_folder(path)  # asked anew, now that nobody else writes to it
+        except InputError:
+            lock.release()
+            raise
+        folder = cls(path, lock, made)
         try:
             for name in (TOKENS, TEXT, JOURNAL, *([LOGPROBS] if logprobs else [])):
-                if _unbegun(path):  # asked anew, now that it is locked
-                    (path / name).unlink(missing_ok=True)
                 folder._open(name)
+            folder._rows_crc = 0 if logprobs else None
             for parent in (path, *(below.parent for below in made)):
                 _sync_folder(parent)
         except OSError as error:
@@ -297,28 +352,38 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, lock: Lock, checkpoint: Checkpoint, text: str, row_bytes: int = 0) -> RunFolder:
+    def reopen(
+        cls,
+        path: Path,
+        lock: Lock,
+        record: Record,
+        checkpoint: Checkpoint,
+        text: str,
+        row_bytes: int = 0,
+    ) -> RunFolder:
         """The folder of a run that goes on from a checkpoint; what lies behind it is cut off.
 
-        ``text`` is the text up to there, ``row_bytes`` what a token's log-probabilities take, if there are any.
+        Before that its ``record`` says that it is running: a run that was finished, and is killed while it is made
+        longer, is finished no more. ``text`` is the text up to the checkpoint, ``row_bytes`` what a token's
+        log-probabilities take, if there are any.
         """
         folder = cls(path, lock)
+        folder.record(replace(record, state=RUNNING))
         with folder._saving():
             folder._open(JOURNAL, checkpoint.end)
             folder._open(TOKENS, 4 * checkpoint.tokens)
             if row_bytes:
                 folder._open(LOGPROBS, row_bytes * checkpoint.tokens)
-            (path / TEXT).unlink(missing_ok=True)
-            folder._open(TEXT)
+            folder._open(TEXT)  # it is written anew
         folder._add(TEXT, text.encode())
         folder.saved = folder._appended = checkpoint.tokens
         folder._crc = checkpoint.crc32
+        folder._rows_crc = checkpoint.rows_crc32
         return folder
 
     def _open(self, name: str, keep: int | None = None) -> None:
-        """Open a file to append to it: after its first ``keep`` bytes, or None for a file that must not exist yet."""
-        new = os.O_CREAT | os.O_EXCL if keep is None else 0
-        handle = os.open(self.path / name, _FLAGS | new, _MODE)
+        """Open a file to append to it: after its first ``keep`` bytes, or an empty one that need not be there yet."""
+        handle = os.open(self.path / name, _FLAGS | (os.O_CREAT if keep is None else 0), _MODE)
         self._files[name] = handle, bytearray()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(0, "it is no regular file", str(self.path / name))
@@ -348,8 +413,9 @@ class RunFolder:
         data = bytes_of(tokens)
         self._add(TOKENS, data)
         self._add(TEXT, text.encode())
-        if logprobs:
+        if self._rows_crc is not None:
             self._add(LOGPROBS, logprobs)
+            self._rows_crc = crc32(logprobs, self._rows_crc)
         self._crc = crc32(data, self._crc)
         self._appended += len(tokens)
         if time.monotonic() - self._checked >= _SECONDS or self._appended - self.saved >= _TOKENS:
@@ -369,18 +435,15 @@ class RunFolder:
                     self._sync(name)
             self._sync(TEXT, durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
-                self._add(JOURNAL, Checkpoint(self._appended, self._crc, counters).line())
+                self._add(JOURNAL, Checkpoint(self._appended, self._crc, counters, self._rows_crc).line())
                 self._sync(JOURNAL)
         self.saved = self._appended
         self._checked = time.monotonic()
 
-    def record(self, record: Mapping[str, Any]) -> None:
+    def record(self, record: Record) -> None:
         """Write ``run.json``, whole or not at all."""
-        plain = json.loads(json.dumps({"schema": SCHEMA, **record}, default=str))  # paths
-        content = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, ensure_ascii=False)
         with self._saving():
-            # backslashes for incomplete UTF-8, as in a file's name
-            write_whole(self.path / RECORD, f"{content}\n".encode(errors="backslashreplace"))
+            write_whole(self.path / RECORD, record.content())
 
     def close(self) -> None:
         """Close the files and release the folder. What no checkpoint has written is dropped."""
@@ -413,7 +476,7 @@ class RunRecord:
     """A run as its folder describes it, finished or not."""
 
     path: Path
-    record: Mapping[str, Any]  # all of ``run.json``
+    record: Record  # all of ``run.json``
     state: str  # running, finished, interrupted or failed, as it was last written
     config: RunConfig  # what made the run
     params: SamplingParams  # banned end-of-text tokens included
@@ -445,7 +508,14 @@ def read_run(path: Path) -> RunRecord:
         exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
         bits = {None if how is None else how["bits"] for how in exact}
         run = RunRecord(
-            path, record, str(record["state"]), config, params, prompt, bits.pop() if len(bits) == 1 else None, eos_ids
+            path,
+            Record.of(record),
+            str(record["state"]),
+            config,
+            params,
+            prompt,
+            bits.pop() if len(bits) == 1 else None,
+            eos_ids,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -459,9 +529,9 @@ def read_record(path: Path) -> dict[str, Any]:
     """``run.json`` of a run's folder, with its checksum checked; InputError if there is none, or it is broken."""
     _refuse_no_folder(path)
     missing = f"there is no {RECORD} in it"
-    if (path / TOKENS).exists() and not (path / RECORD).exists() and _unbegun(path):
+    if (path / TOKENS).exists() and not (path / RECORD).exists() and _holds_no_run(path):
         missing = "it was stopped while the model was loading; --out begins it anew"
-    content = _content(path / RECORD, f"{path} holds no run: {missing}")
+    content = read_own(path / RECORD, missing=f"{path} holds no run: {missing}")
     record = parse_json(content, f"{path / RECORD} is broken: it")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads")
@@ -475,20 +545,24 @@ def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Saved:
 
     Where a token's log-probabilities take ``row_bytes``, tokens without them are not sound.
     """
-    journal, data = parse_journal(_content(path / JOURNAL)), _content(path / TOKENS)
+    journal, data = parse_journal(read_own(path / JOURNAL)), read_own(path / TOKENS)
     damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum" if journal.broken else ""
-    rows = len(_content(path / LOGPROBS)) if row_bytes else 0
-    sound = [Checkpoint(0, crc32(bytes_of(prompt)))]
+    rows = read_own(path / LOGPROBS) if row_bytes else b""
+    sound = [Checkpoint(0, crc32(bytes_of(prompt)), rows_crc32=0 if row_bytes else None)]
+    rows_crc = 0
     for checkpoint in journal.checkpoints:
         before, made, end = sound[-1], checkpoint.tokens, 4 * checkpoint.tokens
+        rows_crc = crc32(rows[row_bytes * before.tokens : row_bytes * made], rows_crc)
         if end > len(data):
             wrong = f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
-        elif row_bytes * made > rows:
-            wrong = f"{path / LOGPROBS} has {rows:,} bytes, {made:,} tokens take more"
+        elif row_bytes * made > len(rows):
+            wrong = f"{path / LOGPROBS} has {len(rows):,} bytes, {made:,} tokens take more"
+        elif row_bytes and checkpoint.rows_crc32 not in (None, rows_crc):
+            wrong = f"{path / LOGPROBS} does not match its checksum between tokens {before.tokens:,} and {made:,}"
         elif crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
             wrong = f"{path / TOKENS} does not match its checksum between tokens {before.tokens:,} and {made:,}"
         else:
-            sound.append(checkpoint)
+            sound.append(replace(checkpoint, rows_crc32=rows_crc if row_bytes else None))
             continue
         damage = damage or wrong
         break
@@ -501,21 +575,38 @@ def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> li
 
     Where it need not be ``whole``, a part of a token at its end, as a run that was killed may leave it, is left out.
     """
-    data = _content(path, option=option)
+    # a file that the user names may be reached by a link; one in a run's folder must not
+    data = read_own(path) if option is None else read_file(path, _MAX_BYTES, option)
     if whole and len(data) % 4:
         raise InputError(f"{path} is not a file of uint32: it has {len(data):,} bytes", option)
     if len(data) < 4:
         raise InputError(f"{path} holds no tokens", option)
-    return _ids(data[: len(data) // 4 * 4])
+    return _ids(data)
 
 
 def _ids(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<u4").tolist()
+    return np.frombuffer(data[: len(data) // 4 * 4], "<u4").tolist()
 
 
-def _content(path: Path, missing: str | None = None, option: str | None = None) -> bytes:
-    # a file that the user names may be reached by a link; one in a run's folder must not
-    return read_file(refuse_other(path) if option is None else path, _MOST_BYTES, option, missing)
+def read_own(path: Path, most: int = _MAX_BYTES, missing: str | None = None) -> bytes:
+    """All bytes of a file in a run's folder, which must be no link; see :func:`tswift.errors.read_file`."""
+    return read_file(path, most, missing=missing, follow=False)
+
+
+def text_fault(path: Path, state: str, tokenizer: Any, stop: Sequence[str]) -> str:
+    """What is wrong with a run's ``text.txt``, which is to be the text of its tokens; empty if nothing is.
+
+    Of a run that did not come to save its end, in another ``state`` than finished or interrupted, it may be a part.
+    """
+    file, whole = path / TEXT, state in (FINISHED, INTERRUPTED)
+    # the text before the tokens: a process that is writing them writes the tokens first
+    found = read_own(file) if whole or file.exists() else b""
+    text = text_of(tokenizer, _ids(read_own(path / TOKENS)), stop).encode()
+    if text == found if whole else text.startswith(found):
+        return ""
+    pairs = enumerate(zip(text, found, strict=False))
+    same = next((at for at, (own, other) in pairs if own != other), min(len(text), len(found)))
+    return f"{file} is not the text of {TOKENS}: they differ from byte {same:,} on"
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:
@@ -559,15 +650,15 @@ def list_runs(folder: Path) -> list[Entry]:
         runs = [path for path in paths if path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())]
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror})") from None
-    return sorted((look(path)[0] for path in runs), key=lambda entry: (entry.started or "", str(entry.path)))
+    return sorted((inspect_run(path)[0] for path in runs), key=lambda entry: (entry.started or "", str(entry.path)))
 
 
-def look(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
+def inspect_run(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
     """A run from outside, whoever is writing it: its entry in a list, its record (if sound), its last checkpoint."""
     working, last = in_use(path), Checkpoint(0, 0)
     record: dict[str, Any] = {}
     with suppress(InputError):
-        last = [last, *parse_journal(read_file(path / JOURNAL, MOST_RECORD)).checkpoints][-1]
+        last = [last, *parse_journal(read_own(path / JOURNAL, MAX_RECORD)).checkpoints][-1]
     if working and not (path / RECORD).exists():  # its model is being loaded
         return Entry(path, RUNNING, "", last.tokens), record, last
     try:

@@ -19,15 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tswift.decoding.loop import DecodeStats, distinct
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import row_type
-from tswift.decoding.text import TextStream
+from tswift.decoding.stats import DecodeStats, distinct
+from tswift.decoding.text import TextStream, text_of
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
-from tswift.drafting.options import AUTO, DraftOptions, find_method, refuse_unused, used
-from tswift.engine import Generation, begin, preflight
-from tswift.errors import Fault, InputError
+from tswift.drafting.options import AUTO, DraftOptions, Method, find_method, refuse_unused, used
+from tswift.engine import Demand, Generation, Request, begin, preflight
+from tswift.errors import DecodeError, InputError
+from tswift.forward.target import OnProgress
 from tswift.jobs.config import (
     BUNDLED_PREFILL,
     RunConfig,
@@ -43,6 +42,8 @@ from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
+    TEXT,
+    Record,
     RunFolder,
     RunRecord,
     Saved,
@@ -52,11 +53,16 @@ from tswift.jobs.folder import (
     read_record,
     read_run,
     read_saved,
+    text_fault,
+    write_whole,
 )
+from tswift.loading import LoadedModel, load_model, load_tokenizer
 from tswift.models.checkpoint import config_hash, weights_hash
+from tswift.models.config import ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
-from tswift.models.load import LoadedModel, load
-from tswift.models.target import OnProgress
+from tswift.options import changed
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import row_type
 
 _STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -117,7 +123,8 @@ class Job:
     model: LoadedModel
     generation: Generation
     folder: RunFolder
-    about: dict[str, Any]  # what ``run.json`` says of the command, its options, the prompt and the machine
+    config: RunConfig
+    about: Record  # what ``run.json`` says of the command, its options, the prompt and the machine
     prompt: Sequence[int]  # token ids
     text: TextStream  # turns tokens into the text
     stats: DecodeStats  # figures so far
@@ -132,7 +139,7 @@ class Job:
     @property
     def length(self) -> int:
         """Tokens asked for, those made before included."""
-        return int(self.about["options"]["length"])
+        return self.config.text.length
 
     def run(self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None) -> None:
         """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
@@ -144,7 +151,7 @@ class Job:
 
         Raises:
             Stopped: a signal stopped it.
-            Fault: something broke: the disk is full, the folder was removed, memory ran out, logits are no numbers.
+            DecodeError: the disk is full, the folder was removed, memory ran out, or logits are no numbers.
         """
         signals = signals or Signals()
         self.folder.record(self._record())
@@ -159,28 +166,31 @@ class Job:
             raise
         except BaseException as error:
             signals.patience, self.state = _NOTHING_STOPS, FAILED
-            self.reason = str(error) if isinstance(error, Fault) else repr(error)
+            self.reason = str(error) if isinstance(error, DecodeError) else repr(error)
             if ran_out(error):
                 device, made = self.model.target.device.type, self.stats.tokens
                 advice = "a lower --nodes or --budget needs less"
                 self.reason = f"{device} has no memory left after {made:,} tokens; {advice}"
-            elif not isinstance(error, Fault):
+            elif not isinstance(error, DecodeError):
                 self._end()
                 raise
-            with suppress(Fault):  # the first fault is the one to tell of
+            with suppress(DecodeError):  # the first fault is the one to tell of
                 if isinstance(error, SaveFailed):
                     # no second sync: it can succeed although the first lost something
                     self.folder.close()
                     self.folder.record(self._record())
                 else:
                     self._end()
-            raise Fault(f"{self.reason}; {self.saved()}") from error
+            raise DecodeError(f"{self.reason}; {self.saved()}") from error
         signals.patience, self.state = _NOTHING_STOPS, FINISHED
         on_step(self._end(), self.stats)
 
     def _decode(self, on_step: OnStep, on_progress: OnProgress | None, signals: Signals) -> None:
-        session = self.resumed[-1] if self.resumed else self.about
-        session["prefill_seconds"] = self.generation.decoding.prefill(on_progress)
+        seconds = self.generation.decoding.prefill(on_progress)
+        if self.resumed:
+            self.resumed[-1]["prefill_seconds"] = seconds
+        else:
+            self.about = replace(self.about, prefill_seconds=seconds)
         self.folder.record(self._record())
         on_step("", self.stats)
         signals.patience = 1
@@ -203,7 +213,7 @@ class Job:
             self.folder.record(self._record())
         except SaveFailed as error:
             self.state, self.reason = FAILED, str(error)
-            raise Fault(f"{error}; {self.saved()}") from error
+            raise DecodeError(f"{error}; {self.saved()}") from error
         finally:
             self.folder.close()
         return rest
@@ -225,15 +235,15 @@ class Job:
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
         about, need = self.about, self.generation.need
-        how = [about["options"]["method"]]
-        for name, value in about["drafting"].items():
+        how = [self.config.method]
+        for name, value in about.drafting.items():
             words = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
             words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else words
             how.append(f"{name.replace('_', ' ')} {words}")
         partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
-            "model {name}, {device}, {dtype}, attention {attention}".format(**about["model"]) + self.model.besides(),
+            "model {name}, {device}, {dtype}, attention {attention}".format(**about.model) + self.model.remarks(),
             ", ".join(how),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to generate, "
             f"KV memory {gigabytes(need.full_bytes)}{partial}",
@@ -247,7 +257,9 @@ class Job:
         return {
             "tokens": stats.tokens,
             "prefill_tokens": len(self.prompt),
-            "prefill_seconds": sum(part.get("prefill_seconds", 0.0) for part in (self.about, *self.resumed)),
+            "prefill_seconds": sum(
+                (session.get("prefill_seconds", 0.0) for session in self.resumed), self.about.prefill_seconds or 0.0
+            ),
             "decode_seconds": stats.seconds,
             "tokens_per_second": stats.tokens_per_second,
             "target_passes": stats.passes,
@@ -261,25 +273,28 @@ class Job:
             "peak_bytes": peak_bytes(self.model.target.device),
         }
 
-    def _record(self) -> dict[str, Any]:
-        running, counted = self.state == RUNNING, self.stats.counters()
-        return {
-            "state": self.state,
-            **({"reason": self.reason} if self.reason else {}),
-            **({END: self.end()} if self.state == FINISHED else {}),
-            **self.about,
-            "resumed": self.resumed,
-            "process": {"pid": os.getpid(), "host": socket.gethostname()},
-            **({} if running else {"ended": now(), "figures": self.figures()}),
-            **{name: counted[name] for name in ("accepted", "sizes", "choices") if counted[name] or name != "choices"},
-        }
+    def _record(self) -> Record:
+        running = self.state == RUNNING
+        counted = self.stats.counters()
+        return replace(
+            self.about,
+            state=self.state,
+            reason=self.reason or None,
+            end=self.end() if self.state == FINISHED else None,
+            resumed=self.resumed,
+            process={"pid": os.getpid(), "host": socket.gethostname()},
+            ended=None if running else now(),
+            figures=None if running else self.figures(),
+            accepted=counted["accepted"],
+            sizes=counted["sizes"],
+            choices=counted["choices"] or None,
+        )
 
 
 OPTION = "resume"
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
 _MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
-_KEPT = ("command", "options", "sampling", "drafting", "model", "prompt", "started", "environment", "prefill_seconds")
 
 
 def start(
@@ -298,19 +313,18 @@ def start(
         text, ids: the prompt, or its token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
     """
-    params, how = config.params(), config.loading()
-    text = config.read(config.model) if text is None and ids is None else text or ""
+    params = config.sampling
+    wanted = config.to_load()
+    text = config.text.read(config.model.model) if text is None and ids is None else text or ""
     system = None if config.system is None else read_prompt(config.system, "system")
-    if ranks.count == 1 and config.quantize is None and loaded is None:  # else it is seen when it is loaded
-        least = config.prefill or (BUNDLED_PREFILL if config.bundled else 1)
-        larger = "prefill" if config.prefill and config.prefill > config.length else "length"
-        preflight(
-            config.model, least, config.length, config.method, config.options(), option=larger, params=params, **how
-        )
+    if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
+        least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
+        larger = "prefill" if least > config.text.length and config.text.prefill else "length"
+        demand = Demand(least, config.text.length, config.method, config.drafting)
+        preflight(wanted, demand, option=larger, params=params)
     folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
     try:
-        exact = False if find_method(config.method).reference else config.exact
-        model = loaded or load(config.model, quantize=config.quantize, exact=exact, ranks=ranks, **how)
+        model = loaded or load_model(wanted, ranks)
         if config.preset is not None:
             params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))
         if ids is not None:
@@ -320,29 +334,30 @@ def start(
             messages = [{"role": role, "content": each} for role, each in said.items() if each is not None]
             prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
         else:
-            prompt = take(model.encode(text), config.prefill, bundled=config.bundled)
+            prompt = take(model.encode(text), config.text.prefill, bundled=config.text.bundled)
         generation = _begin(model, prompt, config, params)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
         raise
     # what was loaded for other methods has no part in this run
-    drafts = {"draft": how["draft_model"], "drafter": how["drafter"], "draft_weights": how["draft_weights"]}
+    drafts = {"draft": wanted.draft_model, "drafter": wanted.drafter, "draft_weights": wanted.draft_weights}
     unused = [name for name, asked in drafts.items() if asked is None]
-    about = {
-        "command": list(command),
-        "options": asdict(config),
-        "sampling": asdict(generation.params),
-        "drafting": used_options(config.method, generation.options),
-        "model": {name: value for name, value in _identity(model).items() if name not in unused},
-        "prompt": {"source": config.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
-        "started": now(),
-        "environment": environment(model.target.device),
-    }
+    about = Record(
+        command=list(command),
+        options=config.recorded(),
+        sampling=asdict(generation.params),
+        drafting=used_options(find_method(config.method), generation.options),
+        model={name: value for name, value in _identity(model).items() if name not in unused},
+        prompt={"source": config.text.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
+        started=now(),
+        environment=environment(model.target.device),
+    )
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
     notes += _drafting_notes(config, generation, len(prompt), model.target.width)
     stats = DecodeStats(generation.depth)
-    return Job(model, generation, folder, about, prompt, TextStream(model.tokenizer, config.stop), stats, notes=notes)
+    text_stream = TextStream(model.tokenizer, config.stop)
+    return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
 
 
 def resume(
@@ -371,28 +386,28 @@ def resume(
         lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
         unlocking.callback(lock.release)
         run = read_run(path)
-        saved = read_saved(path, run.prompt, _row_bytes(run.config))
+        saved = read_saved(path, run.prompt, row_bytes(run.config))
         _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
         config = _changed(run.config, asked)
         made = len(saved.tokens)
         if saved.damage and not discard_damaged:
             raise InputError(f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before", OPTION)
-        if config.length < made:
-            raise InputError(f"{path} has {made:,} tokens already, got {config.length:,}", "length")
+        if config.text.length < made:
+            raise InputError(f"{path} has {made:,} tokens already, got {config.text.length:,}", "length")
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
-        stopped = run.record.get(END, {}).get("reason") == BY_STRING
-        if run.state == FINISHED and (config.length == made or ended or stopped):
+        stopped = (run.record.end or {}).get("reason") == BY_STRING
+        if run.state == FINISHED and (config.text.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
+            _check_text(run, saved, loaded, discard_damaged)
             return None
-        how = {"quantize": config.quantize, "exact": config.exact, "ranks": ranks, **config.loading()}
-        model = loaded or load_exact_or_not("exact" in asked, config.model, **how)
+        model = loaded or load_exact_or_not(config.to_load(), "exact" in asked, ranks)
         draft = _refuse_other_model(run, config, model).get("draft")
         if config.stop:
             whole = TextStream(model.tokenizer, config.stop)
             whole.add(saved.tokens)
             ended = ended or whole.stopped is not None
         # a run that was stopped after its last token and before its last record has to draw that token again
-        below = made if ended else config.length
+        below = made if ended else config.text.length
         checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
         tokens = saved.tokens[: checkpoint.tokens]
         generation = _begin(model, run.prompt, config, run.params, written=tokens)
@@ -402,38 +417,61 @@ def resume(
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
         text = TextStream(model.tokenizer, config.stop)
         before = text.add(tokens)
-        folder = RunFolder.reopen(path, lock, checkpoint, before, _row_bytes(config))
+        folder = RunFolder.reopen(path, lock, run.record, checkpoint, before, row_bytes(config))
         unlocking.pop_all()
-    about = {name: run.record[name] for name in _KEPT if name in run.record}
     moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
-    about["options"] = {**about["options"], "length": config.length, **moved}
-    about["model"] = {**about["model"], "name": model.name}
+    about = replace(
+        run.record,
+        options={**run.record.options, "length": config.text.length, **moved},
+        model={**run.record.model, "name": model.name},
+    )
     session = {
         "at": len(tokens),
         "started": now(),
         "command": list(command),
-        "drafting": used_options(config.method, generation.options),
+        "drafting": used_options(find_method(config.method), generation.options),
         "draft": draft,
         "drafter": model.drafter_name,
         "draft_weights": model.draft_weights,
         "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }
-    resumed = [*run.record.get("resumed", ()), session]
+    resumed = [*map(dict, run.record.resumed), session]
     notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
-    if run.config.exact and model.exact != run.bits:
+    if run.config.model.exact and model.exact != run.bits:
         notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
-    return Job(model, generation, folder, about, run.prompt, text, stats, tokens, resumed, notes, before)
+    return Job(model, generation, folder, config, about, run.prompt, text, stats, tokens, resumed, notes, before)
+
+
+def _check_text(run: RunRecord, saved: Saved, loaded: LoadedModel | None, discard_damaged: bool) -> None:
+    """Refuse a finished run with another text than that of its tokens, or write that text."""
+    tokenizer = load_tokenizer(run.config.model.model) if loaded is None else loaded.tokenizer
+    fault = text_fault(run.path, run.state, tokenizer, run.config.stop)
+    if fault and not discard_damaged:
+        raise InputError(f"{fault}; --discard-damaged writes it anew", OPTION)
+    if fault:
+        write_whole(run.path / TEXT, text_of(tokenizer, saved.tokens, run.config.stop).encode())
 
 
 def _begin(
     model: LoadedModel, prompt: Sequence[int], config: RunConfig, params: SamplingParams, written: Sequence[int] = ()
 ) -> Generation:
-    chosen = {name: getattr(config, name) for name in ("method", "seed", "stop_at_eos", "stop", "logprobs")}
-    return begin(model, prompt, config.length, params=params, options=config.options(), written=written, **chosen)
+    request = Request(
+        prompt,
+        config.text.length,
+        config.method,
+        params,
+        config.text.seed,
+        config.drafting,
+        config.stop_at_eos,
+        written,
+        config.stop,
+        config.logprobs,
+    )
+    return begin(model, request)
 
 
-def used_options(method: str, options: DraftOptions) -> dict[str, Any]:
+def used_options(method: Method, options: DraftOptions) -> dict[str, Any]:
     """The drafting options that a method uses, by name."""
     return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
@@ -447,17 +485,17 @@ def _identity(model: LoadedModel) -> dict[str, Any]:
     return identity
 
 
-def _row_bytes(config: RunConfig) -> int:
+def row_bytes(config: RunConfig) -> int:
     """Bytes of a token's log-probabilities; 0 if none are wanted."""
     return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
 
 
 def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, width: int | None) -> list[str]:
     options, params = generation.options, generation.params
-    cut = cut_note(config.options(), width)
+    cut = cut_note(config.drafting, width)
     notes = [] if cut is None else [cut]
-    reused = "ngrams" in used(config.method, options) and options.ngrams and not options.reuse_recent
-    if reused and params.penalises and prompt + config.length <= params.window:
+    reused = "ngrams" in used(find_method(config.method), options) and options.ngrams and not options.reuse_recent
+    if reused and params.penalises and prompt + config.text.length <= params.window:
         notes.append(
             f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
             "(--reuse-recent reuses it)"
@@ -467,18 +505,18 @@ def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, widt
 
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is free to change, or the run's own, or refused."""
-    record, options = run.record, run.record["options"]
+    record, options = run.record, run.record.options
     typed = options.get("drafting", {})
     drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
     if drafting:
-        auto = record["drafting"].get("tree") == drafting.get("tree", AUTO) == AUTO
-        kept = {name: record["drafting"].get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+        auto = record.drafting.get("tree") == drafting.get("tree", AUTO) == AUTO
+        kept = {name: record.drafting.get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
         refuse_unused([run.config.method], {**kept, **drafting})
-    known = {**options, **typed, **record["sampling"], **record["drafting"], "exact": run.config.exact}
-    known["kv_dtype"] = run.config.kv_dtype
+    known = {**options, **typed, **record.sampling, **record.drafting, "exact": run.config.model.exact}
+    known["kv_dtype"] = run.config.model.kv_dtype
     for name, value in asked.items():
         plain = json.loads(json.dumps(value, default=str))  # as a record has it
-        loaded = record["model"].get(name), options.get(name, "auto")
+        loaded = record.model.get(name), options.get(name, "auto")
         if name in ("device", "dtype", "kv_dtype", "attention") and plain in loaded:
             continue
         # what was typed may have been cut to what fits
@@ -489,31 +527,29 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
 
 def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     """The run's configuration with what may change."""
-    changes = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
-    drafting: dict[str, Any] = {name: changes.pop(name) for name in ("nodes", "budget") if name in changes}
-    return replace(config, **changes, drafting={**config.drafting, **drafting})
+    return changed(config, {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked})
 
 
-def load_exact_or_not(typed: bool, *name: str, exact: bool | None, **how: Any) -> LoadedModel:
+def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> LoadedModel:
     """A run's model loaded as it was then; where exact passes cannot be had, and were not typed, without them."""
     try:
-        return load(*name, exact=exact, **how)
+        return load_model(config, ranks)
     except InputError as error:  # on other machines, or more ranks; notes tell
         if error.field != "exact" or typed:
             raise
-        return load(*name, exact=False, **how)
+        return load_model(replace(config, exact=False), ranks)
 
 
 def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> dict[str, Any]:
     """Refuse a model that is not the one the run was made with; returns what it is."""
-    identity, known = _identity(model), run.record["model"]
+    identity, known = _identity(model), run.record.model
     for what in ("weights", "config", "eos_ids", "heads"):
         if identity[what] != known.get(what):
             message = f"{model.name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
             raise InputError(message, "model")
     own = identity.get("kv_dtype", identity["dtype"])
-    if own != config.kv_dtype:
-        raise InputError(f"{run.path} was made with a KV cache in {config.kv_dtype}, not in {own}", "kv_dtype")
+    if own != config.model.kv_dtype:
+        raise InputError(f"{run.path} was made with a KV cache in {config.model.kv_dtype}, not in {own}", "kv_dtype")
     return identity
 
 
@@ -528,9 +564,9 @@ def _resume_notes(
     again = len(saved.tokens) - kept + saved.unsure
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
-    if draft is not None and draft["weights"] != (run.record["model"].get("draft") or {}).get("weights"):
+    if draft is not None and draft["weights"] != (run.record.model.get("draft") or {}).get("weights"):
         name = draft["name"]
         notes.append(f"the draft model {name} is not the one that the run was begun with; no token depends on it")
-    if drafter is not None and drafter != run.config.drafter:
+    if drafter is not None and drafter != run.config.model.drafter:
         notes.append(f"the drafter {drafter} is not the one that the run was begun with; no token depends on it")
     return notes

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.params import SamplingParams
 from tswift.drafting.options import DraftOptions
-from tswift.engine import check, ending
+from tswift.engine import Demand, check, ending
 from tswift.errors import InputError
-from tswift.jobs.config import AuditConfig, RunConfig, take
-from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
+from tswift.forward.target import OnProgress
+from tswift.jobs.config import AuditConfig, take
+from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
 from tswift.jobs.job import load_exact_or_not
+from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.models.config import refuse_shape
+from tswift.models.codes import holds_codes
+from tswift.models.config import ModelConfig, refuse_shape
 from tswift.models.devices import find_device
-from tswift.models.load import LoadedModel, load
-from tswift.models.target import OnProgress
+from tswift.options import changed, given_options
+from tswift.sampling.parameters import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class AuditInput:
     seed: int
     source: Path  # the folder or file that the tokens come from
     note: str | None = None  # why an exact run is not judged exactly
+    text_fault: str = ""  # what is wrong with the run's ``text.txt``; empty if nothing is
 
     def audit(self, on_progress: OnProgress | None = None) -> Audit:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
@@ -41,19 +44,24 @@ class AuditInput:
     def report(self, audit: Audit) -> dict[str, Any]:
         """Everything about an audit, ready for JSON."""
         about = {"source": str(self.source), "seed": self.seed, "prompt_tokens": len(self.prompt)}
-        return {**about, "model": self.model.about(), "note": self.note, **audit.as_dict()}
+        about |= {"model": self.model.about(), "note": self.note, "text_fault": self.text_fault or None}
+        return {**about, **audit.as_dict(), "ok": audit.ok and not self.text_fault}
 
 
-def run_input(run: RunRecord, **asked: Any) -> AuditInput:
-    """A run, with its own model as it was loaded then, where ``asked``, arguments of :func:`load`, do not say else."""
-    config, exact = run.config, asked.get("exact")
+def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
+    """A run, with its own model as it was loaded then, where what is ``asked`` of the model does not say else."""
+    config = run.config.model
+    typed = {} if asked is None else given_options(asked.model, asked.given)
+    exact = typed.get("exact")
     if exact and not config.exact:
         raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
-    own = ("model", "device", "dtype", "attention", "exact", *(() if "model" in asked else ("quantize",)))
-    how = {**{name: getattr(config, name) for name in own}, "kv_dtype": _kv_dtype(config, asked), **asked}
-    refuse_shape(how["model"])
+    alone = replace(config, heads=None, draft_model=None, drafter=None, draft_weights=None)
+    if "model" in typed:
+        alone = replace(alone, weights=None)
+    wanted = changed(alone, {"kv_dtype": _kv_dtype(config, typed), **typed})
+    refuse_shape(wanted.model)
     _tokens(run)  # better now than after a model was loaded
-    model = load_exact_or_not(bool(exact), **how)
+    model = load_exact_or_not(wanted, bool(exact))
     _refuse_other_model(run, model)
     audited = with_model(run, model)
     if exact and audited.note:
@@ -63,18 +71,18 @@ def run_input(run: RunRecord, **asked: Any) -> AuditInput:
 
 def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
     """Refuse a model that did not make the run, as far as hashes tell: weights in another type have other ones."""
-    known, about = run.record["model"], model.about()
+    known, about = run.record.model, model.about()
     if about["quantization"] != known.get("quantization"):
         return
     hashes: dict[str, Callable[[Any], str]] = {"config": config_hash}
-    if about["dtype"] == known["dtype"] and about["quantization"] is None:
+    if about["dtype"] == known["dtype"] and (about["quantization"] is None or holds_codes(model.target.model)):
         hashes["weights"] = weights_hash
     for what, taken in hashes.items():
         if taken(model.target.model) != known.get(what):
             raise InputError(f"{model.name} is not the model that {run.path} was made with: {what} differ", "model")
 
 
-def _kv_dtype(config: RunConfig, asked: Mapping[str, Any]) -> str:
+def _kv_dtype(config: ModelConfig, asked: Mapping[str, Any]) -> str:
     """The KV cache's dtype: part of what was decoded, so the run's wherever the model can have it."""
     model, on_cpu = asked.get("model"), find_device(asked.get("device", config.device)).type == "cpu"
     if model is None and on_cpu and config.kv_dtype != config.dtype:
@@ -85,29 +93,29 @@ def _kv_dtype(config: RunConfig, asked: Mapping[str, Any]) -> str:
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was another."""
     note = None
-    if run.config.exact and (model.exact is None or model.exact != run.bits):
+    if run.config.model.exact and (model.exact is None or model.exact != run.bits):
         note = "the run was exact, but the arithmetic here differs from that of the run: judged within rounding"
-    if model.exact is not None and (note or not run.config.exact):
-        model.target.width = None
+    if model.exact is not None and (note or not run.config.model.exact):
+        model.target.set_width(None)
         model = replace(model, exact=None)
-    return _checked(AuditInput(model, run.prompt, _tokens(run), run.params, run.config.seed, run.path, note), None)
+    fault = text_fault(run.path, run.state, model.tokenizer, run.config.stop)
+    audited = AuditInput(model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault)
+    return _checked(audited, None)
 
 
-def text_input(
-    path: Path, tokens: list[int], config: AuditConfig, params: SamplingParams, model: Mapping[str, Any], text: str
-) -> AuditInput:
+def text_input(path: Path, tokens: list[int], config: AuditConfig, text: str) -> AuditInput:
     """The token ids of a file, their prompt's ``text``, and the options that are said to have made them.
 
-    ``model`` are arguments of :func:`tswift.load`. Nobody knows whether a text without a run was made by exact passes
-    here, so they are not exact unless ``exact`` is set.
+    Nobody knows whether a text without a run was made by exact passes here, so they are not exact unless ``exact`` is
+    set.
     """
-    loaded = load(**{**model, "exact": bool(model.get("exact"))})
-    prompt = take(loaded.encode(text), config.prefill, bundled=config.bundled)
-    params, _ = ending(params, loaded.eos_ids, config.stop_at_eos)
+    loaded = load_model(replace(config.model, exact=bool(config.model.exact)))
+    prompt = take(loaded.encode(text), config.text.prefill, bundled=config.text.bundled)
+    params, _ = ending(config.sampling, loaded.eos_ids, config.stop_at_eos)
     kv_dtype, note = loaded.about().get("kv_dtype"), None
     if kv_dtype is not None:
         note = f"the KV cache is in {kv_dtype}; a text made with another needs its --kv-dtype"
-    return _checked(AuditInput(loaded, prompt, tokens, params, config.seed, path, note), "tokens")
+    return _checked(AuditInput(loaded, prompt, tokens, params, config.text.seed, path, note), "tokens")
 
 
 def _tokens(run: RunRecord) -> list[int]:
@@ -124,5 +132,5 @@ def _checked(audited: AuditInput, option: str | None) -> AuditInput:
     check_ids(params.banned, target.vocab_size, f"the banned ids of {source}", option)
     name = "logit_bias" if option else None
     check_ids([*params.logit_bias], target.vocab_size, f"the logit bias of {source}", name)
-    check(target, len(audited.prompt), len(audited.tokens), "ar", DraftOptions(), option)
+    check(target, Demand(len(audited.prompt), len(audited.tokens), "ar", DraftOptions()), option)
     return audited

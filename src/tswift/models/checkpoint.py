@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tswift.errors import MOST_RECORD, InputError, close_name, parse_json, read_file
+from tswift.errors import MAX_RECORD, InputError, close_name, find_path, parse_json, read_file
 from tswift.models.config import DEMO, DEMO_DRAFT
+from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
 from tswift.models.shapes import PREFIX, shape_config, skeleton
 
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
@@ -88,29 +90,31 @@ def silence() -> Iterator[None]:
 
 
 @contextmanager
-def in_one_line(model: str, what: str = "") -> Iterator[None]:
+def as_input_error(model: str, what: str = "") -> Iterator[None]:
     """Turn every error of a library that reads a model into an ``InputError`` of one line."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
-        here = model in _BUNDLED or Path(model).expanduser().is_dir()
+        here = model in _BUNDLED or Path(model).expanduser().exists()
         suggestion = "" if here else close_name(Path(model), f"*/{CONFIG}", _BUNDLED)
         if suggestion:
             raise InputError(f"there is no folder {model!r}{suggestion}", "model") from None
-        where = "" if here else " from the hub, and is no folder here"
         message = str(error) if here else str(error).strip().partition("\n")[0]  # the hub's client adds advice
         reason = " ".join(message.split())
         if not isinstance(error, OSError) and reason.count(" ") <= 2:  # it does not explain itself
             reason = f"{type(error).__name__} {reason}".strip()
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which tswift never runs"
+        if not here and "couldn't connect" in reason:
+            raise InputError(f"no folder {model!r}, and the hub is unreachable", "model") from None
+        where = "" if here else " from the hub, and is no folder here"
         raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "model") from None
 
 
 def find_source(model: str) -> tuple[str, Path | None]:
-    """The path or hub id for transformers, and the folder if it is one."""
+    """The path or hub id for transformers, and the folder if it is one; of a GGUF file its path, and its folder."""
     if model in _BUNDLED:
         folder = Path(__file__).parent.joinpath(*_BUNDLED[model])
         if not (folder / WEIGHTS).is_file():
@@ -118,21 +122,55 @@ def find_source(model: str) -> tuple[str, Path | None]:
         return str(folder), folder
     if not model.strip():
         raise InputError(f"there is no folder {model!r}", "model")
-    try:
-        path = Path(model).expanduser()
-        if path.is_dir():
-            return str(path), path
-        is_file = path.exists()
-    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
-        raise InputError(f"invalid folder name {model[:80]}", "model") from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot access {model[:80]} ({reason})", "model") from None
-    if is_file:
+    path = find_path(model, "model")
+    if path.is_dir():
+        single = _only_gguf(path)
+        return (str(path), path) if single is None else (str(single), path)
+    if path.exists() and path.suffix == SUFFIX:
+        return str(path), path.parent
+    if path.exists():
         raise InputError(f"{model} is a file; give the folder it is in", "model")
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    repository, _, file = model.partition(":")
+    if file.endswith(SUFFIX) and _is_hub_id(repository):
+        fetched = _fetched(repository, file)
+        return str(fetched), fetched.parent
+    if not _is_hub_id(model):
+        if path.suffix == SUFFIX:
+            raise InputError(f"there is no file {model!r}{close_name(path, f'*{SUFFIX}', ())}", "model")
         raise InputError(f"there is no folder {model!r}{close_name(path, f'*/{CONFIG}', _BUNDLED)}", "model")
     return model, None
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether a name could be a repository's, and is no path."""
+    path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return bool(name) and not path and not name.endswith(SUFFIX)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no other weights; None for no such folder."""
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return None
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise InputError(f"{folder} holds {len(files)} GGUF files ({names}); name one of them", "model")
+    return files[0] if files else None
+
+
+@cache
+def _fetched(repository: str, file: str) -> Path:
+    """A file of the hub, where it was put here; asked for once in a process."""
+    with silence(), hub(), as_input_error(f"{repository}:{file}"):
+        return Path(hf_hub_download(repository, file))
+
+
+def gguf_of(model: str) -> GGUFFile | None:
+    """What the header of a model's GGUF file says; None for a model that is no such file."""
+    if model.startswith(PREFIX):
+        return None
+    source, folder = find_source(model)
+    return read_gguf(Path(source)) if folder is not None and source.endswith(SUFFIX) else None
 
 
 def read_config(model: str) -> Any:
@@ -140,14 +178,27 @@ def read_config(model: str) -> Any:
     if model.startswith(PREFIX):
         return shape_config(model)
     source, folder = find_source(model)
+    file = gguf_of(model)
+    if file is not None:
+        return _gguf_config(file, model)
     if folder is not None:
         refuse_broken(folder)
-    with silence(), hub(folder is None), in_one_line(model):
+    with silence(), hub(folder is None), as_input_error(model):
         values, _ = PreTrainedConfig.get_config_dict(source)
         refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
         _refuse_unsupported(config.get_text_config(), model)
+    return config
+
+
+def _gguf_config(file: GGUFFile, model: str) -> Any:
+    values = file.config_values()
+    refuse_numbers(values, model)
+    with silence(), as_input_error(model):
+        config = AutoConfig.for_model(**values)
+        _refuse_unsupported(config.get_text_config(), model)
+        file.names(dict(skeleton(config).named_parameters()))  # what is missing is refused before anything is read
     return config
 
 
@@ -173,7 +224,7 @@ def refuse_broken(folder: Path) -> None:
             read_object(folder / name, "model", _MAX_BYTES)
 
 
-def read_object(path: Path, option: str, max_bytes: int = MOST_RECORD) -> dict[str, Any]:
+def read_object(path: Path, option: str, max_bytes: int = MAX_RECORD) -> dict[str, Any]:
     """The object in a JSON file."""
     value = parse_json(read_file(path, max_bytes, option), path, option)
     if not isinstance(value, dict):
@@ -267,7 +318,7 @@ def read_header(path: Path, option: str) -> tuple[dict[str, StoredTensor], dict[
         raise InputError(f"{path} is broken or no safetensors file ({reason})", option) from None
 
 
-def account(
+def check_tensors(
     path: Path,
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[str, tuple[int, ...]],

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from tswift.errors import InputError, close_name, did_you_mean
+from tswift.errors import InputError, close_name, did_you_mean, find_path
 from tswift.options import check_options, option
 
 DEMO = "demo"  # the bundled model
 DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
+SHAPES = (
+    *("llama3.1-8b", "yarn-llama2-7b-128k", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b"),
+    *("qwen3-4b", "qwen3-8b", "qwen3-14b"),
+)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16")
 HEAD_KINDS = ("chained", "conditioned")
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-BITS = {"int8": 8, "fp8": 8, "int4": 4}  # of a quantised weight, by kind, without its scale
+BITS = {"fp8": 8, "int4": 4}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
 _PANEL, _DRAFTING = "Model", "Drafting"
@@ -36,11 +39,6 @@ def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype")
     return own
 
 
-def kv_dtype_name(name: str) -> str:
-    """As :func:`dtype_name`, of the KV cache."""
-    return dtype_name(name, KV_DTYPES, "kv_dtype")
-
-
 def refuse_shape(model: str) -> None:
     """Refuse ``shape:NAME`` where a text is wanted.
 
@@ -58,11 +56,11 @@ def refuse_missing_heads(heads: str | None) -> None:
     Raises:
         InputError: there is no such file.
     """
-    missing = False
-    with suppress(OSError, ValueError):  # loading says it
-        missing = heads is not None and heads not in HEAD_KINDS and not Path(heads).exists()
-    if missing:
-        raise InputError(f"there is no file {heads}{close_name(Path(str(heads)), '*', HEAD_KINDS)}", "heads")
+    if heads is None or heads in HEAD_KINDS:
+        return
+    path = find_path(heads, "heads")
+    if not path.exists():
+        raise InputError(f"there is no file {heads}{close_name(path, '*', HEAD_KINDS)}", "heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +88,21 @@ class ModelConfig:
     )
     draft_weights: str | None = option(
         None,
-        "int8, fp8 or int4: drafting passes of the model run on a copy that torchao quantises; never changes the text.",
+        "fp8 or int4 (CUDA, bfloat16): drafting passes run on a copy of such weights; never changes the text.",
         panel=_DRAFTING,
         shown=UNQUANTISED,
         choices=(UNQUANTISED, *BITS),
     )
-    model: str = option(DEMO, "demo (the bundled model), a folder or a hub id.", panel=_PANEL)
+    model: str = option(
+        DEMO, "demo (the bundled model), a folder, a hub id, a GGUF file, or REPO:FILE.gguf of the hub.", panel=_PANEL
+    )
+    weights: str | None = option(
+        None,
+        "int8 or int4: round the weights to integers of so many bits when they are loaded, on a CPU.",
+        panel=_PANEL,
+        shown="as they are",
+        choices=("int8", "int4"),
+    )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
     dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
     kv_dtype: str = option(
@@ -103,7 +110,7 @@ class ModelConfig:
         "Dtype of the KV cache: auto, float32, bfloat16, float16 or int16 on a CPU; on CUDA the model's own.",
         panel=_PANEL,
         shown="the model's own; int16 for demo in float32",
-        parse=kv_dtype_name,
+        parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )
     attention: str = option(
         "auto",
@@ -112,16 +119,9 @@ class ModelConfig:
     )
     exact: bool | None = option(
         None,
-        "Passes whose rows have the same bits whatever else is in them: all methods give the same tokens.",
+        "Batch-invariant passes: all methods give bit-identical tokens.",
         panel=_PANEL,
         shown="in 16 bits, on CUDA, and where whole passes are one C program",
-    )
-    quantize: str | None = option(
-        None,
-        "int8, fp8 or int4: torchao quantises the weights.",
-        panel=_PANEL,
-        shown="as they are",
-        choices=tuple(BITS),
     )
 
     def __post_init__(self) -> None:

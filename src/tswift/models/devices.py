@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -18,7 +19,7 @@ import transformers
 import tswift
 from tswift.distributed import Dist
 from tswift.errors import InputError
-from tswift.models.config import DEMO, kv_dtype_name
+from tswift.models.config import KV_DTYPES
 from tswift.models.config import dtype_name as known_dtype
 
 
@@ -50,17 +51,30 @@ def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simul
     return own_dtype(config) if device.type == "cuda" or simulated else torch.float32
 
 
-def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, model: str) -> torch.dtype:
-    """The dtype of a KV cache: ``auto`` is the model's own, and int16 for the bundled one in float32 on a CPU.
+def keep_precision(device: torch.device) -> None:
+    """On CUDA, have no product compute with fewer digits than its numbers have, whatever the environment says.
 
-    The bundled one's texts are as likely as with float32 to five digits (docs/cpu.md).
+    In TF32, which images for GPUs switch on, positions beyond 2,048 would be rounded; sums that are split would be
+    added in bfloat16.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, program: bool) -> torch.dtype:
+    """The dtype of a KV cache: ``auto`` is the model's own, and int16 where a C program may serve it in float32.
+
+    Texts are as likely as with float32 to five digits (docs/cpu.md). ``program`` says whether a model's configuration
+    is one that the program takes.
 
     Raises:
         InputError: the cache cannot be in this dtype.
     """
     if kv_dtype == "auto":
-        return torch.int16 if (model, device.type, dtype) == (DEMO, "cpu", torch.float32) else dtype
-    kind: torch.dtype = getattr(torch, kv_dtype_name(str(kv_dtype)))
+        return torch.int16 if program and (device.type, dtype) == ("cpu", torch.float32) else dtype
+    kind: torch.dtype = getattr(torch, known_dtype(str(kv_dtype), KV_DTYPES, "kv_dtype"))
     if kind != dtype and device.type != "cpu":
         raise InputError(
             f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
@@ -198,6 +212,12 @@ def resident_bytes() -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """Have the C library return memory that is free to the system, which it else keeps; where it can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _cpu_name() -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, did_you_mean
+from tswift.models.codes import holds_codes, read_bytes
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
-from tswift.models.hf import routed
 
 PREFIX = SHAPE_PREFIX
 
@@ -71,11 +71,12 @@ class Shape:
     itemsize: int  # bytes of a weight
     lm_head: int = 0  # weights of the LM head, which are among those read
     kv_itemsize: int | None = None  # bytes of an element of the KV cache; None for those of a weight
+    coded_bytes: int | None = None  # of the weights that a pass reads, where they are codes; None where they are not
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass reads, however many nodes it has."""
-        return self.read * self.itemsize
+        return self.read * self.itemsize if self.coded_bytes is None else self.coded_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -108,15 +109,23 @@ def skeleton(config: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
 
 
+def is_moe(config: Any) -> bool:
+    """Whether a model is a mixture of experts, of which a pass reads only some."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def refuse_routed(config: Any, model: str) -> None:
     """Refuse a mixture of experts: no shape tells which weights a pass reads."""
-    if routed(config):
+    if is_moe(config):
         raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
 
 
 def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = None) -> Shape:
     """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
+    if holds_codes(network):
+        return replace(shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network))
     embeddings, lm_head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
     heads = config.num_attention_heads
@@ -168,17 +177,29 @@ def random_weights(config: Any, dtype: torch.dtype, device: torch.device, model:
 
 @torch.no_grad()
 def fill_randomly(network: nn.Module) -> None:
-    """Ones for norms, noise for all else.
+    """Ones for norms, noise for all else."""
+    first = next(network.parameters())
+    noise = Noise(first.device, first.dtype)
+    for name, weight in network.named_parameters():
+        noise.fill(name, weight)
+
+
+class Noise:
+    """Values for the weights of a network, which are to be filled one after the other.
 
     The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there, and other devices
     would draw other numbers.
     """
-    first = next(network.parameters())
-    noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED)).mul_(_STD).to(first.device, first.dtype)
-    for name, weight in network.named_parameters():
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        drawn = torch.randn(_NOISE, generator=torch.Generator().manual_seed(_SEED))
+        self._noise = drawn.mul_(_STD).to(device, dtype)
+
+    def fill(self, name: str, weight: Tensor) -> None:
+        """Ones for a norm, noise for all else."""
         if weight.ndim == 1 and name.endswith("weight"):
             weight.fill_(1)
-            continue
+            return
         for piece in weight.view(-1).split(_NOISE):
-            piece.copy_(noise[: len(piece)])
-        noise = noise.roll(997)  # the next weight begins elsewhere
+            piece.copy_(self._noise[: len(piece)])
+        self._noise = self._noise.roll(997)  # the next weight begins elsewhere

@@ -15,11 +15,11 @@ from pathlib import Path
 from secrets import randbits
 from typing import Any
 
-from tswift.decoding.params import SamplingParams
-from tswift.drafting.options import DraftOptions, find_method
+from tswift.drafting.options import LOADED, DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
-from tswift.jobs.config import LOADS, RunConfig, check_prompt
+from tswift.jobs.config import RunConfig, check_prompt
 from tswift.options import check_options, option, options_of
+from tswift.sampling.parameters import SamplingParams
 
 _PANEL = "Server"
 _LONGEST_NAME = 512  # characters of ``user``
@@ -38,11 +38,26 @@ class ServeConfig:
     )
     queue: int = option(8, "Requests that may wait; beyond it the answer is 429.", panel=_PANEL, least=0, most=10_000)
     runs: Path = option(Path("runs"), "Folder in which every request has a run's folder.", panel=_PANEL)
+    served_model_name: str | None = option(
+        None,
+        "The model's id, as clients know it.",
+        panel=_PANEL,
+        shown="its hub id, or the last name of its folder",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise InputError("must be printable ASCII, at least one character", "api_key")
+        name = self.served_model_name
+        if name is not None and not (name and name.isprintable()):
+            raise InputError("must be printable text, at least one character", "served_model_name")
+
+    def model_id(self, model: str) -> str:
+        """The id under which clients know a model; where it lies on this machine's disk is not theirs to know."""
+        path = Path(model)
+        return self.served_model_name or (path.resolve().name if path.exists() else model)
 
 
 class Refused(Exception):
@@ -189,8 +204,7 @@ def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: b
     if not isinstance(method, str) or find_method(method).reference:
         raise InputError("must be a method that is served; ar-reference is for measurements", "method")
     if method != own:
-        unused = (name for name, uses in LOADS.items() if not uses(find_method(method)))
-        others = {*DraftOptions.__dataclass_fields__, *unused}
+        others = {*DraftOptions.__dataclass_fields__, *LOADED} - find_method(method).loads
         values = {name: value for name, value in values.items() if name not in others}
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     return RunConfig.of(**values, prompt_text=text, chat=chat)

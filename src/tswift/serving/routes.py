@@ -8,41 +8,45 @@ import json
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h11
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tswift
-from tswift.decoding.sampling import row_type
 from tswift.decoding.text import TextStream
 from tswift.jobs.folder import FAILED, FINISHED
+from tswift.sampling.rule import row_type
 from tswift.serving.requests import Refused, ServeConfig, parse_body
 from tswift.serving.runs import Run, Service
 
-_MOST_BODY = 8_000_000  # bytes: some two million tokens
+_MAX_BODY = 8_000_000  # bytes: some two million tokens
 _BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
 _LOOK_SECONDS = 0.02  # between two looks of a reader at its run
 _KEEP_ALIVE_SECONDS = 10.0
 _UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it
 _NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's client would repeat the request, as a new run
 _STOP_SECONDS = 3.0  # for readers to hear that the server stops
-_MOST_CONNECTIONS = 512
-_MOST_HEADERS = 32_768  # bytes
+_MAX_CONNECTIONS = 512  # in all
+_SHARE = 128  # connections, and requests in progress, that one client may have
+_MAX_HEADERS = 32_768  # bytes
 _EVENT_ID = re.compile(r"(\d{1,15}):(\d{1,15})")
 _PAGE = Path(__file__).with_name("page.html")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -59,19 +63,20 @@ def _error(error: Refused, headers: Mapping[str, str] | None = None) -> Response
     return JSONResponse(_error_body(error), error.status, {**error.headers, **of_a_run, **(headers or {})})
 
 
-def gate(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
+def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
     """Let requests in that come to a name of this server, with its key if it has one.
 
     Without a key the server listens on this machine only. A page of the web could still let a browser ask there, as
     another site or under a name of its own that leads to 127.0.0.1; so only names of this machine are answered, and
     no page of another site.
     """
+    names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
 
     def refusal(request: HttpRequest) -> Refused | None:
         if key is None:
             asked = request.headers.get("host", "")
-            name = asked.rpartition(":")[0] if re.search(r":\d*$", asked) and not asked.endswith("]") else asked
-            if name.strip("[]") not in ("localhost", "127.0.0.1", "::1", host):
+            name = re.sub(r":\d*$", "", asked)
+            if name not in names:
                 return Refused(403, f"Host {name!r:.80} is not served", code="wrong_host")
             origin = request.headers.get("origin")
             elsewhere = origin is not None and origin.partition("://")[2] != asked
@@ -87,6 +92,60 @@ def gate(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         refused = refusal(HttpRequest(scope)) if scope["type"] == "http" else None
         await (app if refused is None else _error(refused))(scope, receive, send)
+
+    return answer
+
+
+def share(app: ASGIApp) -> ASGIApp:
+    """Let a client have so many requests in progress, and no more, so that others are served; ``/health`` is exempt."""
+    busy: Counter[str] = Counter()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        client = (scope.get("client") or ("",))[0]
+        if scope["path"] == "/health":
+            await app(scope, receive, send)
+            return
+        busy[client] += 1
+        try:
+            message = f"{client} has {_SHARE} requests in progress, and no client may have more"
+            refused = Refused(429, message, code="too_many_requests", wait=1)
+            await (app if busy[client] <= _SHARE else _error(refused))(scope, receive, send)
+        finally:
+            busy[client] -= 1
+            if not busy[client]:
+                del busy[client]
+
+    return answer
+
+
+def linger(app: ASGIApp) -> ASGIApp:
+    """Where the connection is closed after an answer, read the body first, whatever the answer is.
+
+    A connection that is closed while its client still sends is reset, and the client never sees the answer.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        closes = scope.get("http_version") == "1.0" or headers.get("connection", "").lower() == "close"
+        more = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+        async def read() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message.get("more_body", False)
+            return message
+
+        async def read_rest() -> None:
+            while more:
+                await read()
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(read_rest(), _BODY_SECONDS)
+            await send(message)
+
+        await app(scope, read, reply if closes and more else send)
 
     return answer
 
@@ -111,13 +170,14 @@ class Api:
         if demo_page:
             routes.append(Route("/", self._page))
         handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
-        self.app = gate(Starlette(routes=routes, exception_handlers=handlers), config.host, config.api_key)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        self.app = linger(share(authorize(app, config.host, config.api_key)))
 
     # --- what is there
 
     async def _health(self, request: HttpRequest) -> Response:
         decodes = self._service.thread.is_alive()
-        about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._model.name}
+        about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._service.model_id}
         return JSONResponse({**about, "version": tswift.__version__}, 200 if decodes else 503)
 
     def _page(self, request: HttpRequest) -> Response:
@@ -125,10 +185,10 @@ class Api:
         return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": policy})
 
     async def _models(self, request: HttpRequest) -> Response:
-        about = {"id": self._model.name, "object": "model", "created": self._started, "owned_by": "tswift"}
+        about = {"id": self._service.model_id, "object": "model", "created": self._started, "owned_by": "tswift"}
         about["max_model_len"] = self._model.target.max_positions
         name = request.path_params.get("name")
-        if name not in (None, self._model.name):
+        if name not in (None, self._service.model_id):
             raise Refused(404, f"the model {name!r:.80} is not served here", "model", "model_not_found")
         return JSONResponse({"object": "list", "data": [about]} if name is None else about)
 
@@ -225,7 +285,7 @@ class Api:
 
     def _head(self, run: Run, part: str = "") -> dict[str, Any]:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
-        return {"id": run.id, "object": kind, "created": run.created, "model": self._model.name}
+        return {"id": run.id, "object": kind, "created": run.created, "model": self._service.model_id}
 
     # --- runs
 
@@ -241,7 +301,7 @@ class Api:
             **run.brief(),
             "created": run.created,
             "reason": run.reason or None,
-            "seed": run.config.seed,
+            "seed": run.config.text.seed,
             "finish_reason": run.finish_reason,
             "figures": run.figures(),
             "usage": _usage(run),
@@ -389,15 +449,15 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
         )
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "a compressed body is not served", code="unsupported_media_type")
-    too_large = Refused(413, f"the body has more than {_MOST_BODY:,} bytes", code="body_too_large")
-    if not length.isdigit() or int(length) > _MOST_BODY:
+    too_large = Refused(413, f"the body has more than {_MAX_BODY:,} bytes", code="body_too_large")
+    if not length.isdigit() or int(length) > _MAX_BODY:
         raise too_large
 
     async def read() -> bytes:
         data = bytearray()
         async for part in request.stream():
             data += part
-            if len(data) > _MOST_BODY:
+            if len(data) > _MAX_BODY:
                 raise too_large
         return bytes(data)
 
@@ -420,21 +480,55 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """HTTP of a connection, which is closed if for a while no request comes, whole, or nothing is read."""
+    """HTTP of a connection, which is closed if for a while no request comes, whole, or nothing is read.
+
+    Where there are too many of a client, or of all, those go first that have waited longest for a request.
+    """
+
+    _waits_since: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # writing pauses whenever something is left to be read
+        self._waits_since = self.loop.time()
         self.loop.call_later(_IDLE_SECONDS, self._close_idle, None)
+        every = [each for each in self.connections if isinstance(each, _Protocol) and not each.transport.is_closing()]
+        self._make_room(every, _MAX_CONNECTIONS)
+        own = self.client and self.client[0]
+        self._make_room([each for each in every if each.client and each.client[0] == own], _SHARE)
+
+    def _make_room(self, connections: Sequence[_Protocol], most: int) -> None:
+        """Close another one of these connections, if there are too many and one of them does nothing."""
+        idle = [each for each in connections if each.idle and each is not self]
+        if len(connections) > most and idle:
+            min(idle, key=lambda each: each._waits_since).transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a request, or for the rest of one's head."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        """It waits for the next request."""
+        self._waits_since = self.loop.time()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP."""
+        content = json.dumps(_error_body(Refused(400, msg))).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
+        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _close_idle(self, before: Any) -> None:
         if self.transport.is_closing():
             return
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and self.cycle is before:
+        if self.idle and self.cycle is before:
             self.transport.abort()
         else:
-            self.loop.call_later(_IDLE_SECONDS, self._close_idle, self.cycle if idle else None)
+            self.loop.call_later(_IDLE_SECONDS, self._close_idle, self.cycle if self.idle else None)
 
     def pause_writing(self) -> None:
         """Watch the client read, until it has read everything."""
@@ -482,8 +576,7 @@ def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page:
         access_log=False,
         server_header=False,
         timeout_keep_alive=int(_IDLE_SECONDS),
-        limit_concurrency=_MOST_CONNECTIONS,
-        h11_max_incomplete_event_size=_MOST_HEADERS,
+        h11_max_incomplete_event_size=_MAX_HEADERS,
     )
     server = Server(settings)
     server.service = service

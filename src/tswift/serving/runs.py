@@ -20,11 +20,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tswift.decoding.loop import DecodeStats
+from tswift.decoding.stats import DecodeStats
+from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
-from tswift.errors import MOST_RECORD, Fault, InputError, parse_json, read_file
-from tswift.jobs.config import MOST_BYTES, RunConfig, render_chat
+from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
+from tswift.jobs.config import RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -32,22 +33,25 @@ from tswift.jobs.folder import (
     INTERRUPTED,
     KILLED,
     LOGPROBS,
+    PROMPT,
     RECORD,
     REQUEST,
     RUNNING,
-    TEXT,
-    TOKENS,
+    create_folder,
     default_path,
-    look,
-    made_folder,
+    inspect_run,
+    read_own,
+    read_saved,
     read_tokens,
+    text_fault,
     write_whole,
 )
-from tswift.jobs.job import END, Job, resume, start
+from tswift.jobs.job import END, Job, resume, row_bytes, start
+from tswift.loading import LoadedModel
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
-from tswift.models.load import LoadedModel
+from tswift.options import changed
 from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
 
 _EOS = "eos"
@@ -55,7 +59,7 @@ QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"
 _COMMAND = ("tswift", "serve")
 _OF_MODEL = frozenset(each.name for each in fields(ModelConfig))
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
-_MOST_TEXT = 1 << 15  # bytes of a text that are read at a time
+_MAX_TEXT = 1 << 15  # bytes of a text that are read at a time
 
 
 class _Stop(KeyboardInterrupt):
@@ -108,8 +112,8 @@ class Run:
         if last < 0 or self.ends[last] <= start:
             return None
         end = self.ends[last]
-        if end - start > _MOST_TEXT:
-            end = start + _MOST_TEXT
+        if end - start > _MAX_TEXT:
+            end = start + _MAX_TEXT
             while self.text[end] & 0xC0 == 0x80:  # within a character
                 end -= 1
             last = bisect_right(self.ends, end) - 1
@@ -129,7 +133,7 @@ class Run:
             "object": "run",
             "state": self.state,
             "tokens": self.stats.tokens,
-            "max_tokens": self.config.length,
+            "max_tokens": self.config.text.length,
             "method": self.config.method,
             "tokens_per_second": self.stats.tokens_per_second or None,
         }
@@ -157,9 +161,9 @@ class Run:
         """What a job is to call after every step; ``text_of`` gives the text of a token id."""
         ends, held = frozenset(job.generation.stop), ""
         self.stats = job.stats.copy()
-        wanted = job.about["options"].get("logprobs") is not None
+        wanted = job.config.logprobs is not None
         if wanted and job.tokens:
-            self.rows += (self.path / LOGPROBS).read_bytes()
+            self.rows += read_own(self.path / LOGPROBS)
             self.ids.extend(job.tokens)
         self.grow(job.before, job.stats.tokens)
 
@@ -194,7 +198,7 @@ class Run:
                 "chat": "chat" in request.wants,
                 "created": self.created,
                 "model": request.model,
-                "length": self.config.length,
+                "length": self.config.text.length,
                 "typed": {name: value for name, value in request.typed.items() if name not in _OF_MODEL},
                 **({"state": state, "reason": self.reason} if state else {}),
                 "body": request.body,
@@ -213,6 +217,7 @@ class Service:
         self, model: LoadedModel, config: ServeConfig, typed: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
+        self.model_id = config.model_id(model.name)
         self._config, self._typed, self._say = config, typed, say
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
         self._guard, self._accepting = threading.Lock(), threading.Lock()
@@ -237,7 +242,7 @@ class Service:
 
     def accept(self, body: Mapping[str, Any], chat: bool) -> Run:
         """Queue a request."""
-        request = parse(body, chat, self._typed, self.model.name)
+        request = parse(body, chat, self._typed, self.model_id)
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
             config, prompt = self._fitted(request)
@@ -247,7 +252,7 @@ class Service:
                 self._refuse_full()
                 self._runs[run.id] = run
             try:
-                with made_folder(run.path):
+                with create_folder(run.path):
                     run.store()
             except (InputError, OSError) as error:
                 with self._guard:
@@ -300,7 +305,7 @@ class Service:
             return run
         if length is not None:
             self._refuse_length(run, length)
-            run.config = replace(run.config, length=length)
+            run.config = changed(run.config, {"length": length})
         with self._guard:
             if name in self._runs:
                 return self._runs[name]
@@ -336,7 +341,7 @@ class Service:
         if len(runs) > self._config.queue:
             first = runs[0]
             speed = first.stats.tokens_per_second or self._speed
-            wait = (first.config.length - first.stats.tokens) / speed if speed else 10
+            wait = (first.config.text.length - first.stats.tokens) / speed if speed else 10
             message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
             raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
 
@@ -373,16 +378,17 @@ class Service:
                 raise InputError(f"must have tokens, all of them below {target.vocab_size:,}", "prompt")
             self._refuse_excess(len(ids), 1, "prompt")
             if request.limit is not None:
-                self._refuse_excess(len(ids), config.length, request.limit)
-            for token in config.params().logit_bias:
+                self._refuse_excess(len(ids), config.text.length, request.limit)
+            for token in config.sampling.logit_bias:
                 if token >= target.vocab_size:
                     raise InputError(f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias")
-            resolve(config.method, target, model.heads, config.options())
+            resolve(config.method, target, model.heads, config.drafting)
             if find_method(config.method).draft and model.draft is None:
                 raise InputError(f"{config.method} drafts with a smaller model, and none is loaded", "method")
         except InputError as error:
             raise refused(error, {}, "messages" if chat else "prompt") from None
-        return replace(config, length=min(config.length, target.max_positions - len(ids))), ids
+        length = min(config.text.length, target.max_positions - len(ids))
+        return changed(config, {"length": length}), ids
 
     # --- decoding
 
@@ -407,11 +413,11 @@ class Service:
         """Make a run's text, all of it; returns its state."""
         try:
             if (run.path / RECORD).exists():
-                job = resume(run.path, {"length": run.config.length}, False, _COMMAND, loaded=self.model)
+                job = resume(run.path, {"length": run.config.text.length}, False, _COMMAND, loaded=self.model)
             else:
                 assert run.request is not None
-                if run.request.model != self.model.name:
-                    asked, served = run.request.model, self.model.name
+                if run.request.model != self.model_id:
+                    asked, served = run.request.model, self.model_id
                     raise InputError(f"this run was requested for model {asked}; this server serves {served}", "model")
                 # a server that was killed accepted it
                 ids = run.prompt or self._fitted(run.request)[1]
@@ -430,7 +436,7 @@ class Service:
             run.refusal, run.reason = True, str(error)
             if isinstance(error, InputError) and error.field == "model":  # it waits for a server of its own model
                 return INTERRUPTED
-        except Fault as error:
+        except DecodeError as error:
             run.reason = str(error)
         except Exception as error:
             run.reason = "no memory is left" if ran_out(error) else f"unexpected {type(error).__name__}: {error}"
@@ -451,11 +457,11 @@ class Service:
             if not (path / REQUEST).exists():
                 continue
             try:
-                run = self._read(path)
+                run = self._read(path, whole=False)
             except InputError as error:
                 self._say(f"{path.name} is left alone: {error}")
                 continue
-            longer = run.state == FINISHED and run.end == "length" and run.stats.tokens < run.config.length
+            longer = run.state == FINISHED and run.end == "length" and run.stats.tokens < run.config.text.length
             if longer or run.state in (INTERRUPTED, KILLED):
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
                 self._again(run)
@@ -465,12 +471,14 @@ class Service:
         file = path / REQUEST
         if not file.exists():
             return None
-        content = parse_json(read_file(file, MOST_RECORD), file)
+        content = parse_json(read_own(file, MAX_RECORD), file)
         try:
             listed = {name: tuple(value) for name, value in content["typed"].items() if isinstance(value, list)}
             typed = {**self._typed_model, **content["typed"], **listed}
             request = parse(content["body"], content["chat"], typed, content["model"])
-            run = Run(path, replace(request.config, length=int(content["length"])), request, int(content["created"]))
+            run = Run(
+                path, changed(request.config, {"length": int(content["length"])}), request, int(content["created"])
+            )
             run.state, run.reason = str(content.get("state", "")), str(content.get("reason", ""))
         except (KeyError, TypeError, ValueError, AttributeError, Refused) as error:
             raise InputError(f"{file} is broken: {error!r:.200}") from None
@@ -488,7 +496,7 @@ class Service:
             if run is None:
                 raise InputError(f"{path.name} holds no run")
             return run
-        entry, record, last = look(path)
+        entry, record, last = inspect_run(path)
         if entry.state == BROKEN:
             raise InputError(entry.reason)
         try:
@@ -500,22 +508,24 @@ class Service:
             run.end = record.get(END, {}).get("reason", "length") if entry.state == FINISHED else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
-        if ended or run.stats.tokens > run.config.length:  # else it is to come to what was asked last
+        if ended or run.stats.tokens > run.config.text.length:  # else it is to come to what was asked last
             run.config = config
         stopped = ended and entry.state in (INTERRUPTED, KILLED)
         run.state = ended if stopped else IN_USE if entry.state == RUNNING else entry.state
         run.reason = entry.reason or run.reason
         if not whole:
             return run
-        text = read_file(path / TEXT, MOST_BYTES)
+        saved = read_saved(path, read_tokens(path / PROMPT), row_bytes(config))
+        ids, fault = saved.tokens[: run.stats.tokens], saved.damage
+        if entry.state == FINISHED and not fault:
+            fault = text_fault(path, entry.state, self.model.tokenizer, config.stop)
+        if fault:
+            raise InputError(fault)
+        text = text_of(self.model.tokenizer, ids, config.stop)
         if run.end == _EOS:
-            text = text.removesuffix(self._text_of(_ids(run)[-1]).encode())
-        if run.request is not None and config.logprobs is not None and run.stats.tokens:
-            run.rows += read_file(path / LOGPROBS, 1 << 30)
-            run.ids.extend(_ids(run))
-        run.grow(text.decode(errors="replace"), run.stats.tokens)
+            text = text.removesuffix(self._text_of(ids[-1]))
+        if run.request is not None and config.logprobs is not None and ids:
+            run.rows += read_own(path / LOGPROBS)
+            run.ids.extend(ids)
+        run.grow(text, run.stats.tokens)
         return run
-
-
-def _ids(run: Run) -> list[int]:
-    return read_tokens(run.path / TOKENS, whole=False)[: run.stats.tokens]

@@ -6,13 +6,14 @@ The command line is made from the fields; nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from tswift.errors import InputError
-from tswift.models.config import DEMO, dtype_name, refuse_shape
+from tswift.errors import InputError, find_path
+from tswift.models.config import DEMO, HEAD_KINDS, dtype_name, refuse_shape
 from tswift.options import check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
@@ -81,9 +82,9 @@ class TrainConfig:
     batch: int = _batch(3, shown="3; 2 on a CPU")
     accumulate: int = _accumulate(10, shown="10; 1 on a CPU")
     lr: float = _schedule(5e-3, "Highest learning rate.", above=0)
-    warmup: int = _schedule(50, "Steps of its rise, a quarter of all at most.", least=0)
-    weight_decay: float = _schedule(0.1, "AdamW's.", least=0)
-    seed: int = _schedule(0, "Of first weights and rows.", least=0, most=2**63 - 1)
+    warmup: int = _schedule(50, "Linear warm-up steps, at most a quarter of all.", least=0)
+    weight_decay: float = _schedule(0.1, "Weight decay (AdamW).", least=0)
+    seed: int = _schedule(0, "Seed of initial weights and batches.", least=0, most=2**63 - 1)
     model: str = _model(DEMO, "demo, a folder or a hub id.", free=True)
     device: str = _model("auto", "auto, cpu, cuda, cuda:1 ...", free=True)
     dtype: str = _model(
@@ -142,7 +143,7 @@ class TrainConfig:
 class HeadsConfig(TrainConfig):
     """Settings of a training of heads, which draft for a model whose weights stay as they are."""
 
-    kind: str = _heads("conditioned", "conditioned or chained.", choices=("chained", "conditioned"))
+    kind: str = _heads("conditioned", "conditioned or chained.", choices=HEAD_KINDS)
     heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
     objective: str = _heads(TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES)
     alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
@@ -164,7 +165,7 @@ class DraftConfig(TrainConfig):
     batch: int = _batch(16, shown="16; 8 on a CPU")
     accumulate: int = _accumulate(1)
     lr: float = _schedule(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
-    weight_decay: float = _schedule(0.01, "Muon's.", least=0)
+    weight_decay: float = _schedule(0.01, "Weight decay (Muon).", least=0)
     kind: str = _text(LM, "lm, a small language model, or block, a DSpark drafter.", panel="Options", choices=DRAFTS)
     shape: str | None = _draft(
         None, "demo (as the bundled one), or 205m (the paper's table 11).", shown="demo", choices=(*SHAPES,)
@@ -214,36 +215,23 @@ class DraftConfig(TrainConfig):
         return self.block or 5
 
 
-class Progress:
-    """Receives what a training reports, and shows nothing of it; subclasses do."""
-
-    def say(self, message: str) -> None:
-        """Show a line."""
-
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
-        """Show how far a piece of work has come."""
-
-
 def _absolute(name: str) -> str:
-    try:
-        path = Path(name).expanduser()
+    with suppress(InputError):  # a hub id may have any name
+        path = find_path(name)
         return str(path.resolve()) if path.exists() else name
-    except (OSError, RuntimeError, ValueError):
-        return name
+    return name
 
 
 def corpus_files(corpus: str) -> list[str]:
     """The files that a path names; empty if it may be a hub id."""
     if not corpus.strip():
         raise InputError("is empty", "corpus")
+    path = find_path(corpus, "corpus")
     try:
-        path = Path(corpus).expanduser()
         exists, folder = path.exists(), path.is_dir()
         files = sorted(file for file in path.iterdir() if file.is_file()) if folder else [path] * path.is_file()
-    except ValueError:  # a NUL in the name, or an incomplete UTF-8 character
-        raise InputError(f"invalid file name {corpus[:80]}", "corpus") from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that does not exist
-        raise InputError(f"{corpus[:80]} cannot be read ({getattr(error, 'strerror', error)})", "corpus") from None
+    except OSError as error:
+        raise InputError(f"{corpus} cannot be read ({error.strerror})", "corpus") from None
     for suffix in (".parquet", ".txt"):
         named = [str(file) for file in files if file.suffix == suffix]
         if named:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tswift.kv import FullKV
-from tswift.models.drafters import BlockDrafter
-from tswift.models.heads import Heads
-from tswift.models.target import Target
+from tswift.caches import FullKV
+from tswift.forward.target import Target
+from tswift.speculators.heads import Heads
+from tswift.speculators.networks import BlockSpeculator
 from tswift.training.config import DISTILL, TEXT
 
 TOP = 3  # top-1 to top-3 accuracy
@@ -172,7 +172,7 @@ class _RowKV:
 class BlockLoss(NetworkLoss):
     """Loss of a block drafter: blocks at many places of each row are filled, each from what lies before it."""
 
-    network: BlockDrafter
+    network: BlockSpeculator
 
     def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> Metrics:
         """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0, at most ``T - 1 - slots``."""
@@ -230,8 +230,8 @@ def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) ->
             with torch.autocast(target.device.type, enabled=False):
                 forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
             hidden[row, part] = forwarded.hidden
-            if forwarded.taps is not None:
-                taps.append(forwarded.taps.clone())
+            if forwarded.layer_states is not None:
+                taps.append(forwarded.layer_states.clone())
             kv.commit(range(len(ids[row, part])))
     return hidden, torch.cat(taps).unflatten(0, (rows, length)) if taps else hidden[:, :, :0]
 

@@ -20,23 +20,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import MOST_RECORD, Fault, InputError, read_file, renamed
+from tswift.errors import MAX_RECORD, DecodeError, InputError, read_file, renamed
 from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
     Lock,
+    create_folder,
     default_path,
     lock_folder,
-    made_folder,
     refuse_other,
     write_whole,
 )
 from tswift.jobs.job import Signals, Stopped
+from tswift.loading import load
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import environment, find_device, now, ran_out
-from tswift.models.load import load
-from tswift.training.config import Progress, TrainConfig, corpus_files
+from tswift.tables import Reporter
+from tswift.training.config import TrainConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
 from tswift.training.tasks import Trainee, learning_rate, trainee_of
@@ -73,7 +74,7 @@ class Outcome:
 def train(
     config: TrainConfig,
     out: Path | None = None,
-    progress: Progress | None = None,
+    progress: Reporter | None = None,
     command: Sequence[str] = (),
     note: str | None = None,
 ) -> Outcome:
@@ -88,11 +89,11 @@ def train(
 
     Raises:
         InputError: a setting, the model or the corpus cannot be used.
-        Fault: it broke on the way. Its last checkpoint can be resumed.
+        DecodeError: it broke on the way. Its last checkpoint can be resumed.
     """
     folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
     with open_ranks(config.device) as ranks:
-        progress = progress if progress and ranks.first else Progress()
+        progress = progress if progress and ranks.first else Reporter()
         with folder.created() if ranks.first else nullcontext():
             training = _Training(config.resolved(), folder, ranks, progress, {}, command)
         if note is not None:
@@ -109,7 +110,7 @@ def resume(
     kind: type[TrainConfig],
     path: Path,
     changes: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Reporter | None = None,
     command: Sequence[str] = (),
 ) -> Outcome:
     """Continue an interrupted training. On a CPU it comes to the weights of one that was not interrupted, bit for bit.
@@ -122,9 +123,9 @@ def resume(
 
     Raises:
         InputError: there is no such training, or model, corpus or settings differ.
-        Fault: it broke on the way.
+        DecodeError: it broke on the way.
     """
-    progress = progress or Progress()
+    progress = progress or Reporter()
     folder = TrainFolder(path, kind.COMMAND)
     record = folder.read_record()
     try:
@@ -137,7 +138,7 @@ def resume(
         if state == FINISHED:
             progress.say(f"the training in {path} is finished")
             return Outcome(path, config, steps, before, after)
-        progress = progress if ranks.first else Progress()
+        progress = progress if ranks.first else Reporter()
         return _Training(config, folder, ranks, progress, record, command).run()
 
 
@@ -149,7 +150,7 @@ class _Training:
         config: TrainConfig,
         folder: TrainFolder,
         ranks: Dist,
-        progress: Progress,
+        progress: Reporter,
         record: Mapping[str, Any],
         command: Sequence[str],
     ) -> None:
@@ -230,7 +231,7 @@ class _Training:
                 if not ran_out(error):
                     raise
                 advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {self._folder.path}"
-                raise Fault(f"memory ran out; {advice}") from None
+                raise DecodeError(f"memory ran out; {advice}") from None
             finally:
                 if self._record["state"] != FINISHED:
                     self._write_record(INTERRUPTED)
@@ -286,7 +287,7 @@ class _Training:
         ranks.total(whole.loss, whole.hits)
         if not whole.loss.isfinite().all():
             advice = f"a lower --lr may help; checkpoints are in {self._folder.path}"
-            raise Fault(f"loss is NaN or infinite at step {self._step + 1:,}; {advice}")
+            raise DecodeError(f"loss is NaN or infinite at step {self._step + 1:,}; {advice}")
         return replace(whole, positions=whole.positions * ranks.count)
 
     def _log(self, metrics: Metrics, factor: float) -> None:
@@ -324,7 +325,7 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress) -> None:
+def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Reporter) -> None:
     """Say how many documents are used, and how many are not."""
     short = counts["documents"] - counts["kept"] - counts["twice"]
     twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
@@ -343,7 +344,7 @@ def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Progress
 class TrainFolder:
     """The files of a kind of training, named by its subcommand.
 
-    What cannot be read raises an ``InputError``. What cannot be written raises a ``Fault``, and leaves what was there.
+    What cannot be read raises an ``InputError``; what cannot be written a ``DecodeError``, and what was there stays.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -356,7 +357,7 @@ class TrainFolder:
             str(self.path).encode()
         except UnicodeEncodeError:
             raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "out") from None
-        with made_folder(self.path):
+        with create_folder(self.path):
             if not os.access(self.path, os.W_OK):
                 raise InputError(f"{self.path} cannot be written to", "out")
             yield
@@ -368,7 +369,7 @@ class TrainFolder:
     def read_record(self) -> dict[str, Any]:
         """The contents of ``train.json``."""
         path = refuse_other(self.path / RECORD, _FIELD)
-        content = read_file(path, MOST_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
+        content = read_file(path, MAX_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
         try:
             record = dict(json.loads(content))
             kind, schema = record["kind"], record["schema"]
@@ -447,7 +448,7 @@ class TrainFolder:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             saved = (self.path / CHECKPOINT).is_file()
             advice = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if saved else ""
-            raise Fault(f"{self.path / name} cannot be written ({reason}){advice}") from None
+            raise DecodeError(f"{self.path / name} cannot be written ({reason}){advice}") from None
 
 
 def _step(line: str) -> float:

@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.decoding.loop import DecodeStats
-from tswift.decoding.params import SamplingParams
-from tswift.decoding.sampling import Sampler
+from tswift.caches import FullKV
+from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
-from tswift.engine import begin, ending
+from tswift.engine import Request, begin, ending
 from tswift.errors import InputError, renamed
-from tswift.kv import FullKV
+from tswift.forward.target import Target
+from tswift.loading import LoadedModel
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
-from tswift.models.drafters import DSPARK, BlockDrafter, DrafterSpec, build
-from tswift.models.drafters_io import attached, published_config
-from tswift.models.heads import HEAD_TYPES, load_heads
-from tswift.models.load import LoadedModel
-from tswift.models.target import Target
-from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, Progress, TrainConfig
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
+from tswift.speculators.formats import attached, published_config
+from tswift.speculators.heads import HEAD_TYPES, load_heads
+from tswift.speculators.networks import DSPARK, BlockSpeculator, SpeculatorSpec, build
+from tswift.tables import Reporter
+from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
 
@@ -95,7 +96,7 @@ class Trainee(ABC):
     loss_type: type[NetworkLoss]
     name: str  # in checkpoints
 
-    def __init__(self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Progress) -> None:
+    def __init__(self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Reporter) -> None:
         self._config, self._model, self._target, self._progress = config, model, model.target, progress
         self._rows = [torch.from_numpy(row) for row in documents.held_out_rows(config.seq_len)]
         # at least float32: beside a model in bfloat16, small updates would be lost on weights in bfloat16
@@ -176,7 +177,7 @@ class HeadsTrainee(Trainee):
         for row in self._rows:
             try:
                 model, prompt = replace(self._model, heads=heads), row[:longest].tolist()
-                generation = begin(model, prompt, tokens, seed=config.seed, method="tokenswift")
+                generation = begin(model, Request(prompt, tokens, seed=config.seed, method="tokenswift"))
             except InputError as error:
                 raise renamed(error, {"length": "alpha_tokens"}) from None
             stats.depth = generation.depth
@@ -244,7 +245,7 @@ class BlockTrainee(Trainee):
     def build(self) -> nn.Module:
         """A block drafter with random weights, whose Markov head says nothing yet."""
         network = build(block_spec(self._config, self._model), self._target)
-        assert isinstance(network, BlockDrafter)
+        assert isinstance(network, BlockSpeculator)
         nn.init.zeros_(network.markov_head.markov_w2.weight)
         self._progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
         return attached(network)
@@ -285,7 +286,7 @@ def trainee_of(config: TrainConfig) -> Any:
     return BlockTrainee if config.kind == BLOCK else DraftTrainee
 
 
-def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
+def block_spec(config: DraftConfig, model: LoadedModel) -> SpeculatorSpec:
     """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP."""
     target, text = model.target, model.target.model.config.get_text_config()
     shape = target.kv_shape
@@ -297,7 +298,7 @@ def block_spec(config: DraftConfig, model: LoadedModel) -> DrafterSpec:
         raise InputError(f"{model.name} has no {name}, which a block drafter takes over from its model", "model")
     last = shape.layers - 2
     taps = sorted({round(min(1, last) + share * (last - min(1, last)) / 4) for share in range(5)})
-    return DrafterSpec(
+    return SpeculatorSpec(
         kind=DSPARK,
         hidden_size=target.hidden_size,
         inner_size=config.mlp or text.intermediate_size,

@@ -68,7 +68,8 @@ class Hangs(BaseException):
 COMMANDS = {
     "generate": "generate --model MODEL --prompt PROMPT --len 4 --out new/run",
     "compare": "compare --model MODEL --prompt PROMPT --len 4",
-    "bench": "bench --model MODEL --prompts PROMPT --prefill 8 --lens 4,8 --no-plots --warmup 0 --out new/run",
+    "bench": "bench --model MODEL --prompts PROMPT --prefill 8 --lens 4,8 --no-plots --warmup 0 --costs nominal "
+    "--out new/run",
     "bench --suite": "bench --model MODEL --prompts PROMPT --lens 6,12 --warmup 0 --out new/run --suite",
     "roofline": "roofline --model MODEL --bandwidth 100 --flops 10 --len 100 --prefill 8",
     "verify --tokens": "verify --tokens TOKENS --prompt PROMPT --model MODEL",

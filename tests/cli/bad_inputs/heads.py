@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.cli.bad_inputs.case import Case, World, words_of
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import MARKER, Bomb, Change, content, cut, header
-from tswift.models.heads import ChainedHeads
+from tswift.speculators.heads import ChainedHeads
 
 FILE = "heads.safetensors"
 

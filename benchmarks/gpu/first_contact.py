@@ -1,0 +1,241 @@
+"""First contact with a GPU: what no emulation shows, asked of it before anything else is measured.
+
+    python -m benchmarks.gpu.first_contact --folder runs/gpu [--dry] model
+
+Every probe is a process of its own, as a failed capture may spoil one. It prints what it finds, tracebacks in full, and
+notes it as figures. In a dry run the model is tiny and on the CPU, and what needs CUDA graphs says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from benchmarks.gpu import FIRST, PROBES, note
+from benchmarks.gpu.run import add_tiny_shapes, kernels, replayed
+from tswift.engine import Request, begin
+from tswift.loading import LoadedModel, load
+from tswift.models.shapes import PREFIX
+
+_METHODS = ("ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall")
+_PRODUCTS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+_ROWS = (1, 16, 32, 64)
+_BEYOND_CACHE = 400_000_000  # bytes of weights that no L2 holds
+_SLOTS, _MOVED = 104_000, 5  # of a cache of more than 2^31 bytes, and tokens that a step commits
+
+
+class Asked:
+    """What a probe is given: where figures go, and what it runs on."""
+
+    def __init__(self, folder: Path, dry: bool) -> None:
+        self.folder, self.dry = folder, dry
+        self.device = torch.device("cpu" if dry else "cuda")
+
+    def note(self, table: str, **values: Any) -> None:
+        """Write a row of figures, and print it."""
+        note(self.folder, FIRST, table, **values)
+        print(table, values, flush=True)
+
+    def load(self, shape: str, **how: Any) -> LoadedModel:
+        """A shape with random weights."""
+        started = time.perf_counter()
+        model = load(PREFIX + ("tiny-llama" if self.dry else shape), device=str(self.device), **how)
+        about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
+        why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.graph_fault}
+        self.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)
+        return model
+
+
+def model(asked: Asked) -> None:
+    """The 8B shape with a published drafter's: its own checks, and 120 tokens by every kind of draft."""
+    tokens, prompt = (12, 60) if asked.dry else (120, 4096)
+    loaded = asked.load("llama3.1-8b", drafter="dspark")
+    ids = [index * 7919 % (loaded.target.vocab_size - 256) for index in range(prompt + 1)]
+    texts: dict[str, list[int]] = {}
+    for method in _METHODS:
+        try:
+            decode = begin(loaded, Request(ids, tokens, method=method, seed=1))
+            prefill = decode.decoding.prefill()
+            text, seconds = [], []
+            for step in decode.steps():
+                text += step.tokens
+                seconds.append(step.seconds)
+        except Exception as error:
+            traceback.print_exc()
+            asked.note("methods", method=method, error=f"{type(error).__name__}: {str(error)[:200]}")
+            continue
+        texts[method] = text[:tokens]
+        asked.note(
+            "methods",
+            method=method,
+            prefill_and_capture_s=prefill,
+            ms_per_step=1e3 * median(seconds),
+            tokens_per_s=len(text) / sum(seconds),
+            same_as_ar=texts[method] == texts.get("ar"),
+            graphs=loaded.target.graph_fault,
+        )
+
+
+def _on_cuda(probe: Callable[[Asked], None]) -> Callable[[Asked], None]:
+    """A probe of what only CUDA has."""
+
+    def probed(asked: Asked) -> None:
+        if asked.dry:
+            print("left out: there is no CUDA")
+        else:
+            probe(asked)
+
+    return probed
+
+
+def _outcome(run: Callable[[], Any]) -> str:
+    try:
+        found = run()
+    except Exception as error:
+        traceback.print_exc()
+        root: BaseException = error
+        while root.__context__ is not None:
+            root = root.__context__
+        return f"fails: {str(error).splitlines()[0]} | {str(root).splitlines()[0]}"
+    return "works" if found is None else f"works: {found}"
+
+
+def _capture(run: Callable[[], Any], **how: Any) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
+
+
+@_on_cuda
+def setitem(asked: Asked) -> None:
+    """Is ``x[int] = number`` legal in a capture? (What the drafters' window does instead is.)"""
+    places = torch.zeros(9, dtype=torch.bool, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    for what, run in (("x[int] = number", _set_element(places)), ("x[a:b].fill_", places[3:4].zero_)):
+        asked.note("setitem", what=f"{what}, asked not to wait", outcome=_outcome(lambda run=run: run() and None))
+    torch.cuda.set_sync_debug_mode("default")
+    for what, run in (("x[a:b].fill_", places[3:4].zero_), ("x[int] = number", _set_element(places))):
+        asked.note("setitem", what=f"{what} in a capture", outcome=_outcome(lambda run=run: _capture(run) and None))
+
+
+def _set_element(places: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        places[3] = False
+
+    return run
+
+
+@_on_cuda
+def poison(asked: Asked) -> None:
+    """What is broken in a process after one failed capture?"""
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    current, ones = torch.cuda.current_stream(), torch.ones(8, device="cuda")
+    how = {"pool": pool, "stream": stream}
+    for what, run in (
+        ("it", lambda: _capture(lambda: ones.sum().item(), **how)),
+        ("its stream", lambda: torch.cuda.set_stream(current)),
+        ("empty_cache", torch.cuda.empty_cache),
+        ("randn", lambda: torch.randn(3, device="cuda") is None),
+        ("a product", lambda: (ones * 2).sum().item()),
+        ("another capture", lambda: float(_capture(lambda: ones * 3, **how)[0])),
+    ):
+        asked.note("after a failed capture", what=what, outcome=_outcome(run))
+
+
+@_on_cuda
+def inference(asked: Asked) -> None:
+    """Do captures within and outside of inference mode get along?"""
+    ones = torch.ones(8, device="cuda")
+    with torch.inference_mode():
+        first = _outcome(lambda: float(_capture(lambda: ones * 2)[0]))
+    asked.note("inference", what="in inference mode", outcome=first)
+    asked.note("inference", what="outside, after it", outcome=_outcome(lambda: float(_capture(lambda: ones * 2)[0])))
+
+
+@_on_cuda
+def commit(asked: Asked) -> None:
+    """How many kernels move a step's tokens in a cache of more than 2^31 bytes?"""
+    cache = torch.zeros(32, 8, _SLOTS, 128, dtype=torch.bfloat16, device="cuda")
+    to, source = (torch.arange(_MOVED, device="cuda") * step + _SLOTS - 100 for step in (1, 2))
+
+    def move() -> None:
+        cache.index_copy_(2, to, cache.index_select(2, source))
+
+    move()
+    for name, start, end in kernels(move, asked.device):
+        asked.note("commit", kernel=name[:60], us=end - start)
+
+
+def products(asked: Asked) -> None:
+    """What skinny products reach by rows, and whether split sums are reduced in bfloat16."""
+    made = {"dtype": torch.bfloat16, "device": asked.device}
+    for name, (out, width) in _PRODUCTS.items():
+        if asked.dry:
+            out, width = 64, 32
+        count = max(1, (0 if asked.dry else _BEYOND_CACHE) // (2 * out * width))
+        weights = torch.randn(count, out, width, **made)
+        rates = {}
+        for rows in _ROWS:
+            seconds = replayed(partial(_multiply, torch.randn(rows, width, **made), weights), asked.device)
+            rates[f"{rows} rows, TB/s"] = 2 * out * width * count / seconds / 1e12
+        given, outs = torch.randn(32, width, **made), []
+        for allowed in (True, False):
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+            outs.append(linear(given, weights[0]))
+        asked.note("products", product=name, **rates, reduced_in_bfloat16=not torch.equal(*outs))
+
+
+def _multiply(rows: Tensor, weights: Tensor) -> None:
+    for weight in weights:
+        linear(rows, weight)
+
+
+def bits(asked: Asked) -> None:
+    """The bits of exact passes, in a process with empty caches of compiled kernels: they are to be the same in all."""
+    asked.load("qwen3-4b")
+
+
+_PROBES: dict[str, Callable[[Asked], None]] = {
+    "model": model,
+    "setitem": setitem,
+    "poison": poison,
+    "inference": inference,
+    "commit": commit,
+    "products": products,
+    "bits": bits,
+}
+
+
+def main() -> None:
+    """Run one probe."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.first_contact")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("probe", choices=list(PROBES))
+    args = parser.parse_args()
+    if args.dry:
+        add_tiny_shapes()
+    _PROBES[args.probe](Asked(args.folder, args.dry))
+
+
+if __name__ == "__main__":
+    main()

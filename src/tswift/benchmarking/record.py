@@ -1,0 +1,409 @@
+"""What a benchmark writes down: ``bench.json`` and ``suite.json`` as dataclasses, read and written here alone.
+
+A file is checked when it is read, field by field. A field that has a default is absent where there is nothing to say,
+as in files of versions before it. Times are in seconds, prefill apart unless named so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
+
+from tswift.errors import MAX_RECORD, InputError, parse_json, read_file
+
+SCHEMA: Literal[1] = 1
+_LARGEST = 10**300  # of a number in a file; whatever is computed from it is still finite
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+        raise ValueError("is not of the type number, or too large")
+    return value
+
+
+def _setting(value: Any) -> Any:
+    """The value of a sampling parameter: a text, a number, or several numbers."""
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
+        if not isinstance(one, str):
+            _number(one)
+    return value
+
+
+Options = dict[str, Any]  # as typed, or as JSON has them, by name
+Number = Annotated[float, PlainValidator(_number)]  # an int stays one
+Positive = Annotated[Number, Field(gt=0)]
+Amount = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Integer = Annotated[int, Strict(), Field(gt=-_LARGEST, lt=_LARGEST)]
+Count = Annotated[Integer, Field(ge=0)]
+Size = Annotated[Integer, Field(ge=1)]
+Flag = Annotated[bool, Strict()]
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}")]
+State = Annotated[str, Field(pattern="^(running|finished|interrupted)$")]  # running: to come, or it was killed
+Command = Annotated[list[str], Field(min_length=1)]
+Sizes = Annotated[list[Size], Field(min_length=1)]
+
+
+class _Closed:
+    """A field of a file that is not known is refused."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Machine(_Closed):
+    """Rates of a machine: bytes read from memory, and operations in matrix products, per second."""
+
+    bandwidth: Positive
+    flops: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment(_Closed):
+    """Versions, platform and processors."""
+
+    python: str
+    torch: str
+    transformers: str
+    tswift: str
+    git_commit: str | None
+    platform: str
+    cpu: str
+    threads: Size
+    gpu: str | None
+    driver: str | None
+
+    @property
+    def machine(self) -> str:
+        """The GPU, or the CPU and its threads in use."""
+        return self.gpu or f"{self.cpu}, {self.threads} thread{'' if self.threads == 1 else 's'}"
+
+
+@dataclass(order=True, unsafe_hash=True, kw_only=True)
+class Cell(_Closed):
+    """A cell of the grid: all methods side by side on one case."""
+
+    repeat: Count
+    prompt: str
+    prefill: Size
+    seed: Integer
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that a sample is of."""
+        return Cell(repeat=self.repeat, prompt=self.prompt, prefill=self.prefill, seed=self.seed)
+
+
+@dataclass(kw_only=True)
+class Point(_Closed):
+    """Figures when a method first reached one of the lengths."""
+
+    len: Size
+    tokens: Size
+    nodes: Count
+    depth: Count
+    accepted: list[Count]  # steps that accepted 0, 1, ... drafted tokens
+    reused: Count
+    alpha: Share
+    beta: Share
+    tokens_per_step: Amount
+    passes: Size
+    tokens_per_second: Amount
+    seconds: Amount
+    ar_seconds: Amount | None
+    speedup: Amount | None
+    others: dict[str, Number | None] = field(default_factory=dict)  # figures by name that not every file has
+    quality: dict[str, Number | None] | None = None  # of the text up to here, in suites
+
+    def figure(self, name: str) -> float | None:
+        """A metric's value, by its name in ``METRICS``; None where it has none."""
+        return {**vars(self), **self.others, **(self.quality or {})}.get(name)
+
+
+_OWN = {each.name for each in fields(Point)} - {"others"}
+
+
+def gather(point: Any) -> Any:
+    """A point's values by name, with those that have no field of their own among the ``others``."""
+    if not isinstance(point, Mapping):
+        return point
+    others = {name: value for name, value in point.items() if name not in _OWN}
+    return {**{name: value for name, value in point.items() if name in _OWN}, "others": others}
+
+
+@dataclass(kw_only=True)
+class Sample(Cell):
+    """One run of a method in a cell."""
+
+    method: str  # the contender's label
+    estimated: Flag  # whether its time, plain decoding's, is integrated from sampled steps
+    prefill_seconds: Amount | None  # None where plain decoding was not run but sampled
+    same_as_ar: Flag | None  # None for plain decoding itself, and where the acceptance is simulated
+    # whether the audit finds no violation: of texts that differ from plain decoding's, and of all if it was sampled
+    explained: Flag | None
+    first_difference: Count | None
+    compared_tokens: Count  # with plain decoding's: all of them, or those of the probes
+    slices: list[tuple[Count, Amount]]  # tokens and seconds so far
+    probes: list[tuple[Count, Annotated[list[Amount], Field(min_length=1)]]] | None  # positions, and steps' seconds
+    points: list[Annotated[Point, BeforeValidator(gather)]]
+    simulated: Literal[True] | None = None
+
+
+@dataclass(kw_only=True)
+class Session(_Closed):
+    """A process that measured cells."""
+
+    host: str
+    started: Time
+    ended: Time
+    command: Command
+    environment: Environment
+    machine: Machine
+    cells: list[Cell]  # those measured to their ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptEntry(_Closed):
+    """A prompt, by its tokens' hash."""
+
+    name: str
+    sha256: Hash
+    kind: str | None = None  # of a workload's
+    tokens: Size | None = None  # used of a workload's, which may have fewer than the prefill
+
+
+@dataclass(frozen=True)
+class DraftModel(_Closed):
+    """The smaller model that drafts."""
+
+    name: str
+    weights: Hash
+
+
+@dataclass(frozen=True)
+class Simulation(_Closed):
+    """What is simulated: random weights in a published model's shape, the share of drafted tokens accepted."""
+
+    weights: Flag
+    alpha: Annotated[Number, Field(gt=0, le=1)] | None
+
+
+@dataclass(kw_only=True)
+class Workload(_Closed):
+    """What is measured; measurements of one workload can be compared. Its hash is of all the rest."""
+
+    hash: Hash
+    model: str
+    weights: Hash  # over a sample of the weights
+    dtype: str
+    attention: str
+    heads: str | None
+    heads_weights: Hash | None
+    sampling: dict[str, Annotated[Any, PlainValidator(_setting)]]
+    drafting: dict[str, Options]  # by label
+    prompts: Annotated[list[PromptEntry], Field(min_length=1)]
+    prefills: Sizes
+    lens: Sizes
+    seeds: Annotated[list[Integer], Field(min_length=1)]
+    methods: Annotated[list[str], Field(min_length=1)]  # contenders' labels
+    ar: Annotated[str, Field(pattern="^(full|sampled)$")]
+    draft_model: DraftModel | None = None
+    draft_weights: str | None = None  # where drafting passes do not run on the model as it is
+    kv_dtype: str | None = None  # where it is not the model's
+    exact: Size | None = None  # rows of every pass
+    variants: dict[str, str] | None = None  # methods of contenders with labels of their own
+    peers: dict[str, Options] | None = None  # what transformers' generate was given
+    simulated: Simulation | None = None
+
+    def differing(self, other: Workload) -> list[str]:
+        """What of two workloads differs, by name."""
+        ours, theirs = to_json(self), to_json(other)
+        names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        return [name for name in names if name != "hash"] or names
+
+
+@dataclass(kw_only=True)
+class Measurement(_Closed):
+    """A grid of runs: ``bench.json``, or a group of ``suite.json``."""
+
+    schema: Literal[1] = SCHEMA
+    kind: Literal["bench"] = "bench"
+    simulated: Flag  # times mean something, texts do not
+    state: State
+    started: Time
+    ended: Time
+    command: Command
+    environment: Environment
+    machine: Machine | None = None
+    layers: str | None = None  # how they ran: fused, one C program, or eager and why
+    workload: Workload
+    sessions: list[Session] = field(default_factory=list)
+    samples: list[Sample]
+    options: Options | None = None  # those that were given, which a resumed benchmark keeps
+
+    def __post_init__(self) -> None:
+        if self.simulated != (self.workload.simulated is not None):
+            raise ValueError("simulated, and its workload says otherwise")
+
+    @property
+    def parts(self) -> dict[str, Measurement]:
+        """By label, the measurements of a record: itself."""
+        return {"": self}
+
+    @property
+    def environments(self) -> list[Environment]:
+        """Of all processes that measured."""
+        return [session.environment for session in self.sessions] or [self.environment]
+
+    @property
+    def done(self) -> set[Cell]:
+        """The cells that were measured to their ends, in whichever session."""
+        return {cell for session in self.sessions for cell in session.cells}
+
+
+@dataclass
+class Group:
+    """What of a suite runs side by side: one setting, with its own plain decode."""
+
+    label: str
+    measurement: Measurement
+
+
+@dataclass
+class LeftOut:
+    """A method that cannot run on the model."""
+
+    label: str
+    why: str
+
+
+@dataclass(kw_only=True)
+class SuiteText:
+    """A text that a suite shows, token by token."""
+
+    label: str
+    prompt: str
+    prefill: Size
+    seed: Integer
+    tokens: list[Count]
+    pieces: list[str]  # the text that each token completes
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that it is of."""
+        return Cell(repeat=0, prompt=self.prompt, prefill=self.prefill, seed=self.seed)
+
+
+@dataclass(kw_only=True)
+class SuiteRecord:
+    """``suite.json``; its rows, the published ones and the pairs follow from it, and are not read."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+
+    schema: Literal[1] = SCHEMA
+    kind: Literal["suite"] = "suite"
+    suite: str
+    title: str
+    state: State
+    started: Time
+    ended: Time
+    command: Command
+    missing: list[LeftOut]
+    groups: Annotated[list[Group], Field(min_length=1)]
+    texts: list[SuiteText]
+    options: Options | None = None
+
+    @property
+    def parts(self) -> dict[str, Measurement]:
+        """By label, its measurements."""
+        return {group.label: group.measurement for group in self.groups}
+
+
+Record = Measurement | SuiteRecord
+_KINDS: dict[str, type[Measurement | SuiteRecord]] = {"bench": Measurement, "suite": SuiteRecord}
+
+
+def to_json(value: object) -> Any:
+    """A record, or a part of one, as JSON has it."""
+    if is_dataclass(value):
+        content = {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+        for each in fields(value):
+            optional = each.default is not MISSING or each.default_factory is not MISSING
+            if optional and content[each.name] in (None, []):
+                del content[each.name]
+        return content | content.pop("others", {})
+    if isinstance(value, Mapping):
+        return {str(name): to_json(one) for name, one in value.items()}
+    return [to_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def encode(content: Mapping[str, object], indent: str = "") -> str:
+    """Indented JSON with one list item per line, so that a diff is short."""
+    inner = f"{indent}  "
+    lines = []
+    for name, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, dict) and value:
+            text = encode(value, inner)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            items = [encode(item, inner) if name == "groups" else json.dumps(item) for item in value]
+            text = "[\n" + ",\n".join(f"{inner}  {item}" for item in items) + f"\n{inner}]"
+        lines.append(f"{inner}{json.dumps(str(name))}: {text}")
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
+
+
+def workload_hash(workload: Mapping[str, object]) -> str:
+    """SHA-256, in hex, of a workload as canonical JSON, its own ``hash`` left out."""
+    content = {name: value for name, value in workload.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read(path: Path, option: str, *kinds: str) -> Record:
+    """The record in a file that ``option`` named, of one of some kinds; of either if none is said."""
+    return parse(parse_json(read_file(path, MAX_RECORD, option), path, option), path, option, *kinds)
+
+
+def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
+    """A record from what its file holds."""
+    known, kinds = content if isinstance(content, dict) else {}, kinds or tuple(_KINDS)
+    kind = known.get("kind")
+    if kind not in kinds:
+        names = " or ".join(f"{each}.json" for each in kinds)
+        raise InputError(f"{path} is not a {names} of tswift bench", option)
+    if known.get("schema") != SCHEMA:
+        found = f"{known.get('schema')!s:.40}"
+        raise InputError(f"{path} has schema version {found}, this tswift reads {SCHEMA}", option)
+    try:
+        return _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        steps = [step for step in first["loc"] if step != "others"]
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[:200]
+        what = first["msg"].removeprefix("Value error, ")[:100]
+        raise InputError(f"{path} is damaged (${place}: {what})", option) from None
+
+
+def load_measurement(path: Path, option: str = "against") -> Measurement:
+    """Read a complete ``bench.json``, which ``option`` named."""
+    measurement = read(path, option, "bench")
+    assert isinstance(measurement, Measurement)
+    if (measurement.options or {}).get("shard"):
+        raise InputError(f"{path} is a shard; bench --merge makes a whole of all of them", option)
+    if measurement.state != "finished":  # what it has not reached would never be missed
+        raise InputError(f"{path} did not run to its end, it is {measurement.state}", option)
+    if not any(sample.points for sample in measurement.samples):
+        raise InputError(f"{path} holds no samples", option)
+    return measurement
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Measurement | SuiteRecord]:
+    return TypeAdapter(_KINDS[kind])

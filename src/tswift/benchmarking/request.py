@@ -1,0 +1,144 @@
+"""What ``tswift bench`` is asked for, and its beginning: all that can be checked without a model is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tswift.benchmarking import resume
+from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_trees
+from tswift.benchmarking.gate import JUDGED, Judging
+from tswift.benchmarking.record import Options, Record, State
+from tswift.benchmarking.suites import Suite, find_suite
+from tswift.benchmarking.workloads import KINDS, Text, encode, read_texts, read_workloads
+from tswift.errors import InputError, find_path
+from tswift.jobs.config import fields_of
+from tswift.jobs.folder import FINISHED
+from tswift.models.config import SHAPE_PREFIX, refuse_missing_heads, refuse_shape
+
+if TYPE_CHECKING:
+    from tswift.benchmarking.run import OnProgress
+
+# what bench does and a suite does not
+_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *JUDGED)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one ``tswift bench`` is to do."""
+
+    given: Options  # options by name, as typed, or as in the record of what was measured before
+    earlier: Record | None
+    missing: Sequence[str]  # cells of the grid that no merged shard has
+    suite: Suite | None
+    plan: Plan
+    judging: Judging
+    options: BenchOptions
+
+    @classmethod
+    def of(cls, given: Options, earlier: Record | None = None, missing: Sequence[str] = ()) -> Request:
+        """From options by name; what does not go together is refused."""
+        suite = find_suite(given["suite"]) if "suite" in given else None
+        for name in given if suite else ():  # no option is silently ignored
+            if suite and name in suite.own:
+                raise InputError(f"suite {suite.name} sets it itself", name)
+            if name in _OF_BENCH:
+                raise InputError("cannot be given together with --suite", name)
+        judging, plan = Judging(**fields_of(Judging, given)), resume.plan_of(given)
+        named = {name: value for name, value in given.items() if name != "tree"}
+        options = BenchOptions.of(parse_trees(given.get("tree")), named)
+        if plan.workload and judging.paper:
+            raise InputError("cannot be given together with --workload: the paper has none", "paper")
+        if plan.shard and judging.against:
+            raise InputError("wants the whole grid, as --merge makes it of shards", "against")
+        if suite:
+            refuse_shape(options.model)
+        else:
+            options.check()
+        return cls(given, earlier, missing, suite, plan, judging, options)
+
+    @property
+    def measured(self) -> bool:
+        """Whether nothing is to be measured; what merged shards lack is not."""
+        return self.earlier is not None and (self.earlier.state == FINISHED or bool(self.missing))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether times mean something and texts do not."""
+        return self.options.simulate_alpha is not None or self.options.model.startswith(SHAPE_PREFIX)
+
+    @property
+    def name(self) -> str:
+        """What the folder is called after."""
+        if self.suite:
+            return f"bench-{self.suite.name}"
+        return "bench-simulated" if self.simulated else "bench"
+
+    def read_texts(self) -> list[Text]:
+        """The prompts' texts; none if nothing is left to be measured."""
+        if self.measured:
+            return []
+        refuse_missing_heads(self.options.heads)
+        return read_workloads(self.plan.workload) if self.plan.workload else read_texts(self.plan.prompts)
+
+    def begin(self, texts: Sequence[Text], command: Sequence[str], folder: Path) -> Begun:
+        """Load the model, and begin the record; cells that were finished before are in it."""
+        if self.earlier and self.measured:
+            self.earlier.options = kept(self.given)
+            return Begun(self.earlier)
+        begun = self._begin_suite(texts, command) if self.suite else self._begin_bench(texts, command)
+        begun.record.options = kept(self.given)
+        if self.earlier:
+            resume.continue_from(begun.record, self.earlier, folder)
+        return begun
+
+    def _begin_bench(self, texts: Sequence[Text], command: Sequence[str]) -> Begun:
+        from tswift.benchmarking.run import begin_measurement, measure
+
+        longest, length = max(self.plan.prefills), max(self.plan.lens)
+        least = 1 if self.plan.workload else longest
+        config = configure(self.options, least, length, "prefills" if least > length else "lens")
+        prompts = encode(texts, config.model, longest)
+        record = begin_measurement(config, prompts, self.plan, command)
+        notes = [config.note] if config.note else []
+        return Begun(record, notes, partial(measure, {"": config}, record, prompts, self.plan))
+
+    def _begin_suite(self, texts: Sequence[Text], command: Sequence[str]) -> Begun:
+        from tswift.benchmarking.run import measure
+        from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare
+
+        assert self.suite is not None
+        groups, left_out = prepare(self.suite, self.options, self.plan)
+        model = next(iter(groups.values())).model
+        prompts = encode(texts, model, max(self.plan.prefills))
+        record = begin_suite(self.suite, groups, left_out, prompts, self.plan, command)
+        on_trial = partial(judge_texts, record, model.tokenizer)
+        notes = [f"{label} is left out: {why}" for label, why in left_out.items()]
+        return Begun(record, notes, partial(measure, groups, record, prompts, self.plan, on_trial=on_trial))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A benchmark's record, and how it is measured."""
+
+    record: Record
+    notes: Sequence[str] = ()
+    measure: Callable[[OnProgress, Callable[[], None]], State] | None = None  # None where nothing is left
+
+
+def kept(given: Options) -> Options:
+    """Options as a record keeps them: files are named so that they are found from another working directory."""
+    options = dict(given)
+    for name in {"prompts", "workload"} & given.keys():
+        options[name] = [_absolute(word, name) for word in given[name]]
+    if "against" in given:
+        options["against"] = str(Path(given["against"]).absolute())
+    return options
+
+
+def _absolute(word: str, option: str) -> str:
+    kind = word.partition(":")[0]
+    return word if kind in ("pg19", *KINDS) else str(find_path(word, option).absolute())

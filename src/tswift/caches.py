@@ -1,0 +1,487 @@
+"""KV caches: two preallocated tensors, a length, and scratch slots; of a whole text, of a window, or partial.
+
+The partial cache that drafting reads holds a budget of what the full one does (paper, section 3.3, and its rivals): the
+first tokens (sinks), those that a policy's score finds to matter most (selected) and the newest ones (recent). Keys are
+cached rotated, so their order in the buffer is free: a new token overwrites another in place. A policy's score says how
+much a key matters, of one layer: ``keys`` ``[kv heads, n, d]`` and ``queries`` ``[kv heads, group, m, d]`` of the
+newest ``m`` tokens, rotated both, to ``[kv heads, n]``, the higher the better.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, pad
+
+_MOST = 2**15 - 1
+_BROKEN = -(2**15)  # stands for NaN and infinity
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shape of one token's keys and values.
+
+    Attributes:
+        placed: whether a cache whose slots are in no order has to keep positions.
+        rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
+        steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values that are int16.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    placed: bool = False
+    rounded: torch.dtype | None = None
+    steps: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def eps(self) -> float:
+        """Relative rounding of what is kept, roughly: 16-bit integers are used up to a part of their range."""
+        return 2**-10 if self.dtype == torch.int16 else torch.finfo(self.dtype).eps
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def narrowed(self, numbers: Tensor, part: int, layer: int) -> Tensor:
+        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept."""
+        kind = self.rounded or self.dtype
+        if kind != torch.int16:
+            return numbers.to(kind)
+        assert self.steps is not None
+        counts = (numbers / self.steps[part, layer].unsqueeze(1)).round()
+        kept = counts.clamp(-_MOST, _MOST).where(counts.isfinite(), _BROKEN).to(torch.int16)
+        return kept if self.dtype == kind else self.widened(kept, part, layer)
+
+    def widened(self, kept: Tensor, part: int, layer: int) -> Tensor:
+        """What :meth:`narrowed` made, as numbers."""
+        if kept.dtype != torch.int16:
+            return kept
+        assert self.steps is not None
+        return (kept * self.steps[part, layer].unsqueeze(1)).masked_fill_(kept == _BROKEN, torch.nan)
+
+    def broken(self, kept: Tensor) -> Tensor:
+        """Where kept numbers are not finite."""
+        return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
+
+    def allocate(self, capacity: int) -> Tensor:
+        """Uninitialised ``[layers, heads, capacity, head_dim]``."""
+        made = torch.empty(self.layers, self.heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
+        ask_for_huge_pages(made)
+        return made
+
+
+def ask_for_huge_pages(buffer: Tensor) -> None:
+    """Let Linux map memory in pages of 2 MiB: with those of 4 KiB, reading 98,000 keys and values took 16% longer."""
+    if buffer.device.type != "cpu" or sys.platform != "linux":
+        return
+    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = buffer.data_ptr() + buffer.nbytes - start
+    if size > 0:  # a kernel without such pages refuses, and nothing is lost
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+
+
+class KVBuffer:
+    """Preallocated keys and values ``[layers, heads, capacity, head_dim]``, and how many tokens of them count.
+
+    Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
+
+    Attributes:
+        rows: on the CPU, the keys' and the values' bytes ``[layers, heads, capacity, bytes]``; else empty.
+    """
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        self.shape, self.capacity, self.length = shape, capacity, 0
+        self.keys, self.values = shape.allocate(capacity), shape.allocate(capacity)
+        # NumPy's views of the bytes: to move a few tokens, PyTorch takes four times as long
+        on_host = shape.device.type == "cpu"
+        self.rows = [each.view(torch.uint8).numpy() for each in (self.keys, self.values)] if on_host else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def positions(self, layer: int) -> Tensor:
+        """``[heads or 1, length]`` positions in the text of the tokens held."""
+        raise NotImplementedError
+
+    def first_visible_slot(self, window: int) -> int:
+        """Number of leading slots outside the attention window of every future token; 0 if slots are in no order."""
+        return 0
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
+        end, shape = self.length + keys.shape[1], self.shape
+        self.keys[layer, :, self.length : end] = shape.narrowed(keys, 0, layer)
+        self.values[layer, :, self.length : end] = shape.narrowed(values, 1, layer)
+        return shape.widened(self.keys[layer, :, :end], 0, layer), shape.widened(self.values[layer, :, :end], 1, layer)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
+        count, start = len(slots), self.length
+        if list(slots) != list(range(count)):
+            if self.rows:
+                places = [start + slot for slot in slots]
+                for rows in self.rows:
+                    rows[:, :, start : start + count] = rows[:, :, places]
+            else:
+                chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + start
+                for buffer in (self.keys, self.values):
+                    buffer[:, :, start : start + count] = buffer.index_select(2, chosen)
+        self.advance(count)
+
+    def advance(self, count: int) -> None:
+        """Keep the first ``count`` scratch slots."""
+        self.length += count
+
+
+class FullKV(KVBuffer):
+    """Keys and values of a whole text, a token's slot being its position."""
+
+    def positions(self, layer: int) -> Tensor:
+        """``[1, length]``: the slots."""
+        return torch.arange(self.length, device=self.shape.device).unsqueeze(0)
+
+    def copy_from(self, other: FullKV) -> None:
+        """Copy another cache of the same model."""
+        self.length = other.length
+        self.keys[:, :, : self.length] = other.keys[:, :, : self.length]
+        self.values[:, :, : self.length] = other.values[:, :, : self.length]
+
+    def first_visible_slot(self, window: int) -> int:
+        """As :meth:`KVBuffer.before`."""
+        return max(0, self.length - window + 1)
+
+
+class RecentKV(KVBuffer):
+    """A cache of a text's first and newest tokens: ``budget`` of them, of which the ``sinks`` first always stay."""
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, more: int) -> None:
+        super().__init__(shape, budget + more)
+        self.budget, self.sinks = budget, sinks
+
+    def slot(self, place: int) -> int:
+        """Where the token at a place in the text goes; it takes the place of the oldest."""
+        ring = self.budget - self.sinks
+        return place if place < self.budget else self.sinks + (place - self.sinks) % ring
+
+    def staying(self, places: range) -> list[int]:
+        """Of tokens that enter the budget together, those that none of the others replaces."""
+        newest = places.stop - (self.budget - self.sinks)
+        return [place for place in places if place < self.sinks or place >= newest]
+
+
+class StreamingKV(RecentKV):
+    """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
+
+    Tokens are committed behind those held, where the ``slack`` newest can always be taken back; :meth:`settle` lets the
+    others take the place of the oldest. At most ``scratch`` tokens are forwarded before that.
+
+    Attributes:
+        seen: tokens of the text that were committed, held still or not.
+        settled: those of them that cannot be taken back.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, slack: int, scratch: int) -> None:
+        super().__init__(shape, budget, sinks, slack + scratch)
+        self.slack = slack
+        self.seen = self.settled = 0
+        self._positions = torch.zeros(budget, dtype=torch.int64, device=shape.device)
+
+    def positions(self, layer: int) -> Tensor:
+        """``[1, length]``."""
+        newer = torch.arange(self.settled, self.seen, device=self._positions.device)
+        return torch.cat([self._positions[: self._held], newer]).unsqueeze(0)
+
+    @property
+    def _held(self) -> int:
+        return min(self.settled, self.budget)
+
+    def advance(self, count: int) -> None:
+        """As for any cache; the tokens can be taken back until they are settled."""
+        super().advance(count)
+        self.seen += count
+
+    def trim_to(self, seen: int) -> None:
+        """Forget all tokens of the text but the first ``seen``; ValueError if one is settled that would go."""
+        if not self.settled <= seen <= self.seen:
+            raise ValueError(f"between {self.settled} and {self.seen} tokens can be kept, not {seen}")
+        self.length -= self.seen - seen
+        self.seen = seen
+
+    def settle(self) -> None:
+        """Let all but the newest ``slack`` tokens take their place in the budget."""
+        before, after = self.settled, max(self.settled, self.seen - self.slack)
+        if after == before:
+            return
+        offset = self._held - before  # from a token's position in the text to its slot
+        kept = {self.slot(position): position for position in self.staying(range(before, after))}
+        self.settled = after
+        newer = range(after, self.seen)
+        moves = kept | {self._held + position - after: position for position in newer}
+        moves = {slot: position + offset for slot, position in moves.items() if slot != position + offset}
+        parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
+        packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
+        sent = packed.to(self.keys.device, non_blocking=True).split([*map(len, parts)])
+        self._positions.index_copy_(0, sent[0], sent[1])
+        if moves:
+            for buffer in (self.keys, self.values):
+                buffer.index_copy_(2, sent[2], buffer.index_select(2, sent[3]))
+        self.length = self._held + self.seen - after
+
+
+class WindowKV(RecentKV):
+    """Keys and values that are made from committed tokens alone, and of no more than a budget of them.
+
+    A token's slot follows from its place in the text, so that nothing is ever moved. Behind the budget are a slot for
+    rows that stand for no token, and scratch slots for a round of drafting, which the next round overwrites.
+
+    Attributes:
+        scratch: the first of them.
+        held: ``[capacity]`` bool on the device: the slots of committed tokens.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, sinks: int, scratch: int) -> None:
+        super().__init__(shape, budget, sinks, 1 + scratch)
+        self.scratch = budget + 1
+        self.keys.zero_()  # what nothing attends to is multiplied by 0, which it has to bear
+        self.values.zero_()
+        self.held = torch.zeros(self.capacity, dtype=torch.bool, device=shape.device)
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``, none of them twice but the spare."""
+        self.keys[layer].index_copy_(1, slots, keys.to(self.keys.dtype))
+        self.values[layer].index_copy_(1, slots, values.to(self.values.dtype))
+
+    def hold(self, slots: Tensor) -> None:
+        """Committed tokens are in these slots now."""
+        self.held.index_fill_(0, slots, True)
+        # not `held[budget] = False`: PyTorch copies the number from the host for that, which no CUDA graph may contain
+        self.held[self.budget : self.budget + 1].fill_(False)
+
+
+Score = Callable[[Tensor, Tensor], Tensor]
+
+CHUNK = 8  # tokens that are retrieved together (TriForce, section 4.1)
+_OBSERVED = 32  # newest queries that SnapKV looks at
+_POOL = 7  # neighbours that SnapKV averages over
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a partial cache holds beside the first tokens.
+
+    Attributes:
+        recent: share of the budget that the newest tokens take in every selection.
+        score: importance of keys, for the rest of the budget; None where there is no rest.
+        renews: select anew from everything once new tokens have taken the place of those selected. Otherwise those
+            stay, and new tokens take the place of the oldest new ones.
+        observes: number of newest queries that the score looks at.
+    """
+
+    recent: float
+    score: Score | None
+    renews: bool
+    observes: int = 1
+
+
+def by_query(keys: Tensor, queries: Tensor) -> Tensor:
+    """Dot products with the newest query, summed over the query heads of a KV head (TokenSwift, section 3.3)."""
+    return (keys @ queries[:, :, -1].sum(1).unsqueeze(-1)).squeeze(-1)
+
+
+def by_attention(keys: Tensor, queries: Tensor) -> Tensor:
+    """The attention that the newest tokens pay, averaged over neighbours (SnapKV, Li et al., 2024).
+
+    The softmax is over these keys alone; the products are scaled by the root of the head's size.
+    """
+    rows = queries.flatten(1, 2) * keys.shape[-1] ** -0.5
+    paid = (rows @ keys.transpose(1, 2)).float().softmax(-1).sum(1)
+    return avg_pool1d(paid.unsqueeze(1), _POOL, stride=1, padding=_POOL // 2, count_include_pad=False).squeeze(1)
+
+
+def by_chunk(keys: Tensor, queries: Tensor) -> Tensor:
+    """Dot products of the newest query with the mean key of every chunk, the same for all of its tokens (TriForce)."""
+    count = keys.shape[1]
+    spare = -count % CHUNK
+    sums = pad(keys, (0, 0, 0, spare)).unflatten(1, (-1, CHUNK)).sum(2)
+    sizes = keys.new_full((sums.shape[1], 1), CHUNK)
+    sizes[-1:] -= spare
+    scores = by_query(sums / sizes, queries)
+    return scores.repeat_interleave(CHUNK, dim=1)[:, :count]
+
+
+POLICIES: dict[str, Policy] = {
+    "dynamic": Policy(0.25, by_query, renews=True),
+    "partial": Policy(0.25, by_query, renews=False),
+    "streaming": Policy(1.0, None, renews=False),
+    "snapkv": Policy(0.25, by_attention, renews=True, observes=_OBSERVED),
+    "retrieval": Policy(0.25, by_chunk, renews=True),
+}
+
+
+class PartialKV(KVBuffer):
+    """A budget of at least 8 keys and values copied from a full cache, at most a quarter of them sinks.
+
+    At most ``scratch`` tokens are forwarded over what is held.
+
+    Attributes:
+        copied: tokens of the full cache seen so far: held, or passed over by a selection.
+        selections: number of selections from everything.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        budget: int = 4096,
+        sinks: int = 16,
+        policy: Policy = POLICIES["dynamic"],
+        scratch: int = 1,
+    ) -> None:
+        super().__init__(shape, budget + scratch)
+        self.budget, self.sinks, self.policy = budget, sinks, policy
+        self.recent = int((budget - sinks) * policy.recent)  # newest tokens that every selection takes
+        self.selections = 0
+        self.copied = 0
+        self._held = 0  # slots that hold copies; what is behind them was drafted
+        self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
+        self._aging: deque[int] = deque()  # slots that new tokens take when none is free, the oldest first
+        slots = self.capacity if shape.placed else 0
+        self._positions = torch.zeros(shape.layers, shape.heads, slots, dtype=torch.int64, device=shape.device)
+        self.device_length: Tensor | None = None  # [] int32, where programs on the device append
+
+    @property
+    def room(self) -> int:
+        """New tokens that fit before a selection is due."""
+        return len(self._free)
+
+    def positions(self, layer: int) -> Tensor:
+        """``[heads, length]``: every KV head has selected for itself."""
+        drafted = self.length - self._held
+        self._positions[:, :, self._held : self.length] = self.copied + torch.arange(
+            drafted, device=self._positions.device
+        )
+        return self._positions[layer, :, : self.length]
+
+    def clear(self) -> None:
+        """Take back what was forwarded over what is held, and committed."""
+        self.length = self._held
+
+    def follow(self, full: KVBuffer, queries: Callable[[], Tensor] | None, most: int) -> None:
+        """Keep up with a full cache that has grown; nothing may be committed over what is held.
+
+        ``queries`` gives those that :meth:`select` takes; None before the first pass. Room is made for ``most`` tokens,
+        by which the full cache grows at most until the next call.
+        """
+        new = full.length - self.copied
+        stays = self.copied > 0 and not self.policy.renews
+        if queries is not None and not stays and (new + most > self.room or not self.policy.renews):
+            self.select(full, queries())
+        else:
+            self.append(full)
+
+    def append(self, full: KVBuffer) -> None:
+        """Copy the tokens that the full cache has committed since the last call.
+
+        Where the policy renews, there are at most ``room`` of them.
+        """
+        before, new = self.copied, full.length - self.copied
+        if not new:
+            return
+        kept = self.appended(new)
+        where, source = list(kept.keys()), list(kept.values())
+        if self.rows:
+            for own, theirs in zip(self.rows, full.rows, strict=True):
+                own[:, :, where] = theirs[:, :, source]
+        else:
+            sent = torch.tensor([where, source]).to(self.keys.device, non_blocking=True)
+            for to, other in ((self.keys, full.keys), (self.values, full.values)):
+                whole = other[:, :, before : full.length] if len(kept) == new else other.index_select(2, sent[1])
+                to.index_copy_(2, sent[0], whole)
+        if self.shape.placed:
+            self._positions[:, :, where] = torch.tensor(source).to(self._positions.device, non_blocking=True)
+
+    def track(self) -> None:
+        """Keep the length on the device from now on, where :meth:`append_rows` moves it."""
+        self.device_length = torch.full((), self.length, dtype=torch.int32, device=self.shape.device)
+
+    def next_slots(self, count: int) -> list[int]:
+        """The slots that the next ``count`` tokens go to; scratch where a selection comes first."""
+        slots = [*self._free[-count:][::-1], *self._aging][:count]
+        return slots + [self.capacity - 1] * (count - len(slots))
+
+    def append_rows(self, full: KVBuffer, places: Tensor, count: Tensor, slots: Tensor) -> None:
+        """On the device, copy the first ``count`` ``[1]`` tokens of ``places`` ``[m]`` in the full cache to ``slots``.
+
+        Nothing is waited for; the host learns of it by :meth:`appended`.
+        """
+        assert self.device_length is not None
+        kept = torch.arange(len(places), device=places.device) < count
+        where = torch.where(kept, slots, self.capacity - 1)  # scratch takes what is not kept
+        for own, theirs in ((self.keys, full.keys), (self.values, full.values)):
+            own.index_copy_(2, where, theirs.index_select(2, places))
+        reached = torch.where(kept, slots + 1, 0).amax()
+        self.device_length.copy_(torch.maximum(self.device_length, reached))
+
+    def appended(self, count: int) -> dict[int, int]:
+        """So many tokens are appended, as by the device; their places by the slots that they go to.
+
+        Of many at once the oldest may be overwritten already.
+        """
+        places: dict[int, int] = {}
+        for place in range(self.copied, self.copied + count):
+            slot = self._free.pop() if self._free else self._aging.popleft()
+            if not self.policy.renews and place >= self.sinks:
+                self._aging.append(slot)
+            places[slot] = place
+        self._held = self.length = max(self._held, max(places, default=-1) + 1)
+        self.copied += count
+        return places
+
+    def select(self, full: KVBuffer, queries: Tensor) -> None:
+        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest, by each KV head for itself.
+
+        ``queries`` are ``[layers, query heads, m, head_dim]``, rotated, of the newest tokens.
+        """
+        text, shape = full.length, self.shape
+        held = min(text, self.budget)
+        sinks = min(self.sinks, text)
+        recent = min(self.recent, text - sinks)
+        chosen = held - sinks - recent
+        grouped = queries.unflatten(1, (shape.heads, -1))
+        best = torch.empty(shape.layers, shape.heads, chosen, dtype=torch.int64, device=shape.device)
+        if chosen and self.policy.score is not None:
+            for layer in range(shape.layers):
+                keys = shape.widened(full.keys[layer, :, sinks : text - recent], 0, layer).to(queries.dtype)
+                scores = self.policy.score(keys, grouped[layer])
+                best[layer] = scores.topk(chosen).indices + sinks
+        always = [*range(sinks), *range(text - recent, text)]
+        fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)
+        fixed = fixed.expand(shape.layers, shape.heads, -1)
+        places = torch.cat([fixed, best], dim=-1)
+        if shape.placed:
+            self._positions[:, :, :held] = places
+        order = places.unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
+        self.keys[:, :, :held] = full.keys.gather(2, order)
+        self.values[:, :, :held] = full.values.gather(2, order)
+        self._held = self.length = held
+        if self.device_length is not None:
+            self.device_length.fill_(held)
+        self.copied = text
+        empty = [*range(held, self.budget)[::-1]]
+        if self.policy.renews:  # new tokens take empty slots first, then those of the selected, the last ones first
+            self._free = [*range(len(always), held), *empty]
+        else:
+            self._free, self._aging = empty, deque(range(sinks, len(always)))
+        self.selections += 1

@@ -1,0 +1,222 @@
+"""What steps of decoding cost on this machine: measured once for a model, and remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import tswift
+from tswift.caches import FullKV
+from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.drafter import Context, Drafter, Step
+from tswift.decoding.step import decode_step
+from tswift.decoding.tree import DraftTree
+from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
+from tswift.drafting.heads import WIDTH, HeadTreeSource
+from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.forward.target import Target
+from tswift.models.checkpoint import config_hash
+from tswift.models.devices import available_bytes
+from tswift.native_build import cache_folder
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import NoTokenLeft, Sampler
+from tswift.speculators.heads import Heads
+
+NODES = (1, 4, 5, 8, 9, 16, 17, 32)  # attention takes rows in tiles: the fifth, ninth and 17th cost more than the next
+_SHORT = 64  # keys
+# Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time: only from tens of
+# thousands on its time grows with them as it does at 100,000
+_LONG = {"cpu": (16_384, 1 << 29), "cuda": (49_152, 8 << 30)}
+_FREE = 4  # times as much memory has to be free
+_TIMES = (7, 30)  # least and most repeats
+_SECONDS = 0.7  # after which the least are enough
+_FORMAT = 6  # of what is measured, and how
+_ACCEPTED = 3  # drafted tokens that a step accepts, in trees that have as many
+_LEVEL = (0, 0)  # what a level of heads is called among steps, which are called by their nodes and keys
+
+_here: dict[tuple[Path | None, str], PassCosts] = {}  # measured or read by this process
+
+
+def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCosts:
+    """Costs of steps of a model, and of its heads if it has any, on this machine; ``again`` measures them anew.
+
+    What was measured while the machine had other work serves this process and is not remembered.
+    """
+    place, key = folder(), _key(target, heads)
+    file = place / f"{key}.json" if place else None
+    costs = None if again else _here.get((place, key)) or (_read(file) if file else None)
+    if costs is None:
+        costs = measure(target, heads)
+        if file and not costs.busy:
+            _write(file, costs)
+    _here[place, key] = costs
+    return costs
+
+
+def folder() -> Path | None:
+    """Folder of measured costs, in the user's cache folder; None if nothing can be kept there."""
+    cache = cache_folder()
+    return cache and cache / "costs"
+
+
+@torch.inference_mode()
+def measure(target: Target, heads: Heads | None) -> PassCosts:
+    """Time steps of decoding over few keys and over many, with trees of several sizes, and a draft by the heads.
+
+    Every figure is the best of some repeats. It takes about a second for the bundled model on a CPU, and at most half a
+    GB of memory there.
+    """
+    most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
+    sizes = tuple(size for size in NODES if size <= most)
+    keys, most_bytes = _LONG.get(target.device.type, _LONG["cpu"])
+    if target.device.type == "cuda":
+        most_bytes = min(most_bytes, (available_bytes(target.device) or 0) // _FREE)
+    room = max(most_bytes // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
+    long = max(2, min(keys, room, target.max_positions - NODES[-1]))
+    lengths = (min(_SHORT, long // 2), long)
+    try:
+        trial = _Trial(target, lengths, sizes[-1])
+        runs = {(size, length): partial(trial.step_s, size, length) for length in lengths for size in sizes}
+        if heads is not None:
+            runs[_LEVEL] = partial(trial.level_s, heads)
+        times: dict[tuple[int, int], list[float]] = {name: [] for name in runs}
+        started = time.perf_counter()
+        for turn in range(_TIMES[1]):
+            if turn >= _TIMES[0] and time.perf_counter() - started > _SECONDS:
+                break
+            for name, run in runs.items():
+                times[name].append(run())
+    except NoTokenLeft:  # the model is broken, as its own decode will tell
+        return NOMINAL
+    best = {name: min(each) for name, each in times.items()}
+    base, per_key = [], []
+    for size in sizes:
+        short, far = best[size, lengths[0]], best[size, lengths[1]]
+        slope = max(far - short, 0.0) / (lengths[1] - lengths[0])
+        per_key.append(slope)
+        base.append(max(short - slope * lengths[0], 1e-9))
+    spread = median(median(each) / min(each) for each in times.values())
+    # more nodes cost no less, whatever a busy machine says
+    rising = tuple(accumulate(base, max)), tuple(accumulate(per_key, max))
+    return PassCosts(sizes, *rising, best.get(_LEVEL, 0.0), spread)
+
+
+class _Trial(Drafter):
+    """A decode that takes the same steps again and again, with draft trees of as many nodes as are wanted."""
+
+    def __init__(self, target: Target, lengths: Sequence[int], most: int) -> None:
+        super().__init__(depth=_ACCEPTED, limit=most)
+        self._target = target
+        self._nodes = 1
+        self._right: dict[int, list[int]] = {}  # by the text's length, how it goes on
+        self._kv = FullKV(target.kv_shape, max(lengths) + NODES[-1])
+        self._kv.keys.zero_()
+        self._kv.values.zero_()
+        self._samplers: dict[int, Sampler] = {}
+        for length in lengths:
+            self._samplers[length] = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
+            self._samplers[length].extend([0] * (length + 1))
+        self._context = Context([0], self._samplers[lengths[0]].copy(), self._kv)
+        self._stepper = DeviceStepper(target, self._context, self) if target.replays else None
+        for length in lengths:
+            self._begin(length)
+            for _ in range(_ACCEPTED):
+                self._step(1)
+            self._right[length] = self._context.text[length + 1 :]
+
+    def propose(self, context: Context, wanted: int) -> DraftTree:
+        """A tree of the size that is timed: the text as it goes on, then other tokens."""
+        tree = DraftTree(context.text[-1], self._nodes)
+        tree.add(self._right.get(context.kv.length, ()), "")
+        for token in range(self._target.vocab_size):
+            tree.grow(0, token, "")
+            if tree.full:
+                break
+        return tree
+
+    def step_s(self, nodes: int, length: int) -> float:
+        """Seconds of a step over so many nodes, after a text of that length."""
+        self._nodes = nodes
+        self._begin(length)
+        return self._step(nodes).seconds
+
+    def level_s(self, heads: Heads) -> float:
+        """Seconds of a level of heads, drafted after the last step."""
+        source = HeadTreeSource(self._target, heads, None, (WIDTH,) * heads.count, shared_noise=True)
+        tree = CandidateTree(self._context.text[-1], heads.count, AcceptanceEstimator())
+        started = time.perf_counter()
+        source.start(self._context)
+        source.propose(tree, self._context)
+        return (time.perf_counter() - started) / heads.count
+
+    def _begin(self, length: int) -> None:
+        """Go back to where the text had that length, whatever has been written since."""
+        for buffer in (self._kv.keys, self._kv.values):
+            for start in self._samplers:
+                buffer[:, :, start : start + NODES[-1]].zero_()
+        self._kv.length = length
+        text = [0] * (length + 1)
+        if self._stepper is not None:
+            self._stepper.restart(text, self._samplers[length])
+        else:
+            self._context.text = text
+            self._context.sampler = self._samplers[length].copy()
+
+    def _step(self, wanted: int) -> Step:
+        if self._stepper is not None:
+            return self._stepper.step(wanted)
+        return decode_step(self._target, self._context, self, wanted)
+
+
+def _key(target: Target, heads: Heads | None) -> str:
+    """A hash of all that the costs depend on."""
+    device = target.device
+    about = [
+        _FORMAT,
+        tswift.__version__,
+        platform.node(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.__version__,
+        config_hash(target.model),
+        str(target.dtype),
+        str(target.kv_shape.dtype),
+        target.attention,
+        target.program is not None,
+        target.width,
+        heads and heads.about(),
+        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
+        # quantised ones have other names
+        str(sorted({type(module).__name__ for module in target.model.modules()})),
+        str(sorted({type(weight).__name__ for weight in target.model.parameters()})),
+    ]
+    return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _read(file: Path) -> PassCosts | None:
+    try:
+        known = json.loads(file.read_text())
+        costs = PassCosts(tuple(known["nodes"]), tuple(known["base"]), tuple(known["per_key"]), known["level"])
+        return costs if costs.sound else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # measured anew
+
+
+def _write(file: Path, costs: PassCosts) -> None:
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(asdict(costs)))
+        new.replace(file)
+    except OSError:
+        pass  # it is measured anew the next time, then

@@ -1,0 +1,353 @@
+"""A transformers model made ready to decode: attention and layers replaced and tested, exact passes checked.
+
+Logits with and without our attention are compared, which shows whatever an architecture does that it does not.
+
+A product over one row sums in another order than one over forty, so in bfloat16 two candidates that nearly tie swap,
+and texts of different methods differ. Passes of one fixed number of rows sum alike (``Target.width``), unless something
+in the model depends on other rows, or on a row's index. That is tested once per loaded model, on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tswift.attention.backends import BACKENDS, USUAL, choose, fails
+from tswift.attention.sdpa import MAX_WIDTH, ROWS
+from tswift.caches import FullKV
+from tswift.errors import InputError
+from tswift.forward.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.hf import UnsupportedModel, join, separate, use_onednn, watched
+from tswift.forward.integers import finely_rounded
+from tswift.forward.passes import Forwarded
+from tswift.forward.program import PassProgram, Unfit
+from tswift.forward.target import Target
+from tswift.models.codes import holds_codes
+from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
+from tswift.models.shapes import PREFIX, is_moe
+from tswift.native_build import Unbuilt
+
+EAGER = "eager"
+FUSED = "fused"
+PROGRAM = "one C program"
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """KV heads, query heads per KV head, and head size by a model's configuration.
+
+    Where it does not say: one each, and the usual size.
+    """
+    text = config.get_text_config()
+    heads, kv_heads, size, hidden = (
+        value if type(value := getattr(text, name, None)) is int and value > 0 else 0
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    size = size or (hidden // heads if hidden >= heads > 0 else USUAL)
+    return (kv_heads, heads // kv_heads, size) if heads and kv_heads and heads % kv_heads == 0 else (1, 1, size)
+
+
+def select_backend(attention: str, dtype: torch.dtype, device: torch.device, config: Any) -> tuple[str, str]:
+    """The attention backend that a name stands for, and a note if it is not the one that should serve here.
+
+    A backend serves if it computes of random rows what sdpa computes.
+    """
+    kv_heads, groups, width = heads_of(config)
+    backend = choose(attention, dtype, device, width)
+    tried = backend != "sdpa" and (backend == "native" or device.type == "cuda")
+    reason = fails(backend, dtype, device, width, (kv_heads, groups)) if tried else None
+    if reason is None:
+        return backend, ""
+    if attention != "auto":
+        raise InputError(reason, "attention")
+    return "sdpa", reason
+
+
+def try_graphs(target: Target) -> None:
+    """Try whether passes can be captured as CUDA graphs."""
+    if target.replays and target.program is None and target.device.type == "cuda":
+        target.prepare(FullKV(target.kv_shape, 1), 1)
+
+
+def execution_note(target: Target) -> str:
+    """How layers run: ``fused``, ``one C program``, or ``eager``; and why what should be in use is not."""
+    words = _how_layers_run(target)
+    if target.graph_fault is not None:
+        words += f"; no CUDA graphs: {target.graph_fault}"
+    if "sampler" in target.fallbacks:
+        words += f"; sampler by PyTorch: {target.fallbacks['sampler']}"
+    return words
+
+
+def _how_layers_run(target: Target) -> str:
+    if target.split:
+        return f"{EAGER}, as ranks hold them together"
+    if target.program is not None:
+        return PROGRAM
+    if is_fused(target.model):
+        return FUSED
+    reasons = [target.fallbacks[part] for part in ("attention", "features", "layers") if part in target.fallbacks]
+    if not reasons and target.attention_features and target.device.type == "cuda":
+        reasons = [f"they have {target.attention_features}"]
+    return f"{EAGER}, as {reasons[0]}" if reasons else EAGER
+
+
+_LEAST_WIDTH = 16
+_HELD = 1_500  # random keys in the cache: several chunks of every attention
+_HELD_ON_CUDA, _HELD_BYTES = 20_000, 3 << 30  # there a text that long is cut otherwise; at most so many bytes
+_OTHERS = (0, 99, 700)  # other lengths of the cache
+_PROMPTS = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
+
+
+class Inexact(Exception):
+    """Why a token's bits depend on how it is forwarded, in one line."""
+
+
+@torch.inference_mode()
+def fingerprint(target: Target) -> str:
+    """Hash of what a model computes on this machine in passes of its fixed width: same hash, same bits.
+
+    Raises:
+        Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its ancestors are
+            drafted or committed.
+    """
+    width, device = target.width, target.device
+    assert width is not None
+    random = torch.Generator().manual_seed(0)
+    held = _HELD
+    if device.type == "cuda":
+        held = max(_HELD, min(_HELD_ON_CUDA, _HELD_BYTES // target.kv_shape.bytes_per_token))
+    before = max(0, min(held, target.max_positions - width))  # learned positions end
+    kv = FullKV(target.kv_shape, before + width)
+    for part, buffer in enumerate((kv.keys, kv.values)):
+        made = torch.randn(buffer[0, :, :before].shape, generator=random).to(device)
+        for layer, rows in enumerate(buffer):
+            rows[:, :before] = kv.shape.narrowed(made, part, layer)
+    ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
+    index = torch.arange(width, device=device)
+
+    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
+        kv.length = held
+        return target.forward(tokens, before + depths, kv, ancestors)
+
+    def repeated() -> Forwarded:  # the same token on every row
+        return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
+
+    def chain() -> Forwarded:
+        return forward(ids, index, None)
+
+    def tree() -> Forwarded:  # the chain's first half, other nodes between
+        on_path = index % 2 == 0
+        ancestors = (index <= index[:, None]) & on_path | (index == index[:, None])
+        tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
+        return forward(tokens, (index + 1) // 2, ancestors)
+
+    same, rows = repeated(), range(width)
+    _compare(target, (same, [0] * width, repeated), (same, rows, repeated), "its place in the pass")
+    whole = chain()
+    written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
+    _compare(target, (whole, [0], chain), (same, [0], repeated), "other nodes")
+    half = width // 2
+    _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
+    for depth in (0, 1, 2):  # one by one, as plain decoding does
+        last = index[depth : depth + 1]
+        alone = partial(forward, ids[last], last, None, before + depth)
+        _compare(target, (whole, [depth], chain), (alone(), [0], alone), "its ancestors being drafted")
+        for buffer, known in zip((kv.keys, kv.values), written, strict=True):
+            if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
+                raise Inexact("keys and values depend on a token's ancestors being drafted")
+    parts = [whole.hidden, target.logits(whole.hidden)]
+    # one pass may round alike by chance
+    parts += [forward(ids, index, None, held).hidden for held in _OTHERS if held <= before]
+    if target.wide_prompts:
+        parts += [_prompt(target, count, ids) for count in _PROMPTS]
+    bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:
+    """States of a prompt's chunks, whose products have other shapes."""
+    count = min(count, target.max_positions)
+    text = ids.repeat(-(-count // len(ids)))[:count].tolist()
+    return torch.cat([forwarded.hidden for forwarded in target.chunks(text, FullKV(target.kv_shape, count))])
+
+
+_Rows = tuple[Forwarded, Sequence[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
+
+
+def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
+    """Compare rows that should have the same bits, and name the first module where they differ."""
+    hidden = [forwarded.hidden[list(rows)] for forwarded, rows, _ in (one, other)]
+    logits = [target.logits(forwarded.hidden)[list(rows)] for forwarded, rows, _ in (one, other)]
+    differ = [(first != second).any(-1) for first, second in (hidden, logits)]
+    wrong = (differ[0] | differ[1]).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    outputs = [_outputs(target, run, rows[wrong[0]]) for _, rows, run in (one, other)]
+    for (name, input, out), (_, other_input, other_out) in zip(*outputs, strict=True):
+        if not torch.equal(out, other_out):
+            where = name if torch.equal(input, other_input) else f"what comes before {name}"
+            break
+    else:
+        where = "the layers" if differ[0].any() else "the LM head"
+    raise Inexact(f"the result of {where} depends on {cause}")
+
+
+def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
+    """Name, input and output of one row, for every module that has both per row, in the order of execution."""
+    outputs: list[tuple[str, Tensor, Tensor]] = []
+
+    def see(name: str, inputs: Any, out: Any) -> None:
+        if inputs and all(isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)):
+            outputs.append((name, inputs[0][0, row].clone(), out[0, row].clone()))
+
+    with watched(dict(target.model.named_modules()), see):
+        run()
+    return outputs
+
+
+def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
+    """Give a model's passes their fixed width, if they are to be exact, before any are prepared.
+
+    By default they are where texts of different methods would part, or where it costs nothing. The width is that of a
+    usual draft tree, which costs little more than one row; the C program's rows are exact however many there are.
+
+    Returns:
+        Why they are not although they should be; None if nothing is amiss.
+    """
+    if exact is None:  # a cache is never wider than the model
+        exact = target.kv_shape.dtype.itemsize < torch.float32.itemsize
+        exact = exact or target.device.type == "cuda" or target.program is not None or holds_codes(target.model)
+    if not exact:
+        return None
+    if target.split:
+        return "ranks hold the model together"
+    if attention == "flash":
+        return "flash attention sums in an order of its own"
+    if is_moe(target.model.config):
+        return "an expert takes as many rows as choose it"
+    if target.program is not None:
+        target.set_width(target.program.most_nodes)
+    else:
+        rows = 0 if target.device.type == "cpu" else ROWS // target.groups
+        target.set_width(min(MAX_WIDTH, max(_LEAST_WIDTH, rows)), target.device.type == "cuda")
+    return None
+
+
+_ROUNDED = 1e-2  # most that logits may differ by where inputs are rounded to 16 bits
+_CACHED = 32  # most that logits may differ by, in units of the KV cache's last place
+_TRIED = 24  # tokens that a model is tried with
+_DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
+
+
+def wrap_model(
+    network: Any,
+    model: str,
+    backend: str,
+    joined: bool | None = None,
+    kv_dtype: torch.dtype | None = None,
+    usual: bool = False,
+) -> Target:
+    """The model with our attention, after a check that it gives the logits of transformers' own.
+
+    Args:
+        network: a causal language model of transformers.
+        model: its name.
+        backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
+        joined: whether linear layers with the same input become one product; None for on CUDA only.
+        kv_dtype: of the KV cache; None for the model's own.
+        usual: whether nobody asked for that dtype: where no program serves, the model's own takes its place.
+
+    Raises:
+        InputError: the model, or a cache in this dtype, cannot be served exactly.
+    """
+    keep_precision(network.device)
+    with finely_rounded(network):
+        target = _compared(network, model, backend, joined, kv_dtype, usual)
+    if holds_codes(network) and target.program is not None:  # with the inputs as they are to be rounded
+        target.set_program(PassProgram(target.model, target.kv_shape.dtype))
+    return target
+
+
+def _compared(
+    network: Any, model: str, backend: str, joined: bool | None, kv_dtype: torch.dtype | None, usual: bool
+) -> Target:
+    config = network.config.get_text_config()
+    count = min(_TRIED, config.max_position_embeddings)
+    ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
+    network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
+    with torch.inference_mode():
+        expected = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
+    if joined or (joined is None and network.device.type == "cuda"):
+        join(network)
+    use_onednn(network)
+    try:
+        target = Target(network, BACKENDS[backend]())
+        if target.device.type in _DOUBTED and target.attention_features and BACKENDS[backend]().SPECS:
+            kinds = {(spec.window, spec.softcap, spec.sinks is None): spec for spec in target.layer_specs if spec}
+            shape, heads = target.kv_shape, (target.kv_shape.heads, target.groups)
+            reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
+            target.fall_back("features", reason and f"{reason} with {target.attention_features}")
+        if not (expected.amax(-1) < torch.inf).all():
+            raise _not_finite(target, model, ids.tolist())
+        if backend == "triton" and not target.split:
+            target.fall_back("layers", fuse(network))
+        apart = _apart(target, ids, expected)
+        separate(network)
+    except UnsupportedModel as error:
+        reason = f"has {error}, which tswift cannot serve exactly yet"
+        raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
+    # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
+    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
+    if holds_codes(network):
+        allowed = max(allowed, _ROUNDED)
+    if not apart <= allowed and is_fused(network):
+        separate_layers(network)
+        target.fall_back("layers", "kernels in their place gave other logits")
+        apart = _apart(target, ids, expected)
+    if not apart <= allowed:
+        raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
+    if backend == "native" and not (target.attention_features or target.split):
+        # the program has no windows, soft caps and sinks, and a text as short as this shows none
+        with suppress(Unfit, Unbuilt):
+            target.set_program(PassProgram(target.model))
+            if not _apart(target, ids, expected) <= allowed:
+                target.set_program(None)
+    if kv_dtype not in (None, target.dtype) and not (usual and target.program is None):
+        try:
+            target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
+        except Unfit as error:
+            raise InputError(f"{model} cannot have a cache in int16: {error}", "kv_dtype") from None
+        # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
+        if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
+            raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
+    return target
+
+
+def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
+    broken = target.first_broken(ids, FullKV(target.kv_shape, len(ids)))
+    where = f"; the first output that is not finite is that of {broken[0]}" if broken else ""
+    reason = f"its weights are broken, or {dtype_name(target.dtype)} is too narrow for it"
+    return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "model")
+
+
+@torch.inference_mode()
+def _apart(target: Target, ids: Tensor, expected: Tensor) -> float:
+    """How far a text's logits are from those expected, at most, in units of their spread.
+
+    The text's first half is a chunk, the rest a tree with wrong tokens beside it.
+    """
+    kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
+    before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
+    nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
+    right = nodes % 2 == 0  # the text; an odd node stands beside the next one
+    tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
+    ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
+    hidden = target.forward(tokens, half + (nodes + 1) // 2, kv, ancestors).hidden
+    ours = target.logits(torch.cat([*before, hidden[right]])).double()
+    return (ours - expected).abs().max().item() / max(expected.std().item(), 1e-6)

@@ -1,0 +1,230 @@
+"""Networks whose matrices are codes: of a GGUF file, or made of any checkpoint when it is loaded (``--weights``).
+
+A network is made without weights and filled tensor by tensor. So its weights are never in memory as a whole but as
+codes. What was made of a checkpoint is kept in the user's cache folder, and mapped into memory by later processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from tswift.errors import InputError
+from tswift.forward.integers import IntegerEmbedding, IntegerLinear
+from tswift.models import codes
+from tswift.models.checkpoint import StoredTensor
+from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
+from tswift.models.gguf import GGUFFile
+from tswift.models.shapes import Noise, skeleton
+from tswift.native_build import cache_folder
+
+BITS = {"int8": 8, "int4": 4}  # of a code, by the value of ``--weights``
+_END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them in 6 or 8, too
+_FLOAT = torch.float32.itemsize
+_PIECE = 1 << 24  # weights that are rounded at a time
+_KEPT = "weights"  # how the files of codes in the cache folder begin
+
+Matrix = Codes | PackedCodes | Tensor
+
+
+def _filled(config: Any, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
+    """A network with the weights that a function reads by name; matrices may be codes."""
+    with no_init_weights():  # memory that is never written takes none
+        network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
+    network.tie_weights()  # left out with the initialisation
+    embeddings = network.get_input_embeddings()
+    tied = embeddings.weight is network.get_output_embeddings().weight
+    for name, _ in [*network.named_parameters()]:
+        path, _, kind = name.rpartition(".")
+        owner, weight = network.get_submodule(path), read(name)
+        if isinstance(weight, Tensor):
+            setattr(owner, kind, nn.Parameter(weight.to(dtype), requires_grad=False))
+        elif owner is embeddings and type(owner) is nn.Embedding:
+            linear = IntegerLinear(weight)
+            network.set_submodule(path, IntegerEmbedding(linear))
+            if tied:
+                network.set_output_embeddings(linear)
+        elif type(owner) is nn.Linear:
+            network.set_submodule(path, IntegerLinear(weight, owner.bias))
+        else:
+            codes = weight if isinstance(weight, Codes) else weight.codes()
+            owner.weight = nn.Parameter(codes.dequantized().to(dtype), requires_grad=False)
+    if tied and type(network.get_input_embeddings()) is not IntegerEmbedding:
+        network.tie_weights()
+    return network.eval().requires_grad_(False)
+
+
+def gguf_bytes(file: GGUFFile) -> int:
+    """Bytes of a file's weights in memory, but for the padding of its matrices."""
+    return sum(
+        _packed_bytes(prod(stored.shape), *file.form(stored)) if stored.quantised else prod(stored.shape) * _FLOAT
+        for stored in file.tensors.values()
+    )
+
+
+def rounded_bytes(config: Any, kind: str) -> int:
+    """As :func:`gguf_bytes`, of a checkpoint that is rounded."""
+    bits = rounded_bits(config, kind)
+    return sum(
+        _packed_bytes(weight.numel(), bits[name], BLOCK, 4) if name in bits else weight.numel() * _FLOAT
+        for name, weight in skeleton(config).named_parameters()
+    )
+
+
+def _packed_bytes(weights: int, bits: int, block: int, factors: int) -> int:
+    """Bytes of codes, and of the scale and perhaps minimum of each block: ``factors``."""
+    return weights * bits // 8 + weights // block * factors
+
+
+def load_gguf(file: GGUFFile, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The network of a GGUF file."""
+    stored = file.names(dict(skeleton(config).named_parameters()))
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+
+    def read(name: str) -> Matrix:
+        return file.read(stored[name], heads.get(name.split(".")[-2]))
+
+    network = _filled(config, dtype, read)
+    factors = file.rope_factors()
+    if factors is not None:
+        rotary = network.get_decoder().rotary_emb
+        if factors.shape != rotary.inv_freq.shape:
+            raise file.refusal(f"has {len(factors):,} factors of frequencies, its heads have {len(rotary.inv_freq):,}")
+        rotary.inv_freq.div_(factors)
+        rotary.original_inv_freq.copy_(rotary.inv_freq)
+    return network
+
+
+def load_rounded(config: Any, stored: Mapping[str, StoredTensor], kind: str, model: str) -> PreTrainedModel:
+    """The network of a checkpoint, its matrices rounded to codes.
+
+    Args:
+        config: of the checkpoint.
+        stored: its tensors, by name.
+        kind: a key of :data:`BITS`.
+        model: its name, for errors.
+
+    Raises:
+        InputError: the checkpoint lacks a weight, or has a matrix without whole blocks.
+    """
+    missing = [name for name, _ in skeleton(config).named_parameters() if name not in stored]
+    if missing:
+        raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
+    read = _rounding(config, lambda name: stored[name].read(), kind, model)
+    path = _kept_path(stored, kind)
+    known = {} if path is None else _read_kept(path)
+    made: dict[str, PackedCodes] = {}
+
+    def fetch(name: str) -> Matrix:
+        if name in known:
+            return known[name]
+        weight = read(name)
+        if isinstance(weight, Tensor):
+            return weight
+        made[name] = PackedCodes(weight)
+        return made[name]
+
+    network = _filled(config, torch.float32, fetch)
+    if made and path is not None:
+        _keep(path, made)
+    return network
+
+
+def _kept_path(stored: Mapping[str, StoredTensor], kind: str) -> Path | None:
+    """Where the codes of a checkpoint are kept; None where nothing can be.
+
+    The name is a hash of the files: their places, sizes and times of change; and of how codes are made and packed.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    digest = sha256(Path(codes.__file__).read_bytes() + Path(__file__).read_bytes())
+    digest.update(kind.encode())
+    for path in sorted({tensor.path.resolve() for tensor in stored.values()}):
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\0".encode())
+    return folder / f"{_KEPT}-{digest.hexdigest()[:20]}.safetensors"
+
+
+def _read_kept(path: Path) -> dict[str, PackedCodes]:
+    """The codes in a file, which stay there until they are used; none if there is no such file, or it is broken."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            forms = json.loads(file.metadata()["forms"])
+            return {name: PackedCodes.kept(file.get_tensor(name), form) for name, form in forms.items()}
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return {}
+
+
+def _keep(path: Path, made: Mapping[str, PackedCodes]) -> None:
+    """Keep codes for later processes: written beside, and moved to their place at once."""
+    forms = json.dumps({name: packed.form for name, packed in made.items()})
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        save_file({name: packed.bytes for name, packed in made.items()}, beside, {"forms": forms})
+        beside.replace(path)
+    except (OSError, SafetensorError):  # a full disk, say
+        beside.unlink(missing_ok=True)
+
+
+def random_rounded(config: Any, kind: str, model: str) -> PreTrainedModel:
+    """The network of a shape, its random matrices rounded to codes."""
+    shapes = {name: weight.shape for name, weight in skeleton(config).named_parameters()}
+    noise = Noise(torch.device("cpu"), torch.float32)
+
+    def draw(name: str) -> Tensor:
+        weight = torch.empty(shapes[name])
+        noise.fill(name, weight)
+        return weight
+
+    return _filled(config, torch.float32, _rounding(config, draw, kind, model))
+
+
+def _rounding(config: Any, read: Callable[[str], Tensor], kind: str, model: str) -> Callable[[str], Codes | Tensor]:
+    """A function that reads as ``read`` does, and rounds what is a matrix."""
+    bits = rounded_bits(config, kind)
+
+    def rounded(name: str) -> Codes | Tensor:
+        weight = read(name)
+        if name not in bits:
+            return weight
+        try:
+            return _rounded(weight, bits[name])
+        except ValueError as error:
+            raise InputError(f"{model} cannot be rounded: {name} has {error}", "weights") from None
+
+    return rounded
+
+
+def rounded_bits(config: Any, kind: str) -> dict[str, int]:
+    """The bits of a code, by the name of each matrix that is rounded."""
+    network = skeleton(config)
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    bits = {}
+    for name, weight in network.named_parameters():
+        owner = network.get_submodule(name.rpartition(".")[0])
+        if weight.dim() == 2 and type(owner) in (nn.Linear, nn.Embedding):
+            bits[name] = max(BITS[kind], _END_BITS if owner in ends else 0)
+    return bits
+
+
+def _rounded(weight: Tensor, bits: int) -> Codes:
+    """A matrix rounded in pieces, as what is computed on the way takes several times its memory."""
+    pieces = [quantize(rows, bits) for rows in weight.split(max(1, _PIECE // weight.shape[1]))]
+    codes, scale, minimum = (
+        torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scale", "minimum")
+    )
+    return Codes(codes, scale, minimum, bits)

@@ -1,0 +1,276 @@
+"""Decoder layers whose element-wise parts are Triton kernels: ten kernels a layer, and the same bits in every process.
+
+The modeling code stays in transformers. Of the layers listed here, whose forward is known, the class is exchanged for
+one that does the same with kernels, in passes of ours; a call without such a pass goes the old way. Each layer adds its
+output and computes the norm that comes next in one kernel, and hands the result to that norm. What modules take and
+return is what they took and returned before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from tswift.forward.hf import UnsupportedModel, final_norm
+from tswift.forward.passes import Pass
+
+_LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+_WIDEST = 16_384  # hidden states that one program can hold
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRIED = 5  # rows that kernels are tried with
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm by a kernel, where nothing is learnt; often it was computed before, by the layer in front of it."""
+
+    weight: Tensor
+    variance_epsilon: float
+    handed: tuple[Tensor, Tensor] | None  # an input, and the output for it; None once that was taken
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., H]``."""
+        handed, self.handed = self.handed, None
+        if handed is not None and handed[0] is hidden_states:
+            return handed[1]
+        if torch.is_grad_enabled() or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        from tswift.forward.layer_kernels import add_norm
+
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return add_norm(rows, None, self.weight, self.variance_epsilon)[1].view_as(hidden_states)
+
+    def added(self, hidden: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of two ``[1, n, H]``, and its norm."""
+        from tswift.forward.layer_kernels import add_norm
+
+        total, normed = add_norm(hidden[0], more[0], self.weight, self.variance_epsilon)
+        return total.unsqueeze(0), normed.unsqueeze(0)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer by kernels, in passes of ours."""
+
+    input_layernorm: FusedNorm
+    post_attention_layernorm: FusedNorm
+    self_attn: Any
+    mlp: Any
+    following: tuple[FusedNorm]  # the norm that takes this layer's output; a tuple, as it is no part of the layer
+
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+        """``[1, n, H]`` to ``[1, n, H]``."""
+        run = named.get("tswift")
+        if not isinstance(run, Pass) or torch.is_grad_enabled():
+            return super().forward(hidden_states, *given, **named)
+        from tswift.forward.layer_kernels import silu_mul
+
+        normed = self.input_layernorm(hidden_states)
+        mixed = self.self_attn.o_proj(_attended(self.self_attn, normed, named["position_embeddings"], run))
+        hidden, normed = self.post_attention_layernorm.added(hidden_states, mixed)
+        active = silu_mul(self.mlp.gate_proj(normed)[0], self.mlp.up_proj(normed)[0])
+        hidden, normed = self.following[0].added(hidden, self.mlp.down_proj(active.unsqueeze(0)))
+        self.following[0].handed = (hidden, normed)
+        return hidden
+
+
+def _attended(module: Any, normed: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
+    """Attention of one layer: ``[1, n, query heads * d]`` from normalised hidden states."""
+    from tswift.forward.layer_kernels import rotate
+
+    query, key, value = (each(normed)[0] for each in (module.q_proj, module.k_proj, module.v_proj))
+    cosines, sines = (each[0].contiguous() for each in angles)
+    weights, eps = _head_norms(module)
+    index, scale = module.layer_idx, module.scaling
+    if run.slots is None or run.slots[0].shape.dtype != query.dtype:
+        keys = key.new_empty(len(key), key.shape[1] // module.head_dim, module.head_dim).transpose(0, 1)
+        query = rotate(query, key, None, (cosines, sines), weights, eps, (keys, None, None), len(key))
+        out = run.layer(index, query, keys, value.unflatten(1, (-1, module.head_dim)).transpose(0, 1), scale)
+    else:
+        kv, length = run.slots
+        cache = (kv.keys[index], kv.values[index])
+        query = rotate(query, key, value, (cosines, sines), weights, eps, (*cache, length), run.nodes)
+        out = run.attended(index, query, *cache, scale)
+    return out.transpose(0, 1).reshape(1, len(query[0]), -1)
+
+
+def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Weights of an attention's norms of queries and keys, None for no norm, and what keeps their roots from 0."""
+    if not hasattr(module, "q_norm"):
+        return (None, None), 0.0
+    return (module.q_norm.weight, module.k_norm.weight), module.q_norm.variance_epsilon
+
+
+def fuse(network: PreTrainedModel) -> str | None:
+    """Let kernels compute what is between the products of a network's layers, whose weights are frozen.
+
+    Returns:
+        Why its layers stay as they are; None if they do not.
+    """
+    if is_fused(network):
+        return None
+    reason = _unfit(network)
+    if reason is not None:
+        return reason
+    decoder = network.get_decoder()
+    layers = list(decoder.layers)
+    norms = [*(layer.input_layernorm for layer in layers), final_norm(decoder)]
+    try:
+        _try_kernels(layers[0], norms[0], network.dtype)
+    except Exception as error:  # compilers and drivers fail in many ways
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    for norm in (*norms, *(layer.post_attention_layernorm for layer in layers)):
+        _exchange(norm, FusedNorm, handed=None)
+    for layer, following in zip(layers, norms[1:], strict=True):
+        _exchange(layer, FusedLayer, following=(following,))
+    return None
+
+
+def separate_layers(network: nn.Module) -> None:
+    """Undo :func:`fuse`."""
+    for module in _fused(network):
+        for name in ("handed", "following"):
+            module.__dict__.pop(name, None)
+        module.__class__ = type(module).__bases__[1]
+
+
+def is_fused(network: nn.Module) -> bool:
+    """Whether a network's layers run by kernels."""
+    return next(_fused(network), None) is not None
+
+
+def _fused(network: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in list(network.modules()) if isinstance(module, FusedLayer | FusedNorm))
+
+
+def _exchange(module: nn.Module, mixin: type[nn.Module], **fields: object) -> None:
+    kind = type(module)
+    module.__class__ = type(f"Fused{kind.__name__}", (mixin, kind), {})  # type: ignore[assignment]
+    module.__dict__.update(fields)  # past nn.Module, which would take them for parts of this one
+
+
+def _unfit(network: PreTrainedModel) -> str | None:
+    """Why no kernels are known to do what a network's layers do."""
+    config, layers = network.config.get_text_config(), getattr(network.get_decoder(), "layers", [])
+    kinds = {type(layer).__name__ for layer in layers}
+    if not kinds or not kinds <= _LAYERS:
+        return f"no kernels are written for {network.config.model_type}"
+    try:
+        final_norm(network.get_decoder())
+    except UnsupportedModel as error:
+        return f"it has {error}"
+    head = layers[0].self_attn.head_dim
+    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    for reason, wrong in {
+        f"no kernels are written for {config.hidden_act}": config.hidden_act != "silu",
+        f"a row of {config.hidden_size:,} is too wide": config.hidden_size > _WIDEST,
+        f"heads of {head} have no halves": head % 2 != 0,
+        "they are in float64": network.dtype not in _DTYPES,
+        "norms are in another dtype": layers[0].input_layernorm.weight.dtype != network.dtype,
+        "they rotate a part of each head": share != 1.0,
+    }.items():
+        if wrong:
+            return reason
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same in plain PyTorch, to the bit
+
+
+def tree_sum(numbers: Tensor) -> Tensor:
+    """Sums ``[..., 1]`` over the last dimension: of neighbours, then of neighbouring sums, and so on."""
+    numbers = F.pad(numbers, (0, (1 << (numbers.shape[-1] - 1).bit_length()) - numbers.shape[-1]))
+    while numbers.shape[-1] > 1:
+        numbers = numbers[..., 0::2] + numbers[..., 1::2]
+    return numbers
+
+
+def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
+    """RMSNorm of ``[..., n]``; the squares are summed in so many parts first.
+
+    Divisions and roots are made in float64: PyTorch's own in float32 are not always the nearest number.
+    """
+    numbers = rows.float()
+    first, *others = (tree_sum(part * part) for part in numbers.chunk(parts, -1))
+    squares = sum(others, first)
+    root = ((squares.double() / rows.shape[-1]).float() + eps).double().sqrt().float()
+    scaled = (numbers * (1 / root.double()).float()).to(rows.dtype)
+    return (scaled.float() * weight.float()).to(rows.dtype)
+
+
+def plain_exponential(numbers: Tensor) -> Tensor:
+    """``e`` to the power of float32 numbers, as Cephes approximates it."""
+    numbers = numbers.clamp(-87.0, 88.0)
+    power = torch.floor(numbers * 1.44269504088896341 + 0.5)
+    rest = numbers - power * 0.693359375
+    rest = rest + power * 2.12194440e-4
+    series = rest * 1.9875691500e-4 + 1.3981999507e-3
+    for factor in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        series = series * rest + factor
+    series = series * (rest * rest) + rest + 1.0
+    return series * ((power.nan_to_num().int() + 127) << 23).view(torch.float32)
+
+
+def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``."""
+    numbers = gate.float()
+    active = (numbers / (1 + plain_exponential(-numbers))).to(gate.dtype)
+    return (active.float() * up.float()).to(gate.dtype)
+
+
+def plain_rotate(heads: Tensor, angles: tuple[Tensor, Tensor], weight: Tensor | None, eps: float) -> Tensor:
+    """Heads ``[n, heads, d]``, normalised if there is a weight, and rotated as transformers does it."""
+    if weight is not None:
+        heads = plain_norm(heads, weight, eps, 2)
+    cosines, sines = (each.unsqueeze(1) for each in angles)
+    first, second = heads.chunk(2, -1)
+    return heads * cosines + torch.cat([-second, first], -1) * sines
+
+
+class Wrong(Exception):
+    """Kernels computed something else than plain PyTorch."""
+
+
+@torch.inference_mode()
+def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
+    """Compare the kernels with plain PyTorch on random rows of a layer's sizes.
+
+    Raises:
+        Wrong: a bit differs.
+    """
+    from tswift.forward import layer_kernels as kernels
+
+    device, attention = norm.weight.device, layer.self_attn
+    source, head = torch.Generator().manual_seed(0), attention.head_dim
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).mul_(3).to(device, dtype)
+
+    def compare(what: str, ours: Tensor, plain: Tensor) -> None:
+        if not torch.equal(ours, plain):
+            raise Wrong(f"the kernel of {what} computes something else than PyTorch")
+
+    hidden, more = random(2, _TRIED, len(norm.weight))
+    total, normed = kernels.add_norm(hidden, more, norm.weight, norm.variance_epsilon)
+    compare("sums", total, hidden + more)
+    compare("norms", normed, plain_norm(total, norm.weight, norm.variance_epsilon))
+    gate, up = random(2, _TRIED, layer.mlp.gate_proj.out_features)
+    compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
+    kv_heads = attention.k_proj.out_features // head
+    query = random(_TRIED, attention.q_proj.out_features)
+    key, value = random(2, _TRIED, kv_heads * head)
+    angles = (random(_TRIED, head), random(_TRIED, head))
+    weights, eps = _head_norms(attention)
+    keys, values = torch.zeros(2, kv_heads, _TRIED + 3, head, device=device, dtype=dtype)
+    length = torch.full((), 3, dtype=torch.int32, device=device)
+    rotated = kernels.rotate(query, key, value, angles, weights, eps, (keys, values, length), _TRIED - 1)
+    expected = [plain_rotate(rows.unflatten(1, (-1, head)), angles, weight, eps) for rows, weight in
+                zip((query, key), weights, strict=True)]  # fmt: skip
+    compare("rotation", rotated.transpose(0, 1), expected[0])
+    for cached, made in ((keys, expected[1]), (values, value.unflatten(1, (-1, head)))):
+        made[-1:] = 0  # the last row is padding, and the first slots were held before
+        compare("rotation", cached, F.pad(made[:-1], (0, 0, 0, 0, 3, 1)).transpose(0, 1))

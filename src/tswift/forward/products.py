@@ -1,0 +1,67 @@
+"""The compiled C program of passes and products, and the structures that it shares with Python."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tswift.attention import native
+from tswift.native_build import build, widest_vectors
+
+_SOURCE = Path(__file__).with_name("program.c")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of weights and scales, as in products.c
+
+
+def _structures(source: str) -> Any:
+    """The structures that a C file declares, by name: of pointers, numbers, and structures that come before."""
+    known: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    plain = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
+    for declared, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", plain, re.DOTALL):
+        fields: list[tuple[str, Any]] = []
+        for line in filter(None, map(str.strip, declared.split(";"))):
+            kind, names = line.split(maxsplit=1)
+            pointers = [(each, ctypes.c_void_p) for each in re.findall(r"\*(\w+)", names)]
+            fields += pointers or [(each.strip(), known[kind]) for each in names.split(",")]
+        known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**known)
+
+
+C = _structures(_SOURCE.with_name("products.c").read_text() + _SOURCE.read_text())
+
+
+def library() -> ctypes.CDLL:
+    """The compiled program.
+
+    Raises:
+        Unbuilt: there is none here; it says why.
+    """
+    built = build(_SOURCE, options=widest_vectors())
+    for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):
+        function.restype = ctypes.c_int64
+    return built
+
+
+def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | None = None) -> Tensor:
+    """``[..., inputs]`` float32 to ``[..., outputs]``, by the compiled program, or by one that is given.
+
+    Raises:
+        Unbuilt: there is none here.
+    """
+    given: Any = linear
+    rows = input.contiguous()
+    out = torch.empty(*rows.shape[:-1], given.outputs, dtype=torch.float32)
+    (program or library()).tswift_multiply(
+        ctypes.byref(linear),
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(rows.numel() // given.inputs),
+        ctypes.c_void_p(native.parallel_region()),
+        ctypes.c_int64(torch.get_num_threads()),
+    )
+    return out

@@ -1,0 +1,429 @@
+/* A pass of a Llama-like decoder over a few tokens, on x86 processors with AVX2 and FMA.
+
+   A row is one token. Whatever other rows are in the pass, a row has the same bits: every sum of a row is taken in an
+   order that depends on nothing but the layer's sizes. Attention is that of native.c, whose rows are exact, too; the
+   products of linear layers are those of products.c.
+
+   program.py has the same structures. */
+
+#include "products.c"
+
+/* As in native.c. */
+typedef struct {
+    const float *query;
+    const void *keys, *values;
+    const uint8_t *ancestors;
+    const int64_t *depths;
+    float *out, *scratch;
+    parallel_region *parallel;
+    const float *key_steps, *value_steps;
+    int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
+    float scale;
+} Attention;
+
+typedef struct {
+    Linear queries, keys, values; /* these one after the other, as they are one product, */
+    Linear gate, let;             /* and these: what lets through, and what it does */
+    Linear output, down;
+    const float *before, *after;        /* weights of the norms */
+    const float *query_norm, *key_norm; /* of every head, or none */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const Linear *embeddings; /* a row for every token; floats lie row after row */
+    const float *norm;        /* weights of the last one */
+    const float *rates;       /* [width / 2] of the rotary embedding */
+    void (*attend)(const Attention *);
+    int64_t (*attention_scratch)(const Attention *);
+    parallel_region *parallel; /* tswift_parallel of pool.c */
+    int64_t count, hidden, inner, heads, kv_heads, width, kind; /* of keys and values, as in native.c */
+    int64_t most;              /* nodes that attention takes at a time */
+    float epsilon, rotary_scale, scale;
+} Model;
+
+typedef struct {
+    const int64_t *tokens, *positions; /* [nodes] */
+    char *keys, *values;               /* [layers, kv heads, capacity, width] with the strides below, in numbers */
+    const uint8_t *ancestors;          /* as for attention; none for a chain, which may have any number of nodes */
+    float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
+    float *queries;                    /* [layers, heads, nodes, width], rotated */
+    float *states;                     /* [layers, nodes, hidden], after each layer; or none */
+    float *space;                      /* as many numbers as tswift_space says */
+    const float *steps;                /* [2, layers, kv heads, width], what 1 stands for in keys and values of int16 */
+    int64_t nodes, prefix, by_layer, by_head, threads;
+} Pass;
+
+/* A number of an array of floats of a kind. */
+INLINE float number(const void *from, int64_t at, int64_t kind) {
+    const uint16_t *halves = from;
+    if (kind == FLOAT32) return ((const float *)from)[at];
+    if (kind == FLOAT16) return _cvtsh_ss(halves[at]);
+    const uint32_t bits = (uint32_t)halves[at] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The embedding of a token. */
+static void embed(const Linear *e, int64_t token, float *out) {
+    const int64_t inputs = e->inputs, group = token / GROUP, own = token % GROUP;
+    if (!e->bits) {
+        const char *row = (const char *)e->weight + token * inputs * (e->kind == FLOAT32 ? 4 : 2);
+        for (int64_t i = 0; i < inputs; i++) out[i] = number(row, i, e->kind);
+        return;
+    }
+    const int64_t coded = e->block * GROUP * e->bits / 8, tail = GROUP * (e->kind == FLOAT32 ? 4 : 2);
+    const int64_t size = coded + (e->centre ? 1 : 2) * tail;
+    const char *at = (const char *)e->weight + group * (inputs / e->block) * size;
+    for (int64_t first = 0; first < inputs; first += e->block, at += size) {
+        const float scale = number(at + coded, own, e->kind);
+        const float minimum = e->centre ? scale * -(float)e->centre : number(at + coded + tail, own, e->kind);
+        for (int64_t i = 0; i < e->block; i++) {
+            const int64_t four = i / 4, place = own * 4 + i % 4;
+            const uint8_t *codes = (const uint8_t *)at + (e->bits == 8 ? four : four / 2) * LINE;
+            const int code = e->bits == 8 ? codes[place] : codes[place] >> 4 * (four % 2) & 15;
+            out[first + i] = scale * (float)code + minimum;
+        }
+    }
+}
+
+/* x over the root of its mean square, times weights. */
+void tswift_norm(const float *x, const float *weight, float *out, int64_t count, float epsilon) {
+    float sums[32] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32)
+        for (int lane = 0; lane < 32; lane++) sums[lane] += x[i + lane] * x[i + lane];
+    for (; i < count; i++) sums[i % 32] += x[i] * x[i];
+    for (int lane = 0; lane < 32; lane++) sum += sums[lane];
+    const float by = 1 / sqrtf(sum / count + epsilon);
+    for (i = 0; i < count; i++) out[i] = weight[i] * (x[i] * by);
+}
+
+/* The exponential; the polynomial is that of 2^x on [-0.5, 0.5] in native.c. */
+INLINE float power(float x) {
+    const float shift = 0x1.8p23f, two = x * 1.442695041f, bound = two < -126 ? -126 : two > 127 ? 127 : two;
+    const float shifted = bound + shift, rest = bound - (shifted - shift);
+    float y = 0.00015353362f;
+    y = y * rest + 0.0013398875f;
+    y = y * rest + 0.009618437f;
+    y = y * rest + 0.055503324f;
+    y = y * rest + 0.24022648f;
+    y = y * rest + 0.6931472f;
+    y = y * rest + 1.0f;
+    int32_t exponent, bits;
+    memcpy(&exponent, &shifted, 4);
+    memcpy(&bits, &y, 4);
+    bits += (int32_t)((uint32_t)exponent << 23);
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+/* NaN stays NaN: what is broken has to show. */
+void tswift_silu(const float *x, float *out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = x[i] / (1 + power(-x[i]));
+}
+
+INLINE void rotate(float *head, const float *cosines, const float *sines, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        const float first = head[i], second = head[half + i];
+        head[i] = first * cosines[i] - second * sines[i];
+        head[half + i] = second * cosines[i] + first * sines[i];
+    }
+}
+
+/* Put a head's keys or values, whose count is a multiple of 8, into the cache, rounded to the nearest. */
+INLINE void keep(void *cache, const float *from, const float *steps, int64_t count, int64_t kind) {
+    if (kind == FLOAT32) memcpy(cache, from, count * sizeof *from);
+    else if (kind == FLOAT16)
+        for (int64_t i = 0; i < count; i += 8)
+            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    else if (kind == INT16)
+        for (int64_t i = 0; i < count; i += 8) { /* NaN becomes the least integer, as in cache.py */
+            const __m256i counts = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(from + i), _mm256_loadu_ps(steps + i)));
+            const __m128i low = _mm256_castsi256_si128(counts), high = _mm256_extracti128_si256(counts, 1);
+            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm_packs_epi32(low, high));
+        }
+    else
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, from + i, sizeof bits);
+            ((uint16_t *)cache)[i] = from[i] == from[i] ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+        }
+}
+
+/* How many ancestors a node has, but itself. */
+static int64_t depth(const Pass *p, int64_t node) {
+    int64_t found = -1;
+    for (int64_t other = 0; other < p->nodes; other++) found += p->ancestors[node * p->nodes + other];
+    return found;
+}
+
+/* A pass under way: where its rows are. */
+typedef struct Run {
+    const Model *model;
+    const Pass *pass;
+    const Layer *layer;
+    int64_t index;          /* of the layer */
+    float *normed, *wide, *inner, *queries, *seen, *turned, *cosines, *sines, *scratch;
+    int64_t *depths;
+    void (*step)(const struct Run *, int64_t row);
+    int64_t next;
+} Run;
+
+/* Attention of some neighbouring nodes. */
+static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t nodes) {
+    return (Attention){
+        .ancestors = p->ancestors, .parallel = m->parallel, .keys_head = p->by_head,
+        .values_head = p->by_head, .kv_heads = m->kv_heads, .rows = m->heads / m->kv_heads * nodes,
+        .prefix = p->prefix + first, .nodes = nodes, .threads = p->threads, .scale = m->scale,
+    };
+}
+
+INLINE int64_t aligned(int64_t count) { return (count + ALIGNED - 1) / ALIGNED * ALIGNED; }
+
+/* Lay out the working space; returns how many numbers it takes. Attention reads whole vectors of its part, which must
+   not cross a line of the cache. */
+static int64_t lay_out(Run *run) {
+    const Model *m = run->model;
+    const Pass *p = run->pass;
+    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most);
+    int64_t at = 0, scratch = 0;
+    struct { float **part; int64_t size; } parts[] = {
+        {&run->normed, n * m->hidden},
+        {&run->wide, n * most(heads + 2 * m->kv_heads * m->width, 2 * m->inner)},
+        {&run->inner, n * m->inner},
+        {&run->queries, some * heads},
+        {&run->seen, some * heads},
+        {&run->turned, n * heads},
+        {&run->cosines, n * m->width / 2},
+        {&run->sines, n * m->width / 2},
+        {(float **)&run->depths, p->ancestors ? n * (int64_t)(sizeof(int64_t) / sizeof(float)) : 0},
+    };
+    const int64_t start = p->space ? aligned((uintptr_t)p->space / sizeof(float)) - (uintptr_t)p->space / sizeof(float) : 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].part = p->space ? p->space + start + at : 0;
+        at += aligned(parts[i].size);
+    }
+    run->scratch = p->space ? p->space + start + at : 0;
+    for (int64_t first = 0; first < n; first += m->most) {
+        const Attention a = attention(m, p, first, least(n - first, m->most));
+        scratch = most(scratch, m->attention_scratch(&a));
+    }
+    return at + scratch + ALIGNED;
+}
+
+/* Numbers of working space of a pass, whose own has none yet. */
+int64_t tswift_space(const Model *m, const Pass *p) {
+    Run run = {.model = m, .pass = p};
+    return lay_out(&run);
+}
+
+static void take_rows(void *given) {
+    Run *run = given;
+    for (int64_t row; (row = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED)) < run->pass->nodes;)
+        run->step(run, row);
+}
+
+/* Do something for every row. */
+static void each_row(Run *run, void (*step)(const Run *, int64_t)) {
+    run->step = step, run->next = 0;
+    if (run->pass->nodes >= MANY && run->pass->threads > 1)
+        run->model->parallel(take_rows, run, run->pass->threads, 0);
+    else take_rows(run);
+}
+
+static void multiply_rows(const Run *run, const Linear *layers, int64_t count, const float *input, float *output) {
+    multiply_all(layers, count, input, output, run->pass->nodes, run->model->parallel, run->pass->threads);
+}
+
+static void begin_row(const Run *run, int64_t row) {
+    const Model *m = run->model;
+    const int64_t half = m->width / 2;
+    embed(m->embeddings, run->pass->tokens[row], run->pass->raw + row * m->hidden);
+    for (int64_t i = 0; i < half; i++) {
+        const float angle = (float)run->pass->positions[row] * m->rates[i];
+        run->cosines[row * half + i] = cosf(angle) * m->rotary_scale;
+        run->sines[row * half + i] = sinf(angle) * m->rotary_scale;
+    }
+}
+
+static void norm_row(const Run *run, int64_t row) {
+    const Model *m = run->model;
+    const int64_t at = row * m->hidden;
+    tswift_norm(run->pass->raw + at, run->layer->before, run->normed + at, m->hidden, m->epsilon);
+}
+
+/* Norm and turn queries and keys, and put keys and values into the cache. */
+static void split_row(const Run *run, int64_t row) {
+    const Model *m = run->model;
+    const Pass *p = run->pass;
+    const int64_t width = m->width, half = width / 2, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
+    const float *cosines = run->cosines + row * half, *sines = run->sines + row * half;
+    float *from = run->wide + row * (m->heads + 2 * m->kv_heads) * width;
+    for (int64_t h = 0; h < m->heads; h++, from += width) {
+        if (run->layer->query_norm) tswift_norm(from, run->layer->query_norm, from, width, m->epsilon);
+        rotate(from, cosines, sines, half);
+        memcpy(p->queries + ((run->index * m->heads + h) * n + row) * width, from, width * sizeof *from);
+    }
+    for (int64_t h = 0; h < 2 * m->kv_heads; h++, from += width) {
+        const int64_t value = h >= m->kv_heads, head = h % m->kv_heads;
+        const int64_t at = run->index * p->by_layer + head * p->by_head + (p->prefix + row) * width;
+        const float *steps = p->steps + ((value * m->count + run->index) * m->kv_heads + head) * width;
+        if (!value && run->layer->key_norm) tswift_norm(from, run->layer->key_norm, from, width, m->epsilon);
+        if (!value) rotate(from, cosines, sines, half);
+        keep((value ? p->values : p->keys) + at * size, from, steps, width, m->kind);
+    }
+}
+
+/* What attention puts out is by head; the next product wants it by row. A long chain is attended to in parts, so that
+   its rows have the bits that they have in passes of so many nodes. */
+static void attend(Run *run) {
+    const Model *m = run->model;
+    const Pass *p = run->pass;
+    const int64_t width = m->width, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
+    float *queries = p->queries + run->index * m->heads * n * width;
+    for (int64_t first = 0, some; first < n; first += some) {
+        some = least(n - first, m->most);
+        Attention a = attention(m, p, first, some);
+        a.query = queries, a.out = run->seen, a.scratch = run->scratch;
+        a.depths = p->ancestors ? run->depths : 0;
+        a.key_steps = p->steps + run->index * m->kv_heads * width;
+        a.value_steps = a.key_steps + m->count * m->kv_heads * width;
+        a.keys = p->keys + run->index * p->by_layer * size, a.values = p->values + run->index * p->by_layer * size;
+        for (int64_t h = 0; some < n && h < m->heads; h++) {
+            a.query = run->queries;
+            memcpy(run->queries + h * some * width, queries + (h * n + first) * width, some * width * sizeof(float));
+        }
+        m->attend(&a);
+        for (int64_t row = 0; row < some; row++)
+            for (int64_t h = 0; h < m->heads; h++) {
+                float *to = run->turned + ((first + row) * m->heads + h) * width;
+                memcpy(to, run->seen + (h * some + row) * width, width * sizeof *to);
+            }
+    }
+}
+
+static void add_row(const Run *run, int64_t row) {
+    const int64_t hidden = run->model->hidden;
+    float *state = run->pass->raw + row * hidden;
+    for (int64_t i = 0; i < hidden; i++) state[i] += run->normed[row * hidden + i];
+}
+
+static void after_row(const Run *run, int64_t row) {
+    const Model *m = run->model;
+    const int64_t at = row * m->hidden;
+    add_row(run, row);
+    tswift_norm(run->pass->raw + at, run->layer->after, run->normed + at, m->hidden, m->epsilon);
+}
+
+static void gate_row(const Run *run, int64_t row) {
+    const int64_t inner = run->model->inner;
+    float *gate = run->wide + row * 2 * inner, *let = gate + inner, *out = run->inner + row * inner;
+    tswift_silu(gate, gate, inner);
+    for (int64_t i = 0; i < inner; i++) out[i] = gate[i] * let[i];
+}
+
+static void last_row(const Run *run, int64_t row) {
+    const Model *m = run->model;
+    const int64_t at = row * m->hidden;
+    tswift_norm(run->pass->raw + at, m->norm, run->pass->hidden + at, m->hidden, m->epsilon);
+}
+
+void tswift_forward(const Model *m, const Pass *p) {
+    Run run = {.model = m, .pass = p};
+    lay_out(&run);
+    for (int64_t r = 0; p->ancestors && r < p->nodes; r++) run.depths[r] = depth(p, r);
+    each_row(&run, begin_row);
+    for (; run.index < m->count; run.index++) {
+        const Layer *layer = run.layer = m->layers + run.index;
+        each_row(&run, norm_row);
+        multiply_rows(&run, &layer->queries, 3, run.normed, run.wide);
+        each_row(&run, split_row);
+        attend(&run);
+        multiply_rows(&run, &layer->output, 1, run.turned, run.normed);
+        each_row(&run, after_row);
+        multiply_rows(&run, &layer->gate, 2, run.normed, run.wide);
+        each_row(&run, gate_row);
+        multiply_rows(&run, &layer->down, 1, run.inner, run.normed);
+        each_row(&run, add_row);
+        const int64_t size = p->nodes * m->hidden;
+        if (p->states) memcpy(p->states + run.index * size, p->raw, size * sizeof(float));
+    }
+    each_row(&run, last_row);
+}
+
+/* One of a chain of heads: rows of states, refined, and what goes to the LM head; see heads.py. */
+typedef struct {
+    Linear mix, linear;                        /* without a mix, the head is not told the token before */
+    const float *input_norm, *embedding_norm, *after;
+    int64_t hidden;
+    float epsilon;
+} Head;
+
+/* The space is of 4 * hidden numbers for every row. */
+void tswift_head(
+    const Head *h, const float *states, const float *embeddings, float *refined, float *out, float *space, int64_t rows,
+    parallel_region *parallel, int64_t threads
+) {
+    const int64_t hidden = h->hidden, told = h->mix.weight != 0, width = (1 + told) * hidden;
+    float *input = space, *mixed = told ? space + rows * width : space;
+    for (int64_t r = 0; r < rows; r++) {
+        tswift_norm(states + r * hidden, h->input_norm, input + r * width, hidden, h->epsilon);
+        if (told)
+            tswift_norm(
+                embeddings + r * hidden, h->embedding_norm, input + r * width + hidden, hidden, h->epsilon);
+    }
+    if (told) {
+        tswift_multiply(&h->mix, input, mixed, rows, parallel, threads);
+        tswift_silu(mixed, mixed, rows * width);
+    }
+    tswift_multiply(&h->linear, mixed, refined, rows, parallel, threads);
+    for (int64_t i = 0; i < rows * hidden; i++) refined[i] += states[i];
+    for (int64_t r = 0; r < rows; r++)
+        tswift_norm(refined + r * hidden, h->after, out + r * hidden, hidden, h->epsilon);
+}
+
+/* The beginning of what sampler.c is called with. */
+typedef struct {
+    const float *logits;
+    const int64_t *positions;
+    int64_t *best;
+    double *scores;
+} Ranking;
+
+/* Levels of heads, each told the best token of the level before. */
+typedef struct {
+    const Head *heads;
+    const Linear *lm_head;
+    const Linear *embeddings;        /* as of the model */
+    const float *state;              /* [hidden] where the heads start */
+    const float *first;              /* [hidden] whose logits come before those of the heads, or none */
+    Ranking *ranking;                /* of the first level; those of the others lie behind */
+    void (*rank)(Ranking *);
+    parallel_region *parallel;
+    float *space;                    /* 8 * hidden, and the logits */
+    int64_t levels, count, root, hidden, threads;
+} Guess;
+
+void tswift_guess(const Guess *g) {
+    const float *state = g->state;
+    float *out = g->space, *refined = out + g->hidden, *space = refined + 2 * g->hidden;
+    float *token = space + 4 * g->hidden, *logits = token + g->hidden;
+    int64_t root = g->root, head = 0;
+    for (int64_t level = 0; level < g->levels; level++) {
+        const float *given = g->first;
+        if (level || !given) {
+            float *next = refined + head % 2 * g->hidden;
+            embed(g->embeddings, root, token);
+            tswift_head(g->heads + head++, state, token, next, out, space, 1, g->parallel, g->threads);
+            state = next, given = out;
+        }
+        tswift_multiply(g->lm_head, given, logits, 1, g->parallel, g->threads);
+        g->ranking->logits = logits;
+        g->rank(g->ranking);
+        root = *g->ranking->best;
+        g->ranking->best += g->count, g->ranking->scores += g->count;
+        if (g->ranking->positions) g->ranking->positions++;
+    }
+}

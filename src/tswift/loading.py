@@ -1,0 +1,673 @@
+"""Load a causal language model with what drafts for it; or tell its sizes without loading it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.distributed import DistributedConfig
+from transformers.utils import CONFIG_NAME, cached_file
+
+from tswift.attention.backends import BACKENDS, choose
+from tswift.caches import KVShape
+from tswift.distributed import ALONE, RANKS, Dist, guard
+from tswift.errors import InputError, renaming, suggesting_names
+from tswift.forward.adapting import (
+    Inexact,
+    execution_note,
+    fingerprint,
+    heads_of,
+    select_backend,
+    set_width,
+    try_graphs,
+    wrap_model,
+)
+from tswift.forward.coded import gguf_bytes, load_gguf, load_rounded, random_rounded, rounded_bytes
+from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
+from tswift.forward.hf import (
+    copied_bytes,
+    max_positions,
+    own_quantization,
+)
+from tswift.forward.program import MODELS, may_serve, slower_than_float32
+from tswift.forward.target import Target
+from tswift.models.checkpoint import (
+    INDEX,
+    as_input_error,
+    find_source,
+    gguf_of,
+    has_tokenizer,
+    hub,
+    read_config,
+    refuse_misfit,
+    silence,
+    stored_tensors,
+    weights_hash,
+)
+from tswift.models.config import DEMO, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
+from tswift.models.gguf import SUFFIX
+from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, is_moe, random_weights, skeleton
+from tswift.speculators.formats import SpeculatorFile, drafter_of
+from tswift.speculators.heads import (
+    HEAD_TYPES,
+    Heads,
+    attach_heads,
+    carries_heads,
+    find_heads,
+    heads_path,
+    random_heads,
+)
+from tswift.speculators.networks import SpeculatorSpec
+
+
+@dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """A model ready to decode."""
+
+    name: str  # as the user named it
+    tokenizer: Any  # of transformers; a stand-in where the weights are random, None for a draft model without one
+    target: Target  # the model, wrapped
+    heads: Heads | None  # that draft for it, if it has any
+    eos_ids: tuple[int, ...]  # token ids that end a text
+    attention: str = "sdpa"  # the backend in use
+    simulated: bool = False  # its weights are random: times mean something, texts do not
+    exact: str | None = None  # hash of the bits that passes of a fixed width have here; None without a fixed width
+    quantization: str | None = None  # how its weights were quantised; plain decoding is this model's own
+    ranks: Dist = ALONE  # those that hold it together
+    weights: str | None = None  # hash of all weights, where that took all ranks; None where it can be had at any time
+    draft: Target | None = None  # a smaller model that drafts for it; every rank holds the whole of it
+    draft_name: str | None = None  # as the user named that
+    drafting: Target | None = None  # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
+    drafter_name: str | None = None  # the published drafter at ``target.speculator``, as the user named it
+    draft_weights: str | None = None  # its kind: ``fp8`` or ``int4``
+    dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
+
+    def __repr__(self) -> str:
+        device, dtype = self.target.device, dtype_name(self.target.dtype)
+        heads = "no heads" if self.heads is None else f"{self.heads.count} {self.heads.kind} heads"
+        return f"<{self.name}: {device}, {dtype}, {self.target.max_positions:,} positions, {heads}>"
+
+    @property
+    def layers(self) -> str:
+        """``eager``, ``fused`` or ``one C program``, and why not what should be in use, by all passes so far."""
+        return execution_note(self.target)
+
+    def encode(self, text: str, bare: bool = False) -> list[int]:
+        """The token ids of a prompt, with a beginning-of-text token if the model wants one."""
+        with silence(), as_input_error(self.name, "its tokenizer: "):
+            ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+        size = self.target.vocab_size
+        if ids and max(ids) >= size:
+            reason = f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {size:,}"
+            raise InputError(reason, "prompt")
+        return ids
+
+    def about(self) -> dict[str, Any]:
+        """What was loaded and how, for records."""
+        inexact = self.target.fallbacks.get("exact")
+        about: dict[str, Any] = {
+            "name": self.name,
+            "device": str(self.target.device) if self.ranks.count == 1 else self.target.device.type,
+            "dtype": dtype_name(self.target.dtype),
+            "attention": self.attention,
+            "layers": self.layers,
+            "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
+            **({} if inexact is None else {"inexact": inexact}),
+            "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
+            "eos_ids": list(self.eos_ids),
+            "simulated": self.simulated,
+            "quantization": self.quantization,
+            "ranks": self.ranks.count,
+        }
+        if self.target.kv_shape.dtype != self.target.dtype:
+            about["kv_dtype"] = dtype_name(self.target.kv_shape.dtype)
+        if self.draft is not None:
+            about["draft"] = {"name": self.draft_name}
+        if self.target.speculator is not None:
+            about["drafter"] = {"name": self.drafter_name, "kind": self.target.speculator.spec.kind}
+        if self.drafting is not None:
+            about |= {
+                "draft_weights": self.draft_weights,
+                "draft_layers": execution_note(self.drafting),
+            }
+        return about
+
+    def remarks(self) -> str:
+        """What is out of the ordinary, to be printed after name, device and dtype."""
+        width, kv_dtype = self.target.width, self.about().get("kv_dtype")
+        inexact = self.target.fallbacks.get("exact")
+        notes = [
+            self.dtype_note,
+            "slower here than in float32" if slower_than_float32(self.target.model) else "",
+            f"KV in {kv_dtype}" if kv_dtype else "",
+            "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
+            f"not exact, as {inexact}" if inexact else "",
+            f"weights quantised ({self.quantization})" if self.quantization else "",
+            "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
+            f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
+        ]
+        return "".join(f", {note}" for note in notes if note)
+
+
+@suggesting_names
+def load(
+    model: str = DEMO,
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    kv_dtype: str | torch.dtype = "auto",
+    attention: str = "auto",
+    heads: str | os.PathLike[str] | None = None,
+    weights: str | None = None,
+    draft_model: str | None = None,
+    drafter: str | None = None,
+    draft_weights: str | None = None,
+    exact: bool | None = None,
+    ranks: Dist = ALONE,
+) -> LoadedModel:
+    """Load a model for decoding. Arguments are called as the options of the command line.
+
+    Args:
+        model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are read, and no code from
+            the checkpoint is run. ``shape:NAME`` is a published model's shape with random weights, for timing. Or a
+            GGUF file, a folder with one, or ``REPO:FILE.gguf`` of the hub, whose weights stay in 4 or 8 bits.
+        device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
+        dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
+            float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
+        kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a CPU. ``auto`` is the
+            model's own, and int16 where a C program makes the passes of a model in float32.
+        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
+            float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
+            (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton what is
+            between the layers' products has kernels, too, and passes are replayed as CUDA graphs.
+        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
+            a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
+            ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
+            either kind, chained if nothing is said.
+        weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to integers, on a CPU. What is
+            decoded is the rounded model. None leaves them as they are in the checkpoint.
+        draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
+            folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
+        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id; for a shape a kind
+            (``dspark``, ``dflash``, ``eagle3``) with random weights.
+        draft_weights: ``fp8`` or ``int4``, on CUDA in bfloat16: let drafting passes of the model run on a copy of it
+            whose linear layers have weights of 8 or 4 bits, all but the LM head, and which shares all else. What is
+            decoded is the model as it is. ``none`` is what None is.
+        exact: let a token's bits not depend on how it was forwarded, so that all methods give the same tokens in every
+            dtype. None does so in 16 bits, on CUDA, and where whole passes are one C program, if the model bears it;
+            ``fallbacks`` of ``LoadedModel.target`` says why it does not.
+        ranks: from :func:`tswift.distributed.join`, to hold the model together with other processes. All of them have
+            to call this; what rank 0 asks for counts.
+
+    Raises:
+        InputError: something named here does not exist, is broken, or cannot be served exactly.
+        Gone: another rank has died.
+    """
+    config = ModelConfig(
+        model=_plain(model),
+        device=device,
+        dtype=_plain(dtype),
+        kv_dtype=_plain(kv_dtype),
+        attention=attention,
+        heads=_plain(heads),
+        weights=weights,
+        draft_model=_plain(draft_model),
+        drafter=_plain(drafter),
+        draft_weights=draft_weights,
+        exact=exact,
+    )
+    return load_model(config, ranks)
+
+
+def _plain(value: Any) -> Any:
+    """An option as the command line has it, of what may be a path or a dtype."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
+    """Load a model for decoding; errors and ``ranks`` are as for :func:`load`."""
+    with guard():
+        plan = _plan(ranks.share(config), ranks)
+        asked, simulated = plan.asked, plan.simulated
+        if plan.coded and ranks.count > 1:
+            raise InputError("weights that are codes cannot be split over ranks", RANKS)
+        if simulated and ranks.count > 1:
+            raise InputError(f"{asked.model} has random weights, which are not split", "model")
+        loaded, note = _open(plan, ranks)
+        target, source = loaded.target, plan.heads
+        if plan.drafter is not None:  # before anything is prepared: passes have to give its taps
+            plan.drafter.load(target, simulated)
+        if source == ON_HUB:
+            with hub(), as_input_error(asked.model):  # where its files were put
+                source = Path(cached_file(asked.model, CONFIG_NAME)).parent
+        loaded = replace(
+            loaded,
+            heads=_load_heads(source, target, simulated),
+            eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
+            drafter_name=asked.drafter,
+            weights=weights_hash(target.model) if ranks.count > 1 else None,
+            exact=_prepare(target, loaded.attention, note, asked.exact),
+        )
+        if asked.draft_weights is not None:
+            loaded = _with_copy(loaded, asked.draft_weights)
+        if asked.draft_model is not None:
+            draft = _load_draft(asked.draft_model, loaded, asked.attention)
+            loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
+        if plan.coded:
+            give_back()  # what was needed to make codes is more than they take
+        return loaded
+
+
+@dataclass(frozen=True)
+class _LoadPlan:
+    """What is to be loaded, as far as it is known before any weights are read; what cannot be had has been refused."""
+
+    asked: ModelConfig
+    device: torch.device
+    config: Any
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    drafter: SpeculatorFile | None = None
+    heads: Path | str | None = None  # as heads_source() returns it
+
+    @property
+    def coded(self) -> str:
+        """What kind of codes the matrices will be; empty for floats."""
+        if self.asked.weights is not None:
+            return self.asked.weights
+        file = gguf_of(self.asked.model)
+        return "" if file is None else file.kinds
+
+    def refuse_unfit_codes(self) -> None:
+        """Refuse what cannot be had with weights that are codes.
+
+        Raises:
+            InputError: it names the option.
+        """
+        asked, own = self.asked, own_quantization(self.config)
+        if asked.weights is not None and (own is not None or gguf_of(asked.model) is not None):
+            kind = own or "GGUF"
+            raise InputError(
+                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}", "weights"
+            )
+        if not self.coded:
+            return
+        if self.device.type != "cpu":
+            option, reason = "weights", f"integers are multiplied on a CPU only; the device is {self.device.type}"
+            raise InputError(reason, option if asked.weights is not None else "model")
+        if self.dtype != torch.float32:
+            raise InputError(
+                f"is float32 with weights of integers ({self.coded}); got {dtype_name(self.dtype)}", "dtype"
+            )
+        if asked.draft_weights is not None:
+            raise InputError(f"the model's weights are integers already ({self.coded})", "draft_weights")
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the weights are random."""
+        return self.asked.model.startswith(PREFIX)
+
+    def cached(self, backend: str) -> torch.dtype | None:
+        """Dtype of the KV cache; None for the model's own, as stock operators would convert another in every pass."""
+        own = backend != "native" or self.kv_dtype == self.dtype
+        return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
+
+
+def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
+    if asked.draft_weights == UNQUANTISED:
+        asked = replace(asked, draft_weights=None)
+    reduced = asked.draft_weights
+    if reduced is not None and ranks.count > 1:
+        raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
+    if asked.drafter is not None and ranks.count > 1:
+        raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
+    device, config, simulated = (
+        device_for(asked.device, ranks),
+        read_config(asked.model),
+        asked.model.startswith(PREFIX),
+    )
+    dtype = dtype_for(asked.dtype, device, config, simulated)
+    if asked.weights is not None and asked.dtype == "auto":
+        dtype = torch.float32
+    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, may_serve(config))
+    _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
+    if reduced is not None:  # what cannot be quantised is refused before it is loaded
+        refuse_draft_weights(reduced, config, device, dtype)
+    drafter = None if asked.drafter is None else drafter_of(asked.drafter, config, simulated)
+    return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, heads_source(asked.model, config, asked.heads))
+
+
+def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
+    """Of a smaller model, which comes as its target does; its own heads, if it has any, are not read."""
+    asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
+    plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
+    plan.refuse_unfit_codes()
+    return plan
+
+
+ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
+
+
+def heads_source(model: str, config: Any, heads: str | os.PathLike[str] | None) -> Path | str | None:
+    """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones; None for no heads."""
+    if model.startswith(PREFIX):
+        kind = "chained" if heads is None else str(heads)
+        return kind if kind in HEAD_TYPES else heads_path(kind, None)
+    _, folder = find_source(model)
+    path = heads_path(heads, folder)
+    return (folder or ON_HUB) if path is None and carries_heads(config) else path
+
+
+def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
+    if isinstance(source, Path):
+        return attach_heads(source, target, any_model=simulated)
+    return None if source is None else random_heads(source, target.model.config, target.dtype, target.device)
+
+
+def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
+    """Try a model's replayed and exact passes; returns the hash of their bits, None if they are not exact."""
+    target.fall_back("attention", note)
+    target.fall_back("exact", set_width(target, attention, exact))
+    try_graphs(target)
+    bits = None
+    if target.width is not None:
+        try:
+            bits = fingerprint(target)
+        except Inexact as error:
+            target.set_width(None)
+            target.fall_back("exact", str(error))
+    if exact and "exact" in target.fallbacks:
+        raise InputError(f"cannot be had here: {target.fallbacks['exact']}", "exact")
+    return bits
+
+
+def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
+    """A loaded model with a copy of fewer bits for its drafting passes."""
+    with silence():
+        drafting = Target(cheaper_copy(loaded.target.model, kind), BACKENDS[loaded.attention]())
+    drafting.share_caches(loaded.target)
+    if loaded.heads is not None and loaded.heads.pre_norm:
+        drafting.tap()
+    try_graphs(drafting)
+    return replace(loaded, drafting=drafting, draft_weights=kind)
+
+
+@renaming(model="draft_model")
+def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
+    """The smaller model that drafts for a loaded one."""
+    target = loaded.target
+    if not loaded.simulated:
+        refuse_shape(name)
+    draft, note = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
+    draft.target.fall_back("attention", note)
+    try_graphs(draft.target)
+    _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
+    if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
+        _refuse_other_tokens(name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab())
+    return draft.target
+
+
+def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
+    """Refuse a draft model with another number of tokens than its target."""
+    if size != model_size:
+        raise InputError(f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model")
+
+
+def _refuse_other_tokens(name: str, ours: dict[str, int], model: str, theirs: dict[str, int]) -> None:
+    """Refuse a draft model with a token id that means something else than in its target."""
+    if ours != theirs:
+        token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
+        there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
+        reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
+        raise InputError(f"{name} {reason}", "draft_model")
+
+
+def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False) -> tuple[LoadedModel, str]:
+    """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
+
+    Returns:
+        The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
+        be.
+    """
+    asked, model, config, device = plan.asked, plan.asked.model, plan.config, plan.device
+    if plan.simulated:
+        backend, note = select_backend(asked.attention, plan.dtype, device, config)
+        with silence(), as_input_error(model):
+            if asked.weights is None:
+                network = random_weights(config, plan.dtype, device, model)
+            else:
+                network = random_rounded(config, asked.weights, model)
+            target = wrap_model(network, model, backend, kv_dtype=plan.cached(backend), usual=asked.kv_dtype == "auto")
+        made = LoadedModel(
+            model, StandInTokenizer(), target, None, (), backend, simulated=True, quantization=plan.coded or None
+        )
+        return made, note
+    source, folder = find_source(model)
+    quantization, options, tokenizer = plan.coded or own_quantization(config), dict[str, Any](), None
+    file = gguf_of(model)
+    with silence(), hub(folder is None), as_input_error(model):
+        if folder is not None and file is None:
+            refuse_misfit(config, stored_tensors(folder), model)
+        if ranks.count > 1:
+            if quantization:
+                raise InputError("quantised weights cannot be split over ranks yet", RANKS)
+            options["distributed_config"] = _split(config, model, ranks)
+        if quantization and device.type == "cuda":
+            options["device_map"] = device  # quantised on the way: the whole weights need not fit
+        # may compile a kernel: after all refusals
+        backend, note = select_backend(asked.attention, plan.dtype, device, config)
+        if not tokenizer_optional or folder is None or file is not None or has_tokenizer(folder):
+            tokenizer = _load_tokenizer(source, model)
+        other_dtype = dtype_note(config, plan.dtype)  # from_pretrained may overwrite the configuration's
+        if file is not None:
+            network = load_gguf(file, config, plan.dtype)
+        elif asked.weights is not None:
+            files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
+            network = load_rounded(config, stored_tensors(files), asked.weights, model)
+        else:
+            network = _from_safetensors(plan, source, options)
+        if network.dtype == torch.float64 and is_moe(config):
+            network.set_experts_implementation("eager")  # the others multiply no float64
+        target = wrap_model(
+            network if options else network.to(device),
+            model,
+            backend,
+            kv_dtype=plan.cached(backend),
+            usual=asked.kv_dtype == "auto",
+        )
+    loaded = LoadedModel(
+        model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
+    )
+    return loaded, note
+
+
+def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, Any]) -> PreTrainedModel:
+    """The model that transformers reads; ``options`` are more of its own."""
+    asked, config, model = plan.asked, plan.config, plan.asked.model
+    network, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        # a configuration need not state the dtype: the weights do
+        dtype="auto" if asked.dtype == "auto" and plan.device.type == "cuda" else plan.dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
+    )
+    if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+        raise InputError(f"{model} is quantised in a way that transformers does not know here", "model")
+    # transformers would fill what the file lacks with random numbers and only warn
+    missing = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if missing:
+        raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
+    return network
+
+
+def load_tokenizer(model: str) -> Any:
+    """A model's tokenizer, without its weights; InputError if there is none that can be read."""
+    if model.startswith(PREFIX):
+        return StandInTokenizer()
+    source, folder = find_source(model)
+    with silence(), hub(folder is None), as_input_error(model):
+        return _load_tokenizer(source, model)
+
+
+def _load_tokenizer(source: str, model: str) -> Any:
+    with as_input_error(model, "its tokenizer: "):
+        if source.endswith(SUFFIX):
+            tokenizer = _tokenizer_of_gguf(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "model")
+    return tokenizer
+
+
+def _tokenizer_of_gguf(path: Path) -> Any:
+    """As transformers makes it of the file; in a folder of its own, as other files beside it would be preferred."""
+    with TemporaryDirectory() as folder:
+        Path(folder, path.name).symlink_to(path.resolve())
+        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
+
+
+def _split(config: Any, model: str, ranks: Dist) -> DistributedConfig:
+    """How every rank reads its part, by transformers' own plan."""
+    if find_spec("accelerate") is None:
+        raise InputError("to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS)
+    if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
+        raise InputError("transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them", "device")
+    rules = skeleton(config).tp_plan or {}
+    if not any("*" in name for name in rules):  # it may have one for the LM head alone
+        raise InputError(f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model")
+    text = config.get_text_config()
+    # some plans leave attention whole: every rank has all heads then
+    if any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise" for name in rules):
+        queries = text.num_attention_heads
+        for name, heads in (("KV", getattr(text, "num_key_value_heads", None) or queries), ("query", queries)):
+            if heads % ranks.count:
+                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
+                raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS)
+    return DistributedConfig(tp_size=ranks.count)
+
+
+def adopt(network: PreTrainedModel) -> LoadedModel:
+    """A model that transformers has loaded, ready to decode, with the heads in its folder; its modules are changed.
+
+    Raises:
+        InputError: it cannot be served exactly.
+    """
+    name, heads = str(network.config._name_or_path or type(network).__name__), None
+    backend, note = select_backend("auto", network.dtype, network.device, network.config)
+    with silence(), as_input_error(name):
+        target = wrap_model(network, name, backend, joined=False)  # its weights are not ours to move
+    with suppress(InputError):  # heads of what the model once was
+        source = heads_source(name, network.config, None) if Path(name).is_dir() else None
+        heads = _load_heads(source, target, simulated=False)
+    return LoadedModel(name, None, target, heads, (), backend, exact=_prepare(target, backend, note, None))
+
+
+def _eos_ids(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The token ids that end a text, by all that a checkpoint says of them."""
+    tokens: list[Any] = []
+    for holder in (network.generation_config, network.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            reason = f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            raise InputError(f"{model} {reason}", "model")
+    return tuple(sorted(set(tokens)))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The sizes of a model that is not loaded, by the names that ``Target`` has for them."""
+
+    name: str  # as the user named it
+    device: torch.device  # where it will be
+    dtype: torch.dtype  # of its weights
+    max_positions: int  # most tokens, prompt included
+    vocab_size: int  # number of logits
+    kv_shape: KVShape  # of its keys and values, at least: one KV head where the configuration does not say
+    groups: int  # query heads per KV head; 1 where the configuration does not say
+    attention: str  # its name; empty where it is not known yet
+    most_nodes: int | None  # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
+    weight_bytes: int  # of its weights without heads; 0 where it is not known
+    copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
+    heads: int | None  # tokens that its heads draft in a row; None where it is not known yet
+    heads_bytes: int  # of their weights
+    speculator_spec: SpeculatorSpec | None  # of its published drafter; None for none
+    speculator_bytes: int  # of that one's weights
+
+
+def inspect_model(config: ModelConfig) -> ModelSpec:
+    """The sizes of what :func:`load_model` would load: from its configuration, and the headers of heads and drafter."""
+    return _sizes(_plan(config))
+
+
+@renaming(model="draft_model")
+def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
+    """The sizes of the draft model that :func:`load` would load for a target."""
+    spec = _sizes(_draft_plan(draft, target, attention))
+    _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
+    return spec
+
+
+def _sizes(plan: _LoadPlan) -> ModelSpec:
+    asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
+    text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
+    if isinstance(source, Path):
+        file = find_heads(source)
+        file.refuse_misfit(text.hidden_size, text.vocab_size)
+        count, parameters = file.about["count"], file.parameters
+    elif source is not None and source != ON_HUB:
+        with torch.device("meta"):
+            weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
+        count, parameters = HEADS, sum(weight.numel() for weight in weights)
+    kv_heads, groups, size = heads_of(config)
+    if asked.attention != "auto":  # what that chooses may give way to another
+        backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
+        most_nodes, name = backend.MAX_NODES, backend.__name__
+    weight_bytes = reduced = 0
+    stored = gguf_of(asked.model)
+    if asked.weights is not None:
+        weight_bytes = rounded_bytes(config, asked.weights)
+    elif plan.coded and stored is not None:
+        weight_bytes = gguf_bytes(stored)
+    elif getattr(config, "quantization_config", None) is None:
+        with silence(), as_input_error(asked.model):
+            network = skeleton(config)
+            # a C program has a copy of the weights, too
+            programmed = asked.attention in ("auto", "native") and type(network).__name__ in MODELS
+            weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
+            weight_bytes += copied_bytes(network, dtype, plan.device) * (1 + (programmed and dtype == torch.float32))
+            reduced = 0 if asked.draft_weights is None else copy_bytes(network, asked.draft_weights)
+    drafter = None if plan.drafter is None else plan.drafter.spec
+    return ModelSpec(
+        asked.model,
+        plan.device,
+        dtype,
+        max_positions(config),
+        text.vocab_size,
+        KVShape(text.num_hidden_layers, kv_heads, size, plan.kv_dtype, plan.device),
+        groups,
+        attention=name,
+        most_nodes=most_nodes,
+        weight_bytes=weight_bytes,
+        copy_bytes=reduced,
+        heads=None if source == ON_HUB else count,
+        heads_bytes=parameters * dtype.itemsize,
+        speculator_spec=drafter,
+        speculator_bytes=0 if drafter is None else sum(drafter.weights().values()) * dtype.itemsize,
+    )

@@ -1,0 +1,162 @@
+"""Matrices of weights as integer codes of 4 or 8 bits, and the form in which they are packed.
+
+A weight is ``scale * code + minimum``, with a scale and a minimum for every block of 32 (or 16) inputs of an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+BLOCK = 32  # inputs with one scale, unless a file says 16
+_GROUP = 16  # outputs that lie together in the packed form
+_CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix of weights: ``weight[o, i] = scale[o, i // block] * codes[o, i] + minimum[o, i // block]``.
+
+    Attributes:
+        codes: ``[outputs, inputs]`` uint8, up to 15 or 255.
+        scale, minimum: ``[outputs, inputs // block]`` float32.
+        bits: of a code, 4 or 8.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    bits: int
+
+    @property
+    def block(self) -> int:
+        """Inputs with the same scale and minimum."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def dequantized(self) -> Tensor:
+        """The weights ``[outputs, inputs]`` in float32."""
+        blocks = self.codes.unflatten(1, (-1, self.block)).float()
+        return (self.scale.unsqueeze(2) * blocks + self.minimum.unsqueeze(2)).flatten(1)
+
+
+def quantize(weight: Tensor, bits: int) -> Codes:
+    """Codes of a matrix, each weight rounded to the nearest between the least and the largest of its block.
+
+    Raises:
+        ValueError: the inputs are no multiple of a block.
+    """
+    inputs = weight.shape[1]
+    block = BLOCK if inputs % BLOCK == 0 else BLOCK // 2
+    if inputs % block:
+        raise ValueError(f"{inputs} inputs are no multiple of {block}")
+    blocks = weight.detach().float().unflatten(1, (-1, block))
+    minimum, maximum = blocks.amin(2).half().float(), blocks.amax(2)
+    scale = ((maximum - minimum) / (2**bits - 1)).half().float()
+    counts = (blocks - minimum.unsqueeze(2)) / scale.clamp(min=1e-12).unsqueeze(2)
+    return Codes(counts.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1), scale, minimum, bits)
+
+
+class PackedCodes(nn.Module):
+    """Codes as the C product reads them.
+
+    Groups of 16 outputs lie one after the other; in a group the blocks of inputs; in a block the codes of four inputs
+    of each output, then those of the next four, and so on; at last the 16 scales and the 16 minima, in float16 where
+    that loses nothing. With 4 bits, the codes of four inputs and of the next four share their bytes. Where one code
+    stands for 0 everywhere, there are no minima.
+    """
+
+    bytes: Tensor  # [groups, blocks, bytes] uint8
+
+    def __init__(self, codes: Codes) -> None:
+        if codes.bits not in (4, 8) or codes.block not in (16, 32):
+            raise ValueError(f"no packed form for codes of {codes.bits} bits in blocks of {codes.block}")
+        centres = (code for code in _CENTRES if torch.equal(codes.minimum, -code * codes.scale))
+        centre = next(centres, 0)
+        factors = [codes.scale] if centre else [codes.scale, codes.minimum]
+        half = all(torch.equal(each.half().float(), each) for each in factors)
+        data = _packed(codes, [each.half() if half else each for each in factors])
+        outputs, inputs = codes.codes.shape
+        self._hold(data, outputs, inputs, codes.bits, codes.block, centre, half)
+
+    @classmethod
+    def kept(cls, data: Tensor, form: Sequence[int]) -> PackedCodes:
+        """What was packed before: its bytes, and its :attr:`form`."""
+        packed = cls.__new__(cls)
+        packed._hold(data, *form)
+        return packed
+
+    def _hold(self, data: Tensor, outputs: int, inputs: int, bits: int, block: int, centre: int, half: int) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.bits, self.block, self.centre, self.halves = bits, block, centre, bool(half)
+        self.register_buffer("bytes", data)
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """Outputs, inputs, bits, block, the code that stands for 0, and whether scales are in float16."""
+        return self.outputs, self.inputs, self.bits, self.block, self.centre, int(self.halves)
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Of the scales and minima."""
+        return torch.float16 if self.halves else torch.float32
+
+    @property
+    def _coded(self) -> int:
+        """Bytes of a block's codes, of a group."""
+        return self.block * _GROUP * self.bits // 8
+
+    def codes(self) -> Codes:
+        """The codes that were packed."""
+        return self._unpacked(self.bytes, self.outputs)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, ``[..., inputs]`` float32."""
+        wanted = outputs.flatten()
+        found = self._unpacked(self.bytes[wanted // _GROUP], len(wanted) * _GROUP).dequantized()
+        mine = found.unflatten(0, (-1, _GROUP))[torch.arange(len(wanted)), wanted % _GROUP]
+        return mine.view(*outputs.shape, self.inputs)
+
+    def _unpacked(self, groups: Tensor, outputs: int) -> Codes:
+        shape = len(groups), groups.shape[1], -1, _GROUP, 4
+        codes = groups[:, :, : self._coded]
+        if self.bits == 4:
+            pairs = codes.unflatten(2, (-1, 1, 4 * _GROUP))
+            codes = torch.cat([pairs & 15, pairs >> 4], 3).flatten(2)
+        codes = codes.reshape(shape).permute(0, 3, 1, 2, 4).reshape(-1, self.inputs)
+        factors = groups[:, :, self._coded :].contiguous().view(self.kind).float().unflatten(2, (-1, _GROUP))
+        scale, *minima = (each.transpose(1, 2).flatten(0, 1)[:outputs] for each in factors.unbind(2))
+        minimum = minima[0] if minima else -self.centre * scale
+        return Codes(codes[:outputs].contiguous(), scale.contiguous(), minimum.contiguous(), self.bits)
+
+
+def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
+    """``[groups, blocks, bytes]`` uint8, of codes, and scales or scales and minima: see :class:`PackedCodes`."""
+    outputs, inputs = codes.codes.shape
+    missing = -outputs % _GROUP
+    matrix, *padded = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (codes.codes, *factors))
+    blocks = inputs // codes.block
+    # [groups, outputs of one, blocks, fours, 4]
+    fours = matrix.view(-1, _GROUP, blocks, codes.block // 4, 4).permute(0, 2, 3, 1, 4)
+    if codes.bits == 4:
+        fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
+    tails = [each.view(-1, _GROUP, blocks).transpose(1, 2).contiguous().view(torch.uint8) for each in padded]
+    return torch.cat([fours.flatten(2), *tails], 2).contiguous()
+
+
+def holds_codes(network: nn.Module) -> bool:
+    """Whether any matrix of a network is codes."""
+    return any(isinstance(module, PackedCodes) for module in network.modules())
+
+
+def read_bytes(network: nn.Module) -> int:
+    """Bytes of weights that a pass over a network of codes reads: all but embeddings of which only rows are."""
+    read = sum(each.nbytes for each in network.parameters())
+    for module in network.modules():
+        packed = getattr(module, "packed", None)
+        if isinstance(packed, PackedCodes) and hasattr(module, "in_features"):
+            read += packed.bytes.nbytes
+    return read

@@ -1,0 +1,509 @@
+"""GGUF, the files of llama.cpp: metadata become a transformers configuration, tensors become codes without loss.
+
+A file begins with a header: values by name, then name, type, shape and place of every tensor. It is read here and not
+by the package ``gguf``, which takes seconds for the 100,000 strings of a tokenizer, and believes all that a damaged
+file says. The types, their sizes and the names of tensors are that package's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tswift.errors import InputError
+from tswift.models.codes import Codes
+
+SUFFIX = ".gguf"
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_ALIGNMENT = 32  # of tensors in a file, unless it says otherwise
+_MAX_DIMENSIONS = 4
+_NUMBERS = "BbHhIif?"  # formats of ``struct``, by the type of a value in the metadata
+_STRING, _ARRAY = 8, 9
+_WIDE = {10: "Q", 11: "q", 12: "d"}
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Value = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A tensor in a GGUF file: its name, its type, its shape in PyTorch's order, and where its bytes begin."""
+
+    name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it is read as codes."""
+        return self.kind in _DECODERS
+
+    @property
+    def bytes(self) -> int:
+        """How many there are."""
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return prod(self.shape) // block * size
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """What the header of a file says."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    lengths: Mapping[str, int]  # of the arrays among the metadata, whose elements are not kept
+    tensors: Mapping[str, StoredWeight]
+
+    @property
+    def architecture(self) -> _Architecture:
+        """The family of models.
+
+        Raises:
+            InputError: none that is read here.
+        """
+        name = self.metadata.get("general.architecture")
+        if name not in ARCHITECTURES:
+            raise self.refusal(f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[str(name)]
+
+    @property
+    def kinds(self) -> str:
+        """The types of the quantised tensors, the most frequent ones first; empty if none is quantised."""
+        kinds = [tensor.kind for tensor in self.tensors.values() if tensor.quantised]
+        return " and ".join(kind.name for kind in sorted({*kinds}, key=lambda kind: (-kinds.count(kind), kind)))
+
+    def refusal(self, reason: str) -> InputError:
+        """An error about this file."""
+        return InputError(f"{self.path} {reason}", "model")
+
+    def config_values(self) -> dict[str, Any]:
+        """What transformers' configuration is to say, by its names."""
+        own = self.architecture
+        prefix = f"{self.metadata['general.architecture']}."
+        values: dict[str, Any] = {"model_type": own.model_type}
+        for name, key in {**_FIELDS, **own.fields}.items():
+            if prefix + key in self.metadata:
+                values[name] = self.metadata[prefix + key]
+        for name in _REQUIRED:
+            if name not in values:
+                raise self.refusal(f"lacks {prefix}{_FIELDS[name]} in its metadata")
+        if self.metadata.get(f"{prefix}expert_count"):
+            raise self.refusal("has a mixture of experts, which tswift does not read from GGUF")
+        if _EMBEDDINGS in self.tensors:  # there may be fewer tokens
+            values["vocab_size"] = self.tensors[_EMBEDDINGS].shape[0]
+        values["dtype"] = self._number_type()
+        values["tie_word_embeddings"] = "output.weight" not in self.tensors
+        for name in ("bos", "eos", "pad"):
+            values[f"{name}_token_id"] = self._token(name.replace("pad", "padding"))
+        turn = self._token("eot")  # what ends an answer, where that is another token
+        if turn not in (None, values["eos_token_id"]):
+            values["eos_token_id"] = [token for token in (values["eos_token_id"], turn) if token is not None]
+        values["rope_parameters"] = self._rope(prefix)
+        return values
+
+    def _token(self, name: str) -> Value | None:
+        return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+
+    def _number_type(self) -> str:
+        """The type of numbers that most matrices are stored in; float32 where those are quantised."""
+        kinds = [tensor.kind for tensor in self.tensors.values() if len(tensor.shape) > 1]
+        most = max({*kinds}, key=kinds.count, default=GGMLQuantizationType.F32)
+        return str(_NUMBER_TYPES.get(most, torch.float32)).removeprefix("torch.")
+
+    def _rope(self, prefix: str) -> dict[str, Any]:
+        """The parameters of rotary embeddings; factors by frequency are a tensor, see :meth:`rope_factors`."""
+        kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
+        rope: dict[str, Any] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
+        if f"{prefix}rope.freq_base" in self.metadata:
+            rope["rope_theta"] = self.metadata[f"{prefix}rope.freq_base"]
+        if kind not in ("none", "linear", "yarn"):
+            raise self.refusal(f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF")
+        if kind != "none":
+            rope["factor"] = self.metadata.get(f"{prefix}rope.scaling.factor", 1.0)
+        if kind == "yarn" and (before := self.metadata.get(f"{prefix}rope.scaling.original_context_length")):
+            rope["original_max_position_embeddings"] = before
+        return rope
+
+    def rope_factors(self) -> Tensor | None:
+        """What the frequencies of rotary embeddings are divided by, as in Llama 3.1; None for nothing."""
+        stored = self.tensors.get(_FACTORS)
+        return None if stored is None else self._numbers(stored)
+
+    def names(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
+        """The tensor of each of a model's parameters, by its name in transformers.
+
+        Raises:
+            InputError: one is missing, left over, or of another shape or of a type that is not read.
+        """
+        architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == self._architecture_name), None)
+        if architecture is None:
+            raise self.refusal(f"is a {self._architecture_name}, which the installed package gguf does not know")
+        layers = int(self.metadata[f"{self._architecture_name}.block_count"])
+        known = get_tensor_name_map(architecture, layers)
+        found: dict[str, StoredWeight] = {}
+        for name, parameter in parameters.items():
+            module, _, kind = name.rpartition(".")
+            own = f"{known.get_name(module)}.{kind}"
+            stored = self.tensors.get(own)
+            if stored is None:
+                raise self.refusal(f"lacks {own}, the weights of {name}")
+            if stored.shape != tuple(parameter.shape):
+                wanted = f"its metadata make it {list(parameter.shape)}"
+                raise self.refusal(f"has {own} of shape {list(stored.shape)}, {wanted}")
+            found[name] = stored
+        left = self.tensors.keys() - {stored.name for stored in found.values()} - {_FACTORS}
+        if left:
+            raise self.refusal(f"has {min(left)}, which no {self.architecture.model_type} of transformers has")
+        return found
+
+    @property
+    def _architecture_name(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def read(self, stored: StoredWeight, heads: int | None = None) -> Codes | Tensor:
+        """A tensor: codes of a quantised matrix, else numbers in the type that they are stored in.
+
+        Args:
+            stored: which.
+            heads: of the rows of queries or keys, which some architectures store in another order; None for others.
+        """
+        weight: Codes | Tensor = self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
+        if heads is not None and self.architecture.permuted:
+            order = _order(stored.shape[0], heads)
+            if isinstance(weight, Codes):
+                weight = Codes(weight.codes[order], weight.scale[order], weight.minimum[order], weight.bits)
+            else:
+                weight = weight[order]
+        return weight
+
+    def form(self, stored: StoredWeight) -> tuple[int, int, int]:
+        """Of the codes of a quantised tensor: their bits, inputs per block, and bytes of what scales a block."""
+        kind = stored.kind.name
+        block = 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
+        numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2  # a minimum, unless one code stands for 0
+        return _DECODERS[stored.kind][0], block, numbers * (4 if kind.endswith("K") else 2)
+
+    def _bytes(self, stored: StoredWeight) -> Bytes:
+        """The bytes of a tensor: read, not mapped, so that they do not stay in memory."""
+        data = np.fromfile(self.path, np.uint8, stored.bytes, offset=stored.start)
+        if len(data) != stored.bytes:
+            raise self.refusal(f"is truncated: {stored.name} is not whole")
+        return data
+
+    def _numbers(self, stored: StoredWeight) -> Tensor:
+        numbers = torch.from_numpy(self._bytes(stored)).view(_NUMBER_TYPES[stored.kind]).view(stored.shape)
+        if not numbers.isfinite().all():
+            raise self.refusal(f"is broken: {stored.name} holds something else than finite numbers")
+        return numbers
+
+    def _codes(self, stored: StoredWeight) -> Codes:
+        if len(stored.shape) != 2:
+            raise self.refusal(f"has {stored.name} with {len(stored.shape)} dimensions, and quantised")
+        bits, decode = _DECODERS[stored.kind]
+        blocks = self._bytes(stored).reshape(-1, GGML_QUANT_SIZES[stored.kind][1])
+        with np.errstate(all="ignore"):  # what is not finite is refused below
+            codes, scale, minimum = (torch.from_numpy(np.ascontiguousarray(part)) for part in decode(blocks))
+        if not (scale.isfinite().all() and minimum.isfinite().all()):
+            raise self.refusal(f"is broken: {stored.name} has scales that are no finite numbers")
+        rows = stored.shape[0]
+        return Codes(codes.view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1), bits)
+
+
+def _order(rows: int, heads: int) -> Tensor:
+    """Where the rows of queries or keys are: llama.cpp rotates neighbours, transformers the halves of a head."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """How models of a family are found in GGUF."""
+
+    model_type: str  # of transformers
+    permuted: bool = False  # rows of queries and keys are in another order
+    fields: Mapping[str, str] = field(default_factory=dict)  # of the configuration, beside ``_FIELDS``
+
+
+_FIELDS = {  # of the configuration: the name in the metadata, after the architecture's
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+}
+_REQUIRED = ("max_position_embeddings", "num_hidden_layers", "intermediate_size", "hidden_size", "num_attention_heads")
+# Mistral's files say that they are of Llama. What an architecture is comes from llama.cpp's converter: those whose
+# neighbouring pairs are rotated there are permuted.
+ARCHITECTURES = {
+    "llama": _Architecture("llama", permuted=True),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "smollm3": _Architecture("smollm3", permuted=True),
+    "olmo2": _Architecture("olmo2"),
+    "granite": _Architecture(
+        "granite",
+        permuted=True,
+        fields={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+}
+_EMBEDDINGS = "token_embd.weight"
+_FACTORS = "rope_freqs.weight"
+_NUMBER_TYPES = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+
+
+class _Header:
+    """The header of a file, read from its beginning on."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, len(_MAGIC)
+
+    def broken(self, reason: str) -> InputError:
+        """An error about the file."""
+        return InputError(f"{self.path} is damaged, or no GGUF file: {reason}", "model")
+
+    def skip(self, count: int) -> int:
+        """Go on by so many bytes; returns where they begin."""
+        start = self.at
+        if count > len(self.data) - start:
+            raise self.broken(f"it ends within its header, at byte {len(self.data):,}")
+        self.at += count
+        return start
+
+    def number(self, kind: str) -> Any:
+        """A number of a format of ``struct``."""
+        start = self.skip(struct.calcsize(f"<{kind}"))
+        return struct.unpack_from(f"<{kind}", self.data, start)[0]
+
+    def text(self) -> str:
+        """A string."""
+        length = self.number("Q")
+        start = self.skip(length)
+        try:
+            return self.data[start : start + length].decode()
+        except UnicodeDecodeError:
+            raise self.broken(f"a name at byte {start:,} is no UTF-8") from None
+
+    def value(self, kind: int) -> Value:
+        """A value of a type of the metadata, no array."""
+        if kind == _STRING:
+            return self.text()
+        if kind in _WIDE or kind < len(_NUMBERS):
+            value: Value = self.number(_WIDE.get(kind) or _NUMBERS[kind])
+            return value
+        raise self.broken(f"it has a value of the unknown type {kind}")
+
+    def array(self) -> int:
+        """Skip an array; returns how many elements it has."""
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING:
+            for _ in range(count):
+                self.skip(self.number("Q"))
+        elif kind in _WIDE or kind < len(_NUMBERS):
+            self.skip(count * struct.calcsize(f"<{_WIDE.get(kind) or _NUMBERS[kind]}"))
+        else:
+            raise self.broken(f"it has an array of the unknown type {kind}")
+        return int(count)
+
+    def tensor(self) -> StoredWeight:
+        """Name, type, shape and place of a tensor; the place counts from where the first one begins."""
+        name, dimensions = self.text(), self.number("I")
+        if not 0 < dimensions <= _MAX_DIMENSIONS:
+            raise self.broken(f"{name!r:.60} has {dimensions:,} dimensions")
+        shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
+        kind, start = self.number("I"), self.number("Q")
+        known = [each for each in (*_NUMBER_TYPES, *_DECODERS) if each == kind]
+        if not known:
+            named = GGMLQuantizationType(kind).name if kind in [*GGMLQuantizationType] else f"number {kind}"
+            readable = ", ".join(each.name for each in (*_NUMBER_TYPES, *_DECODERS))
+            reason = f"has {name:.60} of type {named}, which tswift does not read; it reads {readable}"
+            raise InputError(f"{self.path} {reason}", "model")
+        if shape[-1] % GGML_QUANT_SIZES[known[0]][0] or 0 in shape:
+            raise self.broken(f"{name!r:.60} of type {known[0].name} has the shape {list(shape)}")
+        return StoredWeight(name, known[0], shape, start)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """What the header of a file says; its tensors are not read.
+
+    Raises:
+        InputError: the file is damaged, truncated, of another version, or has tensors of a type that is not read.
+    """
+    try:
+        status = path.stat()
+        return _read_header(path.resolve(), status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error})", "model") from None
+
+
+@cache
+def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
+    """As above; ``changed`` is when the file was, as loading asks several times."""
+    del changed
+    if size < 24:
+        raise InputError(f"{path} is damaged, or no GGUF file: it has {size:,} bytes", "model")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = _Header(path, data)
+        if data[: len(_MAGIC)] != _MAGIC:
+            raise header.broken(f"it does not begin with {_MAGIC.decode()}")
+        version, tensor_count, value_count = header.number("I"), header.number("Q"), header.number("Q")
+        if version not in _VERSIONS:
+            known = " and ".join(map(str, _VERSIONS))
+            raise InputError(f"{path} is GGUF of version {version}; tswift reads {known}", "model")
+        metadata: dict[str, Value] = {}
+        lengths: dict[str, int] = {}
+        for _ in range(value_count):
+            name, kind = header.text(), header.number("I")
+            if name in metadata or name in lengths:
+                raise header.broken(f"it has {name!r:.60} twice")
+            if kind == _ARRAY:
+                lengths[name] = header.array()
+            else:
+                metadata[name] = header.value(kind)
+        parts = metadata.get("split.count", 1)
+        if parts != 1:
+            raise InputError(
+                f"{path} is one of {parts} parts; llama-gguf-split --merge makes one file of them", "model"
+            )
+        tensors = _placed(header, [header.tensor() for _ in range(tensor_count)], metadata)
+    return GGUFFile(path, metadata, lengths, tensors)
+
+
+def _placed(header: _Header, tensors: list[StoredWeight], metadata: Mapping[str, Value]) -> dict[str, StoredWeight]:
+    """Tensors by name with their places in the file, all of them within it."""
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+        raise header.broken(f"its alignment is {alignment!r:.40}")
+    first = -(-header.at // alignment) * alignment
+    placed: dict[str, StoredWeight] = {}
+    for tensor in tensors:
+        there = StoredWeight(tensor.name, tensor.kind, tensor.shape, first + tensor.start)
+        if there.start + there.bytes > len(header.data):
+            ends = f"{tensor.name} ends at byte {there.start + there.bytes:,}, the file at {len(header.data):,}"
+            raise InputError(f"{header.path} is truncated: {ends}", "model")
+        if tensor.name in placed:
+            raise header.broken(f"it has {tensor.name!r:.60} twice")
+        placed[tensor.name] = there
+    return placed
+
+
+# From here on: blocks of bytes to codes, scales and minima. Names are those of llama.cpp's C structures: ``d`` is a
+# scale, ``m`` or ``dmin`` a minimum, ``qs`` are codes or their low bits, ``qh`` their high bits.
+
+Decoded = tuple[Bytes, Floats, Floats]
+
+
+def _fields(packed: Bytes, bits: int, width: int) -> Bytes:
+    """Numbers of a few bits: of each ``width`` bytes the lowest bits of all come first, then the next bits of all."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
+    parts = packed.reshape(len(packed), -1, 1, width) >> shifts & np.uint8(2**bits - 1)
+    return parts.reshape(len(packed), -1)
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The number in float16 that begins at a byte of each block."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Decoded:
+    d = _half(blocks, 0)
+    return _fields(blocks[:, 2:], 4, 16), d, -8 * d
+
+
+def _q4_1(blocks: Bytes) -> Decoded:
+    return _fields(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2)
+
+
+def _five_bits(qh: Bytes, qs: Bytes) -> Bytes:
+    return _fields(qs, 4, 16) | np.unpackbits(qh, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _q5_0(blocks: Bytes) -> Decoded:
+    d = _half(blocks, 0)
+    return _five_bits(blocks[:, 2:6], blocks[:, 6:]), d, -16 * d
+
+
+def _q5_1(blocks: Bytes) -> Decoded:
+    return _five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Decoded:
+    d = _half(blocks, 0)
+    return blocks[:, 2:] ^ np.uint8(128), d, -128 * d
+
+
+def _q2_k(blocks: Bytes) -> Decoded:
+    scales, qs, d, dmin = blocks[:, :16], blocks[:, 16:80], _half(blocks, 80), _half(blocks, 82)
+    return _fields(qs, 2, 32), d * (scales & 15), -(dmin * (scales >> 4))
+
+
+def _q3_k(blocks: Bytes) -> Decoded:
+    hmask, qs, scales, d = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108], _half(blocks, 108)
+    sixth = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
+    scale = d * (sixth.astype(np.float32) - 32)
+    return _fields(qs, 2, 32) | _fields(hmask, 1, 32) << np.uint8(2), scale, -4 * scale
+
+
+def _scales_of_k(scales: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight scales and eight minima of six bits, from 12 bytes."""
+    low, middle, high = scales[:, :4], scales[:, 4:8], scales[:, 8:]
+    scale = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
+    minimum = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
+    return scale, minimum
+
+
+def _q4_k(blocks: Bytes) -> Decoded:
+    scale, minimum = _scales_of_k(blocks[:, 4:16])
+    return _fields(blocks[:, 16:], 4, 32), _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
+
+
+def _q5_k(blocks: Bytes) -> Decoded:
+    scale, minimum = _scales_of_k(blocks[:, 4:16])
+    qh, qs = blocks[:, 16:48], blocks[:, 48:]
+    codes = _fields(qs, 4, 32) | _fields(qh, 1, 32) << np.uint8(4)
+    return codes, _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
+
+
+def _q6_k(blocks: Bytes) -> Decoded:
+    ql, qh, scales = blocks[:, :128], blocks[:, 128:192], np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    scale = _half(blocks, 208) * scales.astype(np.float32)
+    return _fields(ql, 4, 64) | _fields(qh, 2, 32) << np.uint8(4), scale, -32 * scale
+
+
+_DECODERS: dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Decoded]]] = {  # bits of a code here
+    GGMLQuantizationType.Q4_0: (4, _q4_0),
+    GGMLQuantizationType.Q4_1: (4, _q4_1),
+    GGMLQuantizationType.Q5_0: (8, _q5_0),
+    GGMLQuantizationType.Q5_1: (8, _q5_1),
+    GGMLQuantizationType.Q8_0: (8, _q8_0),
+    GGMLQuantizationType.Q2_K: (4, _q2_k),
+    GGMLQuantizationType.Q3_K: (4, _q3_k),
+    GGMLQuantizationType.Q4_K: (4, _q4_k),
+    GGMLQuantizationType.Q5_K: (8, _q5_k),
+    GGMLQuantizationType.Q6_K: (8, _q6_k),
+}

@@ -1,0 +1,179 @@
+"""C files of the package: compiled by the user's compiler when first needed, and kept for later processes.
+
+What is loaded runs with the user's rights. So it is kept in a folder that nobody else can write to, beside a hash of
+its content, and a file that does not fit its hash is not loaded but made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_FLAGS = ("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-shared", "-fPIC")
+_PATIENCE = 120  # seconds
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Unbuilt(Exception):
+    """Why there is no library, in one line that goes on after what it is for."""
+
+
+def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Compile a C file, which may use AVX2, FMA and F16C, to a library, unless that was done before, and load it.
+
+    ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7 does those for
+    AVX-512, it is compiled without. What was compiled is kept in :func:`cache_folder`. Where there is none, it is
+    compiled anew in every process. What failed is not tried again in the same process.
+
+    Raises:
+        Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
+    """
+    library = _attempted(source, *defined, options=options)
+    if isinstance(library, str):
+        raise Unbuilt(library)
+    return library
+
+
+@functools.cache
+def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        return _built(source, *defined, options=options)
+    except Unbuilt as error:
+        return _attempted(source, *defined) if options else str(error)
+
+
+def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    vectors = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
+    if platform.machine() not in ("x86_64", "AMD64") or not vectors.startswith(("AVX2", "AVX512")):
+        raise Unbuilt("needs an x86 processor with AVX2")
+    command = [*_compiler(), *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
+    key = hashlib.sha256("\0".join([_text(source), *command]).encode()).hexdigest()[:20]
+    cache = cache_folder()
+    file = cache / f"{source.stem}-{key}.so" if cache else None
+    library = _load(file) if file else None
+    if library is not None:
+        return library
+    try:
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder) / "made.so"
+            _compile([*command, str(source), "-o", str(made)])
+            library = ctypes.CDLL(str(made))
+            if file:
+                _keep(made, file)
+    except OSError as error:
+        raise Unbuilt(f"fails: what the C compiler made does not load ({_first_line(str(error))})") from error
+    return library
+
+
+def _text(source: Path) -> str:
+    """A C file's text, and that of the files of ours that it includes."""
+    text = source.read_text()
+    included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    return "\0".join([text, *(source.with_name(name).read_text() for name in included)])
+
+
+def _load(file: Path) -> ctypes.CDLL | None:
+    """The library in a file of the cache; None unless the file has the content that was written."""
+    with contextlib.suppress(OSError):
+        if _hash_file(file).read_bytes() == _hash(file):
+            return ctypes.CDLL(str(file))
+    return None
+
+
+def _keep(made: Path, file: Path) -> None:
+    """Move a new library into the cache, and its hash beside it; nothing where that fails, as on a full disk."""
+    digest = made.with_suffix(".sha256")
+    with contextlib.suppress(OSError):
+        digest.write_bytes(_hash(made))
+        for each in (made, digest):
+            with each.open("rb") as written:
+                os.fsync(written.fileno())  # or a power cut could leave the new name with half of the content
+        made.replace(file)  # in one step: another process may do the same
+        digest.replace(_hash_file(file))
+
+
+def _hash_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
+
+
+def _hash(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).hexdigest().encode()
+
+
+@functools.cache
+def widest_vectors() -> tuple[str, ...]:
+    """The compiler's options for AVX-512, and for sums of products of integers, where the processor has them."""
+    features = Path("/proc/cpuinfo").read_text().split()
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return ("-mavxvnni",) if "avx_vnni" in features else ()
+    sums = ("-mavx512vnni",) if "avx512_vnni" in features else ()
+    return ("-mavx512f", "-mavx512bw", "-mprefer-vector-width=512", *sums)
+
+
+def cache_folder() -> Path | None:
+    """A folder of the user's for what can be made anew; None if nothing can be kept.
+
+    It is ``tswift`` in ``XDG_CACHE_HOME``, else in ``~/.cache``. If others can write there, or it cannot be made, it is
+    ``tswift-<user id>`` in the system's folder of temporary files.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # the latter if there is no home
+        given = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(given) if given else Path.home() / ".cache") / "tswift"
+        if _make_private(folder):
+            return folder
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.gettempdir()) / f"tswift-{os.geteuid()}"
+        if _make_private(folder):
+            return folder
+    return None
+
+
+def _make_private(folder: Path) -> bool:
+    """Whether a folder, which is made if it is missing, can be written to by this user and by nobody else."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own, parent, user = folder.lstat(), folder.parent.stat(), os.geteuid()
+    private = stat.S_ISDIR(own.st_mode) and own.st_uid == user and not own.st_mode & _BY_OTHERS
+    # who may rename it could put another folder in its place
+    stays = parent.st_uid in (user, 0) and (parent.st_mode & stat.S_ISVTX or not parent.st_mode & _BY_OTHERS)
+    return bool(private and stays) and os.access(folder, os.W_OK)
+
+
+def _compiler() -> list[str]:
+    """The C compiler's command: ``CC``, or the first that is found."""
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise Unbuilt(f"needs a C compiler: CC cannot be read: {error}") from error
+    candidates = [given] if given else [["cc"], ["gcc"], ["clang"]]
+    for command in candidates:
+        if shutil.which(command[0]):
+            return command
+    raise Unbuilt(f"needs a C compiler: {given[0]} (CC) is not there" if given else "needs a C compiler")
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unbuilt(f"needs a C compiler: {_first_line(str(error))}") from error
+    if done.returncode:
+        raise Unbuilt(f"needs another C compiler: {_first_line(done.stderr)}")
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it says nothing"])[0][:200]

@@ -1,0 +1,412 @@
+"""Folders of published drafters: which kind, told by the configuration; every tensor accounted for before any is read.
+
+DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``), z-lab DFlash (``DFlashDraftModel``);
+SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.initialization import no_init_weights
+
+from tswift.errors import InputError, renaming
+from tswift.forward.hf import UnsupportedModel
+from tswift.forward.target import Target
+from tswift.models.checkpoint import (
+    CONFIG,
+    StoredTensor,
+    as_input_error,
+    check_tensors,
+    find_source,
+    hub,
+    read_into,
+    read_object,
+    stored_tensors,
+)
+from tswift.models.codes import holds_codes
+from tswift.models.shapes import fill_randomly
+from tswift.speculators.networks import DFLASH, DSPARK, EAGLE3, BlockSpeculator, EagleSpeculator, SpeculatorSpec, build
+
+OPTION = "drafter"
+KINDS = (DSPARK, DFLASH, EAGLE3)
+_LARGEST = 1 << 31
+_ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
+_COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
+_COMPARED = 64  # rows of a copy that are compared with the target's own
+
+_DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
+_SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
+_EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}  # before its parameters
+_ARCHITECTURES = {"Qwen3DSparkModel": _DEEPSPEC, "DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE}
+# objects within a configuration, from what counts least to what counts most; None is the configuration itself
+_NESTED = ("eagle_config", "transformer_layer_config", None, "dflash_config")
+_TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+_CAUSAL = ("is_causal", "causal", "sliding_window_non_causal")
+_NORMS = {"norm_before_fc": "input_norm", **{name: name for name in ("norm_before_residual", "norm_output", "fc_norm")}}
+
+
+@dataclass(frozen=True)
+class SpeculatorFile:
+    """A drafter found in a folder, or one of published sizes and random weights; not yet read."""
+
+    path: Path  # the folder
+    layout: str  # who writes drafters so
+    spec: SpeculatorSpec
+    tensors: Mapping[str, StoredTensor]  # by the name of the parameter in the module; empty for random weights
+    copies: Mapping[str, StoredTensor]  # the target's embeddings and LM head, which some layouts carry along
+    unused: tuple[str, ...]  # names of what no decoding reads: a confidence head, the inverse of ``d2t``
+
+    def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
+        """Refuse a drafter that was made for another target, by sizes alone."""
+        spec = self.spec
+        own = spec.tap_size if spec.kind == EAGLE3 and spec.embeds else spec.hidden_size
+        taps, reason = spec.tapped(layers), ""
+        if {spec.tap_size, own} != {hidden_size}:
+            wrong = own if spec.tap_size == hidden_size else spec.tap_size
+            reason = f"was made for hidden size {wrong:,}, the model has {hidden_size:,}"
+        elif spec.vocab_size != vocab_size:
+            reason = f"was made for a vocabulary of {spec.vocab_size:,}, the model has {vocab_size:,}"
+        elif spec.target_layers not in (None, layers):
+            reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
+        elif len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
+            said = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
+            reason = f"{said}; of the model's {layers} the last one's cannot be had"
+        if reason:
+            raise _refused(self.path, reason)
+
+    def load(self, target: Target, any_model: bool = False) -> BlockSpeculator | EagleSpeculator:
+        """Read the weights, in the target's dtype and on its device; its passes give the taps from now on.
+
+        Args:
+            target: the model.
+            any_model: whether copies of another model's weights will do, as for random ones.
+
+        Raises:
+            InputError: some are not finite numbers, or the copies of the target's weights are another model's.
+        """
+        if not self.tensors:
+            with torch.device(target.device), no_init_weights():
+                network = build(self.spec, target).to(target.dtype)
+            fill_randomly(network)
+            return attached(network)
+        quantised = getattr(target.model.config, "quantization_config", None) or holds_codes(target.model)
+        if not (any_model or quantised):
+            for name, stored in self.copies.items():
+                own = getattr(target.model, _COPIED[name])().weight[:_COMPARED].detach().float().cpu()
+                with safe_open(stored.path, framework="pt") as file:
+                    rows = file.get_slice(stored.name)[:_COMPARED].float()
+                if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):
+                    raise _refused(self.path, f"was made for another model: its {stored.name} is not the model's")
+        with torch.device("meta"):
+            network = build(self.spec, target)
+        read_into(network, self.tensors, target.dtype, target.device, OPTION)
+        if isinstance(network, EagleSpeculator) and "d2t" in self.tensors:
+            ids = network.d2t.cpu() + torch.arange(self.spec.draft_vocab)
+            if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
+                raise _refused(self.path, "is broken: d2t leads outside the vocabulary")
+        return attached(network)
+
+
+def attached(network: BlockSpeculator | EagleSpeculator) -> BlockSpeculator | EagleSpeculator:
+    """A drafter at its target, whose passes give its taps from now on."""
+    target = network.target
+    try:
+        target.tap_layers(network.spec.tapped(target.kv_shape.layers))
+    except UnsupportedModel as error:
+        raise InputError(f"does not go with this model, which has {error}", OPTION) from None
+    target.set_speculator(network.eval().requires_grad_(False))
+    return network
+
+
+@renaming(model=OPTION)
+def _folder(name: str) -> Path:
+    """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
+    source, folder = find_source(name)
+    if folder is not None:
+        return folder
+    from huggingface_hub import constants, snapshot_download
+
+    with hub(), as_input_error(name):
+        wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
+        return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
+
+
+def drafter_of(name: str, config: Any, simulated: bool = False) -> SpeculatorFile:
+    """The drafter of a name that goes with a model's configuration; no weights are read.
+
+    Args:
+        name: a folder or a hub id; for random weights (``simulated``) a kind, too.
+        config: the model's.
+        simulated: whether its weights are random.
+
+    Raises:
+        InputError: there is none, or it was made for another model.
+    """
+    text = config.get_text_config()
+    if simulated and name in KINDS:
+        return SpeculatorFile(Path(name), "random", published_spec(name, text), {}, {}, ())
+    found = find_drafter(_folder(name))
+    found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
+    return found
+
+
+def is_drafter(folder: Path) -> bool:
+    """Whether a folder's configuration is a drafter's."""
+    return (folder / CONFIG).is_file() and _layout(read_object(folder / CONFIG, OPTION)) is not None
+
+
+def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
+    """The drafter in a folder; no weights are read.
+
+    Raises:
+        InputError: there is none, or its tensors are not those of its configuration: the first is named.
+    """
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise _refused(path, f"holds no drafter: there is no {CONFIG} in it")
+    config = read_object(path / CONFIG, OPTION)
+    layout = _layout(config)
+    if layout is None:
+        raise _refused(path, f"holds no drafter of a known kind ({', '.join(KINDS)}) by its {CONFIG}")
+    with renaming(model=OPTION):
+        stored = stored_tensors(path)
+    spec = _read_spec(path, config, stored, layout)
+    try:
+        with torch.device("meta"):
+            parameters = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+    except Exception as error:  # rotary embeddings of a known type may lack something, in many ways
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
+    layer = _EAGLE_LAYER.get(layout, "")
+    published = {name: name.replace("midlayer.", layer, 1) for name in parameters}
+    copies: dict[str, tuple[int, ...]] = {}
+    unused: dict[str, tuple[int, ...]] = {}
+    if spec.kind == EAGLE3:
+        unused = {"t2d": (spec.vocab_size,), **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)})}
+    elif layout == _DEEPSPEC:
+        copies = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
+        told = spec.rank if config.get("confidence_head_with_markov", True) else 0
+        if config.get("enable_confidence_head"):
+            unused = {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
+    shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
+    optional, owner = unused if spec.kind == EAGLE3 else copies, f"{spec.kind} drafter of its configuration"
+    check_tensors(path, stored, shapes, optional, owner, OPTION)
+    return SpeculatorFile(
+        path,
+        layout,
+        spec,
+        {name: stored[published[name]] for name in parameters},
+        {name: stored[name] for name in copies if name in stored},
+        tuple(name for name in unused if name in stored),
+    )
+
+
+def _layout(config: Mapping[str, Any]) -> str | None:
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    if config.get("speculators_model_type") is not None:
+        return _SPECULATORS if config["speculators_model_type"] == EAGLE3 else None
+    if isinstance(named, str) and named in _ARCHITECTURES:
+        return _ARCHITECTURES[named]
+    return _SAFEAI if "draft_vocab_size" in config else None
+
+
+def _read_spec(
+    path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], layout: str
+) -> SpeculatorSpec:
+    """A drafter's sizes; what is missing or impossible is refused by its name."""
+    said = dict[str, Any]()
+    for nested in _NESTED:
+        part = config if nested is None else config.get(nested) or {}
+        if not isinstance(part, dict):
+            raise _refused(path, f"has {nested} {part!r:.40}, which is no object")
+        said |= {name: value for name, value in part.items() if value is not None}
+
+    def integer(name: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
+        value = said.get(name, default)
+        if value is None:
+            raise _refused(path, f"says nothing of {name} in its {CONFIG}")
+        if type(value) is not int or not least <= value <= most:
+            raise _refused(path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}")
+        return value
+
+    eagle, prefix = layout in _EAGLE_LAYER, _EAGLE_LAYER.get(layout, "layers.0.")
+    hidden, heads, vocab = integer("hidden_size"), integer("num_attention_heads"), integer("vocab_size")
+    kv_heads, layers = integer("num_key_value_heads", heads, most=heads), integer("num_hidden_layers", 1, most=1000)
+    queries = stored.get(f"{prefix}self_attn.q_proj.weight")
+    kinds, eps, act = said.get("layer_types", []), said.get("rms_norm_eps", 1e-6), said.get("hidden_act", "silu")
+    full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
+    rank = integer("markov_rank", 0, least=0) if layout == _DEEPSPEC else 0
+    markov = said.get("markov_head_type", "vanilla") if rank else ""
+    causal = "" if eagle else next((name for name in _CAUSAL if said.get(name)), "")
+    reason = ""
+    if causal:
+        reason = f"says {causal}, which tswift does not serve"
+    elif markov not in ("", "vanilla", "gated", "rnn"):
+        reason = f"has markov_head_type {markov!r:.40}; known are vanilla, gated and rnn"
+    elif queries is None:
+        reason = f"lacks {prefix}self_attn.q_proj.weight"
+    elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
+        reason = f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot share"
+    elif said.get("use_sliding_window") or not full:
+        reason = "has layers of sliding attention, which tswift does not serve; --budget makes windows"
+    elif type(eps) not in (int, float) or not 0 <= eps < 1:
+        reason = f"has rms_norm_eps {eps!r:.40}"
+    elif heads % kv_heads:
+        reason = f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
+    elif act != "silu":
+        reason = f"has hidden_act {act!r:.40}, not silu"
+    if reason:
+        raise _refused(path, reason)
+    assert queries is not None
+    own_layers = integer("num_target_layers", 0, least=0, most=1000)
+    taps = said.get("target_layer_ids")
+    if taps is None and layout == _ZLAB and own_layers:
+        taps = _spread(own_layers, layers)
+    if eagle and layout != _DEEPSPEC_EAGLE:
+        taps = next((said[name] for name in _TAPS if name in said), None)
+        if isinstance(taps, list) and taps[:1] != [1]:  # what goes into these layers, unless the first is 1 (SGLang)
+            taps = [tap - 1 if type(tap) is int else tap for tap in taps]
+    fine = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
+    if not fine and not (eagle and taps is None):
+        raise _refused(path, f"has target_layer_ids {taps!r:.60}, which are no layers")
+    own: dict[str, Any]
+    if eagle:
+        own = {
+            "kind": EAGLE3,
+            "layers": 1,
+            "tap_size": integer("target_hidden_size", hidden),
+            "draft_vocab": integer("draft_vocab_size", vocab, most=vocab),
+            "embeds": "embed_tokens.weight" in stored,
+            "qk_norm": f"{prefix}self_attn.q_norm.weight" in stored,
+            **{field: said.get(name) is True for name, field in _NORMS.items()},
+        }
+    else:
+        own = {
+            "kind": DSPARK if rank else DFLASH,
+            "layers": layers,
+            "tap_size": hidden,
+            "block": integer("block_size", least=2, most=1024),
+            "mask": integer("mask_token_id", least=0, most=vocab - 1),
+            "in_place": layout == _ZLAB,
+            "markov": markov,
+            "rank": rank,
+        }
+    return SpeculatorSpec(
+        hidden_size=hidden,
+        inner_size=integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=queries.shape[0] // heads,  # configurations are known to be wrong
+        vocab_size=vocab,
+        eps=float(eps),
+        rope=_rope(path, said),
+        tap_count=3 if taps is None else len(taps),
+        taps=None if taps is None else tuple(taps),
+        target_layers=own_layers or None,
+        **own,
+    )
+
+
+def _rope(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    given = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise _refused(path, f"has rope_parameters {given!r:.40}")
+    rope = {"rope_type": given.get("type", "default"), "rope_theta": said.get("rope_theta", 10_000.0), **given}
+    numbers = [value for name, value in rope.items() if name not in ("rope_type", "type")]
+    if rope["rope_type"] not in _ROPES:
+        raise _refused(path, f"has rotary embeddings of type {rope['rope_type']!r:.40}")
+    if not all(isinstance(value, int | float | None) for value in numbers):
+        raise _refused(path, f"has rope_parameters {given!r:.60}")
+    return rope
+
+
+def _refused(path: Path, reason: str) -> InputError:
+    return InputError(f"{path} {reason}", OPTION)
+
+
+def _spread(layers: int, count: int) -> list[int]:
+    """z-lab's taps: so many layers of a target, evenly spread."""
+    return [round(1 + index * (layers - 4) / max(1, count - 1)) for index in range(count)]
+
+
+def published_spec(kind: str, config: Any) -> SpeculatorSpec:
+    """The sizes with which a kind of drafter is published, for the model of a configuration."""
+    taps = tuple(_spread(config.num_hidden_layers, 5))
+    block: dict[str, Any] = {"layers": 5, "taps": taps, "tap_count": 5, "mask": config.vocab_size - 1}
+    own = {
+        EAGLE3: {"layers": 1, "tap_count": 3, "draft_vocab": min(32_000, config.vocab_size), "qk_norm": False},
+        DFLASH: {**block, "block": 16, "in_place": True},
+        DSPARK: {**block, "block": 7, "markov": "vanilla", "rank": 256},
+    }
+    heads = config.num_attention_heads
+    return SpeculatorSpec(
+        kind=kind,
+        hidden_size=config.hidden_size,
+        inner_size=config.intermediate_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
+        tap_size=config.hidden_size,
+        **own[kind],
+    )
+
+
+def published_config(spec: SpeculatorSpec) -> dict[str, Any]:
+    """The configuration of a DSpark drafter, as DeepSpec writes it."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.inner_size,
+        "num_hidden_layers": spec.layers,
+        "num_target_layers": spec.target_layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.eps,
+        "rope_parameters": dict(spec.rope),
+        "layer_types": ["full_attention"] * spec.layers,
+        "target_layer_ids": list(spec.tapped(0)),
+        "block_size": spec.block,
+        "mask_token_id": spec.mask,
+        "markov_rank": spec.rank,
+        "markov_head_type": spec.markov,
+        "enable_confidence_head": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def describe_drafter(folder: Path) -> dict[str, Any]:
+    """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has; no weights are read."""
+    found = find_drafter(folder)
+    spec = found.spec
+    return {
+        "path": str(found.path),
+        "layout": found.layout,
+        "kind": spec.kind,
+        "count": spec.count,  # tokens drafted along a path
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "draft_vocab": spec.draft_vocab or spec.vocab_size,  # tokens that it can guess
+        "layers": spec.layers,
+        "taps": spec.taps,  # layers of the model, from 0, whose states it reads; None for SafeAILab's three
+        "block": spec.block or None,
+        "mask": spec.mask if spec.block else None,
+        "markov": f"{spec.markov}, rank {spec.rank}" if spec.markov else None,
+        "parameters": sum(spec.weights().values()),
+        "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
+        "unused": list(found.unused),  # tensors that tswift does not read
+    }

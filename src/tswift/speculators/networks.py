@@ -1,0 +1,373 @@
+"""Published drafters as modules: block drafters (DSpark, DFlash) and EAGLE-3, over a windowed cache of their own.
+
+They read the target's states after some of its layers (taps). A block drafter guesses a whole block in one pass;
+EAGLE-3 guesses token by token, fed with its own. Either way a round is a few passes of known sizes: nothing in it waits
+for the device, so that one CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+
+from tswift.caches import KVShape, WindowKV
+from tswift.forward.target import Target
+
+DSPARK, DFLASH, EAGLE3 = "dspark", "dflash", "eagle3"
+_EAGLE_LEVELS = 6  # as many as a pass each is worth
+_EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorSpec:
+    """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
+
+    kind: str  # ``dspark``, ``dflash`` or ``eagle3``
+    hidden_size: int  # this and the next seven as in transformers' configurations
+    inner_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    rope: Mapping[str, Any]  # transformers' ``rope_parameters``
+    tap_size: int  # hidden size of the target
+    tap_count: int  # how many of its states are read
+    taps: tuple[int, ...] | None = None  # after which of its layers, from 0; None for EAGLE-3's usual three
+    target_layers: int | None = None  # how many layers the target has; None where that is not said
+    qk_norm: bool = True  # whether queries and keys are normalised
+    block: int = 0  # tokens of a block; EAGLE-3 has none
+    mask: int = 0  # token id of the positions to be guessed
+    in_place: bool = False  # a slot guesses the token at its own position (DFlash), not the next one
+    markov: str = ""  # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
+    rank: int = 0  # of that bias
+    draft_vocab: int = 0  # tokens that EAGLE-3 can guess
+    embeds: bool = False  # whether EAGLE-3 has embeddings of its own
+    norm_before_residual: bool = False  # this and the next three: which of its norms EAGLE-3 applies where
+    norm_output: bool = False
+    input_norm: bool = False
+    fc_norm: bool = False
+
+    def tapped(self, layers: int) -> tuple[int, ...]:
+        """After which layers of a target with so many the states are read (the three are SafeAILab's)."""
+        return (1, layers // 2 - 1, layers - 4) if self.taps is None else self.taps
+
+    @property
+    def count(self) -> int:
+        """Most tokens that it drafts along a path."""
+        return self.block - self.in_place if self.block else _EAGLE_LEVELS
+
+    def slots(self, levels: int, beam: int) -> int:
+        """Scratch slots of a round: the whole block, even to use less of it; or the tokens that are fed back."""
+        return self.block or (levels - 1) * beam
+
+    def weights(self) -> dict[str, int]:
+        """Number of weights by parameter."""
+        with torch.device("meta"):
+            return {name: weight.numel() for name, weight in build(self).named_parameters()}
+
+    def read_bytes(self, itemsize: int, budget: int, levels: int, lm_head: int) -> int:
+        """Bytes that a round reads at least: weights, and the window.
+
+        Args:
+            itemsize: bytes of a number.
+            budget: tokens of the window.
+            levels: tokens drafted along a path.
+            lm_head: weights of the target's LM head, which a block drafter shares.
+        """
+        sizes = self.weights()
+        read = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name)
+        window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
+        if self.kind == EAGLE3:  # all but what the taps go through is read for every level
+            return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
+        return itemsize * (read + window + lm_head + again * self.rank * self.vocab_size)
+
+    def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """Of the drafter's own cache."""
+        return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)
+
+    def llama(self) -> LlamaConfig:
+        """What transformers' modules are made of: the MLP's sizes and the rotary embeddings of a head."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.inner_size,
+            num_attention_heads=1,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope),
+        )
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings; cosines and sines are taken in float32, at any position."""
+
+    def __init__(self, spec: SpeculatorSpec) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            made = LlamaRotaryEmbedding(spec.llama())
+        self.rates, self.scale = made.inv_freq.float(), float(made.attention_scaling)
+
+    def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``[heads, n, d]`` to ``positions`` ``[n]``."""
+        self.rates = self.rates.to(rows.device)
+        angles = positions[:, None].float() * self.rates
+        cos, sin = ((turn * self.scale).to(rows.dtype) for turn in (angles.cos(), angles.sin()))
+        first, second = rows.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class LayerKV(Protocol):
+    """Keys and values ``[kv heads, slots, head_dim]`` of a drafter's layers: a window, or rows that are trained on."""
+
+    keys: Any
+    values: Any
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values ``[kv heads, n, head_dim]`` into slots ``[n]`` of a layer."""
+
+
+class DrafterAttention(nn.Module):
+    """Attention of a drafter's layer, ``width`` its input's."""
+
+    def __init__(self, spec: SpeculatorSpec, width: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, size = spec.heads, spec.kv_heads, spec.head_dim
+        self.q_proj = nn.Linear(width, spec.heads * size, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(spec.heads * size, spec.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2))
+
+    def remember(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: LayerKV) -> None:
+        """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
+        keys, values = (
+            proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
+        )
+        kv.put(index, slots, rotary(self.k_norm(keys), positions), values)
+
+    def forward(self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor) -> Tensor:
+        """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n or 1, slots]``."""
+        queries = rotary(self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads, -1)).transpose(0, 1)), positions)
+        # the query heads of a KV head are its rows: keys and values are not repeated
+        packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
+        mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
+        out = F.scaled_dot_product_attention(packed[None], kv.keys[index][None], kv.values[index][None], mask)[0]
+        return self.o_proj(out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1).flatten(1))
+
+
+class _Layer(nn.Module):
+    """A layer as Qwen3's; the attention of EAGLE-3's only one reads a token's embedding beside its state."""
+
+    def __init__(self, spec: SpeculatorSpec) -> None:
+        super().__init__()
+        eagle, hidden = spec.kind == EAGLE3, spec.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(hidden, spec.eps) for _ in range(2))
+        if eagle:
+            self.hidden_norm = nn.RMSNorm(hidden, spec.eps)
+        self.self_attn, self.mlp = DrafterAttention(spec, (1 + eagle) * hidden), LlamaMLP(spec.llama())
+
+
+class _Markov(nn.Module):
+    """The bias that the token before gives to a slot's logits (DSpark)."""
+
+    def __init__(self, spec: SpeculatorSpec) -> None:
+        super().__init__()
+        rank, hidden = spec.rank, spec.hidden_size
+        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
+        if spec.markov == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif spec.markov == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``[n, V]`` after tokens ``[n]`` in a slot of state ``hidden`` ``[H]``, and states ``[n, r]`` for the next."""
+        told = self.markov_w1(tokens)
+        hidden = hidden.expand(len(told), -1)
+        if hasattr(self, "gate_proj"):
+            told = torch.sigmoid(self.gate_proj(torch.cat([hidden, told], -1))) * told
+        elif hasattr(self, "joint_proj"):
+            state = torch.zeros_like(told) if state is None else state
+            gate, new, out = self.joint_proj(torch.cat([state, told, hidden], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state, told = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+        return self.markov_w2(told), state
+
+
+# A round under way: ``[n or 1, V]`` logits after drafted tokens ``[n]`` (int64) at a level, one level after another.
+# Given are how many tokens were drafted before, each one's parent among those of the level before (``[n]``; None at
+# the root), and the tokens.
+DrafterRound = Callable[[int, "Tensor | None", Tensor], Tensor]
+
+
+class DraftNetwork(nn.Module):
+    """What all drafters have: the target, and what is remembered of its text.
+
+    Args:
+        spec: sizes.
+        target: whose embeddings and LM head are shared; its passes give the taps.
+    """
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__()
+        self.spec, self._targets = spec, (target,)  # no submodule
+        self.rotary = Rotary(spec)
+
+    @property
+    def target(self) -> Target:
+        """The model that it drafts for."""
+        (target,) = self._targets
+        assert target is not None
+        return target
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+        """Put committed tokens into the cache: nothing is waited for.
+
+        Args:
+            taps: ``[n, M * H]`` of the passes that forwarded them.
+            following: ``[n]``, the token after each.
+            places: ``[n]``, where in the text they are.
+            slots: ``[n]``, where their keys and values go.
+            kv: the cache.
+
+        Returns:
+            ``[n, ...]``: what :meth:`begin` wants of the last one.
+        """
+        raise NotImplementedError
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """Begin a round.
+
+        Args:
+            state: ``[1, ...]``, what :meth:`remember` returned for the token before the root.
+            root: ``[1]``, the text's last token.
+            position: ``[1]``, its position.
+            kv: the cache; scratch slots are written.
+            seen: ``[slots]`` bool, those of committed tokens.
+        """
+        raise NotImplementedError
+
+
+class BlockSpeculator(DraftNetwork):
+    """DSpark and DFlash: a block of masks after the root is filled in one pass, all of it seeing all of it."""
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        self.fc = nn.Linear(spec.tap_count * spec.tap_size, spec.hidden_size, bias=False)
+        self.hidden_norm, self.norm = (nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(2))
+        self.layers: Any = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
+        if spec.markov:
+            self.markov_head = _Markov(spec)
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+        """As :meth:`DraftNetwork.remember`."""
+        rows = self.hidden_norm(self.fc(taps))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)
+        return rows
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`."""
+        block = torch.arange(self.spec.block, device=root.device)
+        tokens = torch.where(block == 0, root, self.spec.mask)
+        slots, places = kv.scratch + block, position + block
+        seen = seen.clone()
+        seen[kv.scratch : kv.scratch + self.spec.block] = True
+        filled = self.fill(self.target.embed(tokens), places, slots, kv, seen[None])
+        hidden, told = filled[int(self.spec.in_place) :], None
+        own = self.target.open_logits(hidden)
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal told
+            if not self.spec.markov:
+                return own[level : level + 1]
+            told = told if told is None or rows is None else told.index_select(0, rows)
+            bias, told = self.markov_head(tokens, hidden[level], told)
+            return own[level : level + 1] + bias
+
+        return logits
+
+    def fill(self, rows: Tensor, places: Tensor, slots: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
+        """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``."""
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(rows)
+            layer.self_attn.remember(index, normed, places, slots, self.rotary, kv)
+            rows = rows + layer.self_attn(index, normed, places, self.rotary, kv, seen)
+            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+        return self.norm(rows)
+
+
+class EagleSpeculator(DraftNetwork):
+    """EAGLE-3: row p has the taps of token p and the embedding of token p + 1, and guesses the one after that."""
+
+    d2t: Tensor  # from an id of the draft vocabulary to what is to be added to it
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        hidden = spec.hidden_size
+        self.fc = nn.Linear(spec.tap_count * spec.tap_size, hidden, bias=False)
+        self.midlayer, self.norm = _Layer(spec), nn.RMSNorm(hidden, spec.eps)
+        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False)
+        if spec.input_norm:
+            self.input_norm = nn.RMSNorm(spec.tap_count * spec.tap_size, spec.eps)
+        if spec.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(spec.tap_size, spec.eps) for _ in range(spec.tap_count))
+        if spec.embeds:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
+        if spec.draft_vocab < spec.vocab_size:
+            self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
+
+    def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """``[n, 2 H]`` that the attention reads."""
+        embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
+        return torch.cat([self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(states)], -1)
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+        """As :meth:`DraftNetwork.remember`."""
+        if self.spec.input_norm:
+            taps = self.input_norm(taps)
+        if self.spec.fc_norm:
+            parts = taps.chunk(self.spec.tap_count, -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        states = self.fc(taps)
+        self.midlayer.self_attn.remember(0, self._inputs(states, following), places, slots, self.rotary, kv)
+        return states
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
+        layer, spec = self.midlayer, self.spec
+        states, lines, used = state, seen[None], kv.scratch
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states, lines, used
+            places = (position - 1 + level).expand(len(tokens))
+            if rows is not None:
+                states = states.index_select(0, rows)
+            inputs = self._inputs(states, tokens)
+            if rows is not None:  # the root's row is among those remembered
+                slots = torch.arange(used, used + len(tokens), device=tokens.device)
+                used += len(tokens)
+                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+                layer.self_attn.remember(0, inputs, places, slots, self.rotary, kv)
+            out = layer.hidden_norm(states) if spec.norm_before_residual else states
+            out = out + layer.self_attn(0, inputs, places, self.rotary, kv, lines)
+            out = out + layer.mlp(layer.post_attention_layernorm(out))
+            normed = self.norm(out)
+            states, own = normed if spec.norm_output else out, self.lm_head(normed)
+            if spec.draft_vocab == spec.vocab_size:
+                return own
+            full = own.new_full((len(own), spec.vocab_size), _EXCLUDED)
+            return full.index_copy_(1, self.d2t + torch.arange(spec.draft_vocab, device=own.device), own)
+
+        return logits
+
+
+def build(spec: SpeculatorSpec, target: Target | None = None) -> BlockSpeculator | EagleSpeculator:
+    """A drafter with uninitialised weights."""
+    return EagleSpeculator(spec, target) if spec.kind == EAGLE3 else BlockSpeculator(spec, target)

@@ -1,0 +1,136 @@
+"""Commands on models whose weights are integers: of a GGUF file, or rounded when they were loaded."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import TEXT, Tswift
+from tests.cli.conftest import tswift as tswift
+from tests.jobs.killing import Process
+from tests.models.gguf_files import tiny_model, write_gguf
+from tswift.forward import coded
+from tswift.jobs import folder
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounded weights are kept."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture(params=["GGUF", "--weights int4"])
+def model(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> list[object]:
+    """Words that name such a model."""
+    if request.param == "GGUF":
+        return ["--model", write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))]
+    return ["--model", checkpoint, "--weights", "int4"]
+
+
+def tokens(run: Path) -> list[int]:
+    return np.fromfile(run / "tokens.u32", "<u4").tolist()
+
+
+def test_killed_and_resumed_and_verified(
+    model: list[object], tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
+    words = ["generate", *model, "--prompt-text", TEXT, "--len", 600, "--temperature", 1.2, "--quiet"]
+    assert tswift(*words, "--method", "ar", "--out", tmp_path / "plain").code == 0
+    process = Process([*words, "--out", tmp_path / "run"], tmp_path / "out")
+    run = tmp_path / "run"
+    while not ((run / "tokens.u32").exists() and tokens(run)) and process.poll() is None:
+        time.sleep(0.005)
+    process.send(signal.SIGKILL)
+    process.wait()
+    killed = len(tokens(run))
+    assert 0 < killed < 600
+    result = tswift("generate", "--resume", run)
+    assert result.code == 0, result.err
+    assert tokens(run) == tokens(tmp_path / "plain")
+    record = json.loads((run / "run.json").read_text())
+    assert record["model"]["quantization"] == ("Q8_0" if "--weights" not in model else "int4")
+    assert record["model"]["exact"] is not None
+
+    result = tswift("verify", run)
+    assert result.code == 0, result.err
+    assert ["violations", "0", "-", "-"] in [line.split() for line in result.out.decode().splitlines()]
+    altered = np.array(tokens(run), "<u4")
+    altered[300] = (altered[300] + 1) % 90
+    altered.tofile(run / "tokens.u32")
+    result = tswift("verify", run)
+    assert result.code == 1
+    assert "violations at generated tokens (from 0) 300" in result.out.decode()
+
+
+def test_heads_that_are_trained_for_it(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for name in "abcd":
+        (tmp_path / "corpus" / f"{name}.txt").write_text(f"{TEXT} {name}\n" * 40)
+    where = ["--corpus", tmp_path / "corpus", "--out", tmp_path / "heads", "--steps", 2, "--seq-len", 128]
+    result = tswift("train", *model[:2], *where)  # heads of the plain model serve the rounded one
+    assert result.code == 0, result.err
+    words = ["generate", *model, "--prompt-text", TEXT, "--len", 80, "--quiet"]
+    assert tswift(*words, "--method", "ar", "--out", tmp_path / "plain").code == 0
+    heads = ["--heads", tmp_path / "heads", "--method", "medusa"]
+    result = tswift(*words, *heads, "--out", tmp_path / "run")
+    assert result.code == 0, result.err
+    assert tokens(tmp_path / "run") == tokens(tmp_path / "plain")
+
+
+def test_other_commands(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    prompt = ["--prompt", tmp_path / "prompt.txt", "--len", 40]
+    assert tswift("compare", *model, *prompt, "--methods", "reuse,auto").code == 0
+    result = tswift(
+        *["bench", *model, "--prompts", tmp_path / "prompt.txt", "--prefill", 8, "--lens", 16],
+        *["--methods", "reuse", "--out", tmp_path / "bench", "--no-progress"],
+    )
+    assert result.code == 0, result.err
+    result = tswift("env", *model)
+    assert result.code == 0, result.err
+    if "--weights" not in model:
+        known = ["--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8]
+        assert tswift("roofline", *model, *known).code == 0
+
+
+def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    words = ["generate", "--model", file, "--chat", "--prompt-text", "hello", "--len", 20, "--stop-at-eos"]
+    result = tswift(*words, "--out", tmp_path / "run")
+    assert result.code == 0, result.err
+    assert "weights quantised (Q8_0)" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dtype", "bfloat16"], "tswift: error: --dtype: is float32 with weights of integers (Q8_0); got bfloat16"),
+        (["--weights", "int4"], "tswift: error: --weights: is for checkpoints in safetensors with plain weights; "),
+        (
+            ["--draft-weights", "int4", "--method", "magicdec"],
+            "tswift: error: --draft-weights: the model's weights are",
+        ),
+    ],
+)
+def test_what_does_not_go_together(words: list[str], says: str, tswift: Tswift, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    result = tswift("generate", "--model", file, "--prompt-text", TEXT, *words)
+    assert result.code == 2
+    assert result.err.startswith(says)
+    assert result.err.count("\n") == 1
+
+
+def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    file.write_bytes(file.read_bytes()[:-40])
+    result = tswift("generate", "--model", file, "--prompt-text", TEXT)
+    assert result.code == 2
+    assert result.err.startswith(f"tswift: error: --model: {file} is truncated: ")
+    assert result.err.count("\n") == 1

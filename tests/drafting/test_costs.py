@@ -1,0 +1,117 @@
+"""Costs of steps: measured, remembered, and measured anew where what is remembered is broken or of something else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers import tiny_heads, tiny_target
+from tswift.drafting import costs
+from tswift.drafting.costs import costs_of, folder, measure
+from tswift.forward import passes
+from tswift.forward.passes import NOMINAL
+
+NEGATIVE = '{"nodes": [1, 2], "base": [1, -1], "per_key": [0, 0], "level": 0}'
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs, "_here", {})
+
+
+def test_more_keys_cost_more() -> None:
+    found = measure(tiny_target("gqa", torch.float32), tiny_heads(torch.float32, kind="conditioned"))
+    assert found.sound
+    assert found.nodes == costs.NODES
+    assert found.level > 0
+    assert found.seconds(8, 1000) >= found.seconds(8, 100)
+    assert measure(tiny_target("gqa", torch.float32), None).level == 0
+
+
+def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
+    taken, own = [], costs.decode_step
+
+    def noted(*given):
+        step = own(*given)
+        taken.append((step.nodes, step.accepted))
+        return replace(step, seconds=2.0 * step.nodes)
+
+    monkeypatch.setattr(costs, "decode_step", noted)
+    found = measure(tiny_target("gqa", torch.float32), None)
+    assert [found.seconds(nodes, 64) for nodes in costs.NODES] == [2.0 * nodes for nodes in costs.NODES]
+    assert {accepted for nodes, accepted in taken if nodes > 3} == {3}
+
+
+def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> None:
+    target, busy = tiny_target(), replace(NOMINAL, spread=1.4)
+    monkeypatch.setattr(costs, "measure", lambda *given: busy)
+    assert costs_of(target, None) is busy
+    assert not folder().exists()
+    monkeypatch.setattr(costs, "measure", None)
+    assert costs_of(target, None) is busy  # by this process it is
+    costs._here.clear()
+    monkeypatch.setattr(costs, "measure", lambda *given: NOMINAL)
+    assert costs_of(target, None) is NOMINAL
+    assert len(list(folder().iterdir())) == 1
+
+
+def test_busy_moments_are_seen(monkeypatch) -> None:
+    own, count = costs.decode_step, 0
+
+    def slow(share: float):
+        def step(*given):
+            nonlocal count
+            count += 1
+            return replace(own(*given), seconds=1.5 if count % 10 < 10 * share else 1.0)
+
+        return step
+
+    for share, busy in ((0.0, False), (0.1, False), (0.7, True)):
+        monkeypatch.setattr(costs, "decode_step", slow(share))
+        assert measure(tiny_target("gqa", torch.float32), None).busy is busy
+
+
+def test_a_model_that_draws_nothing_has_some_costs() -> None:
+    target = tiny_target("gqa", torch.float32)
+    target.model.get_output_embeddings().weight.fill_(torch.nan)
+    assert measure(target, None) is NOMINAL
+
+
+def test_what_was_measured_is_remembered(monkeypatch) -> None:
+    monkeypatch.setattr(passes, "_STEADY", 1e9)
+    target, heads = tiny_target(), tiny_heads()
+    first = costs_of(target, heads)
+    assert [json.loads(file.read_text())["base"] for file in folder().iterdir()] == [list(first.base)]
+    assert costs_of(target, heads) == first
+    costs_of(target, None)  # without heads it is something else
+    costs_of(tiny_target("gqa", torch.float32), heads)
+    assert len(list(folder().iterdir())) == 3
+    calls = []
+    monkeypatch.setattr(costs, "measure", lambda *given: calls.append(given) or first)
+    costs_of(target, heads)
+    assert not calls
+    costs_of(target, heads, again=True)
+    assert len(calls) == 1
+
+
+def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
+    monkeypatch.setattr(passes, "_STEADY", 1e9)
+    target = tiny_target()
+    found = costs_of(target, None)
+    monkeypatch.setattr(costs, "measure", lambda *given: found)
+    (file,) = folder().iterdir()
+    for broken in ("", "{}", "[1]", NEGATIVE):
+        file.write_text(broken)
+        costs._here.clear()  # as another process finds it
+        assert costs_of(target, None) is found, broken
+        assert json.loads(file.read_text())["nodes"] == [*costs.NODES]
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert costs_of(tiny_target(), None).sound

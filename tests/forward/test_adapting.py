@@ -1,0 +1,195 @@
+"""Our attention in a network of transformers: what goes wrong shows before anything is decoded."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+import tswift
+from benchmarks import architectures
+from benchmarks.architectures import ARCHITECTURES
+from tests.helpers import tiny_target, tokens_of
+from tests.models.refusals import changed, refuse
+from tests.rows import every_row
+from tswift.attention import backends
+from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.native import NativeAttention
+from tswift.attention.sdpa import AttentionSpec
+from tswift.caches import FullKV
+from tswift.forward import adapting
+from tswift.forward.adapting import heads_of, wrap_model
+from tswift.forward.target import Target
+from tswift.loading import LoadedModel, _with_copy, load
+from tswift.models import shapes
+
+NOTHING = AttentionSpec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        # Llama does no such thing
+        ({"final_logit_softcapping": 30.0}, r"\(llama\) is not served exactly: logits differ"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary .* type dynamic"),
+    ],
+)
+def test_refuses_what_it_would_compute_wrongly(
+    checkpoint: Path, tmp_path: Path, changes: dict[str, object], match: str
+) -> None:
+    refuse(changed(checkpoint, tmp_path / "m", **changes), match)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype", "place"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", float("nan"), "float32", "model.layers.1"),
+        ("lm_head.weight", 60_000.0, "float16", "lm_head"),
+    ],
+)
+def test_a_model_that_gives_no_numbers(
+    checkpoint: Path, tmp_path: Path, name: str, value: float, dtype: str, place: str
+) -> None:
+    model = changed(checkpoint, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights[name][3] = value
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    reason = f"the first output that is not finite is that of {place}: its weights are broken, or {dtype} is too narrow"
+    refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
+
+
+def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch) -> None:
+    architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
+    load(str(tmp_path))
+    right = Target.forward
+    for mistake in ("positions", "ancestors", "cache"):
+
+        def wrong(self, tokens, positions, kv, ancestors, mistake=mistake):
+            if ancestors is not None and mistake == "positions":
+                positions = torch.arange(len(positions)) + kv.length
+            if ancestors is not None and mistake == "ancestors":
+                ancestors = torch.ones_like(ancestors).tril()
+            if ancestors is not None and mistake == "cache":
+                kv.keys[:, :, kv.length - 1] = 0
+            return right(self, tokens, positions, kv, ancestors)
+
+        monkeypatch.setattr(Target, "forward", wrong)
+        refuse(str(tmp_path), "is not served exactly: logits differ", "model")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.parametrize("lies", [False, True])
+def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
+    monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    from tswift.attention.triton import TritonAttention
+
+    class Lying(TritonAttention):
+        def __call__(self, query, keys, values, scale, spec=NOTHING):
+            out = super().__call__(query, keys, values, scale, spec)
+            return out * 1.001 if spec.softcap and not spec.window else out
+
+    def network():
+        return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97)
+
+    assert wrap_model(network(), "tiny", "sdpa").fallbacks == {}
+    monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
+    # all cases are in tests/attention/test_backends.py; the interpreter takes a minute for them
+    monkeypatch.setattr(backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False)))
+    monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
+    target = wrap_model(network(), "tiny", "triton")
+    assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
+    model = LoadedModel("tiny", None, target, None, ())
+    words = (
+        r"eager, as triton attention failed its numerical check \(relative error 0\.001\) "
+        "with sliding windows of 24 tokens and soft-capped scores"
+    )
+    assert re.fullmatch(words if lies else "eager, as no kernels are written for gemma2", model.about()["layers"])
+    if lies:
+        monkeypatch.setattr(Lying, "__call__", None)
+        target.prefill(list(range(60)), FullKV(target.kv_shape, 60))
+
+
+def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(device="cpu", dtype="bfloat16")
+    model.target.fall_back("features", "a fault")
+    copied = _with_copy(model, "fp8")
+    assert copied.drafting is not None
+    assert copied.drafting.fallbacks == {"features": "a fault"}
+    assert copied.about()["draft_layers"] == "eager, as a fault"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention that is not to be trusted: their twins take over, and the records say why
+
+
+native = pytest.mark.skipif(why_not("native", torch.float32, torch.device("cpu")) is not None, reason="no compiler")
+
+
+@native
+def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = NativeAttention.__call__
+
+    def lying(self, query, keys, values, scale):
+        out = right(self, query, keys, values, scale)
+        if query.shape[1] == 17:
+            out[0, 5, 7] += 1
+        return out
+
+    trusted = tswift.load(device="cpu")
+    assert trusted.about()["attention"] == "native"
+    monkeypatch.setattr(NativeAttention, "__call__", lying)
+    model = tswift.load(device="cpu")
+    assert model.about()["attention"] == "sdpa"
+    assert "as native attention failed its numerical check (relative error " in model.about()["layers"]
+    refuse("demo", "native attention failed its numerical check", "attention", attention="native")
+    texts = [tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)]
+    assert texts[0] == texts[1]
+
+
+def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over 48 layers of random weights in bfloat16 and one in float32: as far apart as wide models' are."""
+    monkeypatch.setattr(shapes, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=48,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+    )
+    network = shapes.random_weights(config, torch.bfloat16, torch.device("cpu"), "random")
+    narrow, wide = Target(deepcopy(network)), Target(network.float())
+    places, hidden = torch.arange(80), []
+    for target in (narrow, wide):
+        kv = FullKV(target.kv_shape, len(places))
+        hidden.append(target.forward(places, places, kv, None).hidden.double())
+    apart = ((hidden[0] - hidden[1]).norm(dim=-1) / hidden[1].norm(dim=-1)).max()
+    assert tiny_target("gqa", torch.bfloat16).rounding < apart < narrow.rounding
+    assert wide.rounding < 0.01
+
+
+@every_row(
+    ("config", "heads"),
+    [
+        ({"num_attention_heads": 32, "num_key_value_heads": 8}, (8, 4)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 4}, (4, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, (1, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 0}, (1, 1)),
+        ({"num_attention_heads": 4, "num_key_value_heads": None}, (1, 1)),
+        ({}, (1, 1)),
+    ],
+)
+def test_heads_by_the_configuration(config: dict[str, object], heads: tuple[int, int]) -> None:
+    text = SimpleNamespace(**config)
+    assert heads_of(SimpleNamespace(get_text_config=lambda: text))[:2] == heads

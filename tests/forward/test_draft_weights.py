@@ -1,0 +1,248 @@
+"""Quantised weights: of a whole model, whose text is every method's; or of a copy for drafting passes only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import tswift
+from tests.conftest import make_checkpoint
+from tests.helpers import METHODS, options_for
+from tests.models.refusals import refuse
+from tswift import engine, loading
+from tswift.distributed import Dist
+from tswift.drafting import costs
+from tswift.drafting.options import DraftOptions
+from tswift.engine import Demand, preflight
+from tswift.errors import InputError
+from tswift.forward.draft_weights import Float8Linear, Int4Linear, cheaper_copy
+from tswift.forward.hf import JoinedLinear, join
+from tswift.loading import LoadedModel, inspect_model, load
+from tswift.models.checkpoint import fingerprint_of, weights_hash
+from tswift.models.config import ModelConfig
+from tswift.speculators.heads import MedusaHeads
+
+FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
+OPTIONS = DraftOptions(**FIELDS)
+
+
+class Int8Linear(nn.Module):
+    """A layer as quantisers make them: no parameters, a weight that is no float, a scale for each row."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        scale = whole.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (whole.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return nn.functional.linear(given, self.weight.to(given.dtype) * self.scale)
+
+
+def text(model: LoadedModel, method: str, length: int = 50) -> list[int]:
+    prompt = model.encode("The ship had lain three days becalmed, and the captain")
+    options = options_for(method, **FIELDS, reuse_recent=True)
+    steps = tswift.generate(model, prompt, length, method=method, options=options)
+    return [token for step in steps for token in step.tokens]
+
+
+def texts(model: LoadedModel) -> dict[str, list[int]]:
+    return {method: text(model, method) for method in METHODS}
+
+
+@pytest.fixture
+def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder whose model comes with all linear layers quantised, the LM head's too, by a method of nobody's."""
+    folder = tmp_path / "quantised"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "homemade"}}))
+    right = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(source, **asked):
+        network, info = right(str(checkpoint), **asked)
+        for name, module in list(network.named_modules()):
+            if isinstance(module, nn.Linear):
+                holder, _, last = name.rpartition(".")
+                setattr(network.get_submodule(holder), last, Int8Linear(module))
+        network.hf_quantizer = "homemade"
+        return network, info
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    return str(folder)
+
+
+def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path) -> None:
+    model = load(quantised, dtype="float64", device="cpu", draft_model=str(checkpoint))
+    assert model.target.model.lm_head.weight.dtype == torch.int8
+    assert model.target.dtype == torch.float64
+    assert (model.about()["quantization"], model.about()["dtype"]) == ("homemade", "float64")
+    assert model.remarks().endswith(", weights quantised (homemade)")
+    found = texts(model)
+    assert all(found[method] == found["ar"] for method in METHODS)
+
+
+def test_quantised_weights_count(quantised: str) -> None:
+    network = load(quantised, device="cpu").target.model
+    before = fingerprint_of(network), weights_hash(network)
+    layer = network.model.layers[1].mlp.up_proj
+    layer.weight[0, 0] += 1
+    assert fingerprint_of(network) != before[0]
+    layer.weight[0, 0] -= 1
+    assert (fingerprint_of(network), weights_hash(network)) == before
+    layer.weight[-1, -1] += 1
+    assert weights_hash(network) != before[1]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has the products of drafting weights for the CPU, too."""
+    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu", "cuda"))
+
+
+HALF = {"device": "cpu", "dtype": "bfloat16"}
+
+
+def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, monkeypatch) -> None:
+    model = str(checkpoint)
+
+    def refused(match: str, kind: object = "fp8", model: str = model, **options: object) -> None:
+        refuse(model, match, "draft_weights", **{"draft_weights": kind, **HALF, **options})
+
+    for kind in ("fp8", "int4"):
+        refused(f"{kind} needs a CUDA device", kind)
+    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
+    refused("must be one of none, fp8, int4, got 'int8'", "int8")
+    refused("must be a text, got 8", 8)
+    refused(r"quantised already \(homemade\)", model=quantised)
+    refused("fp8 needs a model in bfloat16", dtype="float32")
+    with monkeypatch.context() as split:
+        split.setattr(Dist, "share", lambda self, asked: asked)
+        refused("cannot be split over ranks", ranks=Dist(0, 2))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("tswift.loading._open", None)  # all of it is said before anything is loaded
+    refused("compute capability 8.9")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "allowed"), [(Float8Linear, 0.05), (Int4Linear, 0.15)])
+def test_products_are_near(kind: type[nn.Module], allowed: float, bias: bool) -> None:
+    torch.manual_seed(3)
+    whole = nn.Linear(256, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
+    cheap = kind(whole)
+    for shape in ((1, 1), (1, 17), (3, 2)):
+        rows = torch.randn(*shape, 256).bfloat16() * 3
+        expected, found = whole(rows), cheap(rows)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert (found - expected).norm() < allowed * expected.norm()
+
+
+def test_weights_of_four_bits_are_the_nearest() -> None:
+    """Weights that 4 bits hold exactly come out as they are."""
+    counts = torch.randint(0, 16, (16, 256), generator=torch.Generator().manual_seed(1))
+    counts[:, ::128], counts[:, 1::128] = 0, 15  # each group spans the range
+    whole = nn.Linear(256, 16, False, dtype=torch.bfloat16).requires_grad_(False)
+    whole.weight.copy_(counts * 0.25 - 2)
+    rows = torch.eye(256).bfloat16()
+    assert torch.equal(Int4Linear(whole)(rows), whole(rows))
+
+
+def pointers(module: nn.Module) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("wrong", [0.0, torch.nan])
+def test_products_that_are_wrong_here_are_refused(checkpoint: Path, on_cpu: None, monkeypatch, wrong: float) -> None:
+    right = Float8Linear.forward
+    monkeypatch.setattr(Float8Linear, "forward", lambda self, rows: right(self, rows) * wrong)
+    refuse(str(checkpoint), "fp8 products are off by .*% here", "draft_weights", draft_weights="fp8", **HALF)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+def test_all_but_the_decoders_linear_layers_is_shared(tmp_path: Path, on_cpu: None, changes: dict[str, object]) -> None:
+    model = load(str(make_checkpoint(tmp_path / "m", **changes)), draft_weights="fp8", **HALF)
+    assert model.drafting is not None
+    whole, copied = model.target.model, model.drafting.model
+    own, theirs = pointers(whole), pointers(copied)
+    linear = {f"model.{name}" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)}
+    assert {name for name in own if own[name] != theirs[name]} == {f"{name}.weight" for name in linear}
+    assert theirs.keys() - own.keys() == {f"{name}.scale" for name in linear}
+    assert len(linear) == 2 * 7
+    assert copied.get_output_embeddings() is whole.get_output_embeddings()
+    assert copied.get_input_embeddings() is whole.get_input_embeddings()
+    assert model.drafting.kv_shape == model.target.kv_shape
+    about = model.about()
+    assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == ("fp8", "eager", None)
+    assert model.remarks().endswith(", drafting passes in fp8")
+    assert costs._key(model.drafting, None) != costs._key(model.target, None)  # other passes, other costs
+    foreseen = inspect_model(ModelConfig(model=str(tmp_path / "m"), draft_weights="fp8", **HALF)).copy_bytes
+    parts = [each for each in copied.modules() if isinstance(each, Float8Linear)]
+    assert foreseen == sum(part.weight.nbytes + part.scale.nbytes for part in parts)
+    assert text(model, "tokenswift") == text(model, "ar")
+
+
+def test_joined_layers_stay_joined(checkpoint: Path) -> None:
+    """As on CUDA: queries, keys and values are one product, in the copy as in the model."""
+    network = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.bfloat16).requires_grad_(False)
+    single = cheaper_copy(network, "fp8")
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.inference_mode():
+        before, expected = network(ids).logits, single(ids).logits
+        join(network)
+        joined = cheaper_copy(network, "fp8")
+        kinds = [type(each) for each in joined.model.layers[0].modules() if isinstance(each, nn.Linear | Float8Linear)]
+        assert (kinds.count(JoinedLinear), kinds.count(Float8Linear)) == (5, 2)
+        assert torch.equal(joined(ids).logits, expected)
+        assert torch.equal(network(ids).logits, before)
+
+
+def test_heads_that_start_before_the_final_norm(checkpoint: Path, on_cpu: None, monkeypatch) -> None:
+    """The copy gives them its own states, and leaves the model's alone."""
+    heads = MedusaHeads(32, 2, 320).bfloat16()
+    heads.pre_norm = True
+    monkeypatch.setattr("tswift.loading.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1])
+    model = load(str(checkpoint), draft_weights="fp8", **HALF)
+    assert model.drafting is not None
+    for target in (model.target, model.drafting):
+        norm = target.model.model.norm
+        assert len(norm._forward_pre_hooks) == 1
+        zero = torch.zeros(1, dtype=torch.int64)
+        forwarded = target.forward(zero, zero, tswift.caches.FullKV(target.kv_shape, 1), None)
+        assert torch.equal(norm(forwarded.pre_norm), forwarded.hidden)
+    assert text(model, "tokenswift") == text(model, "ar")
+
+
+def test_what_it_takes_is_foreseen(checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
+    rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
+    assert inspect_model(ModelConfig(model=str(checkpoint))).copy_bytes == 0
+    ask = {"draft_weights": "fp8", **HALF}
+    ahead = preflight(ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS))
+    plain = preflight(ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS))
+    assert ahead.copy_bytes == linear + 4 * rows
+    assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
+    assert "draft weights" in str(ahead)
+    assert "draft weights" not in str(plain)
+    monkeypatch.setattr(engine, "available_bytes", lambda device: plain.total_bytes)
+    preflight(ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS))
+    with pytest.raises(InputError, match="draft weights"):
+        preflight(ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS))
+
+
+def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA3.1-8b: 6.98e9 weights in linear layers; in int4 with a scale and a zero for each 128."""
+    monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
+    found = {
+        kind: inspect_model(ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights=kind)).copy_bytes
+        for kind in ("fp8", "int4")
+    }
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    assert found["fp8"] == pytest.approx(weights, rel=1e-3)
+    assert found["int4"] == weights // 2 + weights // 128 * 4

@@ -1,0 +1,338 @@
+"""Kernels between a layer's products, interpreted on the CPU: plain PyTorch's bits, wherever a row is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from benchmarks.architectures import ARCHITECTURES
+from tests.fuzzing import few
+from tests.helpers import random_tree
+from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.sdpa import TreeAttention
+from tswift.caches import FullKV
+from tswift.forward import adapting, fused_layers
+from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
+from tswift.forward.fused_layers import (
+    fuse,
+    is_fused,
+    plain_exponential,
+    plain_norm,
+    plain_rotate,
+    plain_silu_mul,
+    separate_layers,
+    tree_sum,
+)
+from tswift.forward.target import Target
+
+kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
+REASON = why_not("triton", torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-5
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul_(4).to(dtype)
+
+
+def same_bits(ours: Tensor, plain: Tensor) -> bool:
+    first, second = (each.contiguous().view(torch.uint8) for each in (ours, plain))
+    return ours.dtype == plain.dtype and torch.equal(first, second)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 700), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1000))
+def test_sums_and_norms(rows: int, size: int, dtype: torch.dtype, adds: bool, seed: int) -> None:
+    hidden, added = random(seed, 2, rows, size + 3, dtype=dtype)[..., :size]  # rows with a gap behind them
+    weight = random(seed + 1, size, dtype=dtype)
+    total, normed = kernels.add_norm(hidden, added if adds else None, weight, EPS)
+    expected = hidden + added if adds else hidden
+    assert same_bits(total, expected)
+    assert same_bits(normed, plain_norm(expected, weight, EPS))
+    wide = F.rms_norm(expected.double(), (size,), weight.double(), EPS)
+    assert (normed - wide).abs().max() <= 2 * torch.finfo(dtype).eps * wide.abs().max() + 1e-6
+    at = seed % rows  # alone, and among others in other places
+    row = expected[at : at + 1]
+    assert same_bits(kernels.add_norm(row, None, weight, EPS)[1], normed[at : at + 1])
+    around = torch.cat([hidden[:0], row.expand(3, -1), expected])
+    assert same_bits(kernels.add_norm(around, None, weight, EPS)[1][2:3], normed[at : at + 1])
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 2500), st.sampled_from(DTYPES), st.integers(0, 1000))
+def test_silu(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    joined = random(seed, rows, 2 * size, dtype=dtype).mul_(5)
+    gate, up = joined.split(size, 1)
+    made = kernels.silu_mul(gate, up)
+    assert same_bits(made, plain_silu_mul(gate, up))
+    wide = F.silu(gate.double()) * up.double()
+    assert ((made - wide).abs() <= 4 * torch.finfo(dtype).eps * wide.abs() + 1e-6).all()
+    assert same_bits(kernels.silu_mul(gate[-1:], up[-1:]), made[-1:])
+
+
+def test_the_exponential_is_one() -> None:
+    numbers = torch.linspace(-87, 88, 200_001)
+    exact = numbers.double().exp()
+    assert ((plain_exponential(numbers) - exact).abs() / exact).max() < 3e-7
+    assert plain_exponential(torch.tensor([0.0])).item() == 1.0
+    odd = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 0.0]])
+    assert same_bits(kernels.silu_mul(odd[:, 3:], odd[:, 3:]), plain_silu_mul(odd[:, 3:], odd[:, 3:]))
+    assert kernels.silu_mul(odd, torch.ones_like(odd)).isnan().tolist() == [[False, False, True, False, False, False]]
+
+
+@few
+@given(
+    *(st.integers(1, 9), st.integers(1, 5), st.sampled_from([8, 24, 64])),
+    *(st.integers(1, 6), st.integers(0, 20), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 1000)),
+)
+def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, seed) -> None:
+    heads = min(12, groups * kv_heads)
+    joined = random(seed, rows, (heads + 2 * kv_heads) * head, dtype=dtype)
+    query, key, value = joined.split([heads * head, kv_heads * head, kv_heads * head], 1)
+    angles = (random(seed + 1, rows, head, dtype=dtype), random(seed + 2, rows, head, dtype=dtype))
+    weights = tuple(random(seed + 3, 2, head, dtype=dtype)) if normed else (None, None)
+    nodes, capacity = 1 + seed % rows, held + 4  # the last slots may be missing
+    cache = torch.full((2, kv_heads, capacity, head), torch.nan, dtype=dtype)
+    length = torch.full((), held, dtype=torch.int32)
+    out = kernels.rotate(query, key, value, angles, weights, EPS, (cache[0], cache[1], length), nodes)
+    first, second = (
+        plain_rotate(part.unflatten(1, (-1, head)), angles, weight, EPS)
+        for part, weight in zip((query, key), weights, strict=True)
+    )
+    assert same_bits(out.transpose(0, 1), first)
+    stored = min(nodes, capacity - held)
+    for cached, made in zip(cache, (second, value.unflatten(1, (-1, head))), strict=True):
+        assert same_bits(cached[:, held : held + stored].transpose(0, 1), made[:stored])
+        assert cached[:, :held].isnan().all()
+        assert cached[:, held + stored :].isnan().all()
+    alone = kernels.rotate(
+        query[-1:], key[-1:], None, tuple(each[-1:] for each in angles), weights, EPS,
+        (fresh := torch.empty(kv_heads, 1, head, dtype=dtype), None, None), 1,
+    )  # fmt: skip
+    assert same_bits(alone[:, 0], out[:, -1])
+    assert same_bits(fresh[:, 0], second[-1])
+
+
+def test_a_sum_is_a_tree_of_pairs() -> None:
+    big = 2.0**24  # where an addition of 1 is lost
+    assert tree_sum(torch.tensor([big, 1.0, 1.0, 0.0])).item() == big
+    assert tree_sum(torch.tensor([1.0, 1.0, big])).item() == big + 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+FIT = ("Llama, MQA, biases", "Mistral 7B v0.1", "Qwen2.5", "Qwen3")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are tried with few tokens: the interpreter is slow."""
+    monkeypatch.setattr(adapting, "_TRIED", 6)
+
+
+def network(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    known = next(each for each in ARCHITECTURES if each.startswith(name) and "MoE" not in each)
+    return ARCHITECTURES[known].make(97).to(dtype)
+
+
+def wrapped(name: str, dtype: torch.dtype) -> Target:
+    return wrap_model(network(name, dtype), name, "triton", joined=True)
+
+
+def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
+    """Hidden states of a tree behind a text, and the cache."""
+    tree = random_tree(6, Random(2))
+    ancestors = tree.ancestors()
+    kv = FullKV(target.kv_shape, 40)
+    target.prefill([(7 * at + 3) % 97 for at in range(9)], kv)
+    kv.keys[:, :, 9:] = kv.values[:, :, 9:] = torch.nan
+    if static:
+        target.prepare(kv, 6)
+    tokens = torch.arange(6) * 11 % 97
+    return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [FIT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FIT[1:])])
+def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
+    target = wrapped(name, dtype)
+    assert (execution_note(target), target.fallbacks) == (FUSED, {})
+    eager = Target(network(name, dtype), TreeAttention)
+    (ours, cache), (theirs, other) = tree_pass(target), tree_pass(eager)
+    allowed = 1e-5 if dtype == torch.float32 else 0.05
+    assert ((ours - theirs).norm() / theirs.norm()) < allowed
+    assert ((cache.keys[:, :, :15] - other.keys[:, :, :15]).norm() / other.keys[:, :, :15].norm()) < allowed
+    replayed, written = tree_pass(target, static=True)
+    assert torch.equal(replayed, ours)
+    assert torch.equal(written.keys[:, :, :15], cache.keys[:, :, :15])
+    assert torch.equal(written.values[:, :, :15], cache.values[:, :, :15])
+    separate_layers(target.model)
+    assert not is_fused(target.model)
+
+
+@pytest.mark.slow
+def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
+    monkeypatch.setattr(adapting, "_OTHERS", (0,))
+    target = wrapped("Qwen3", torch.bfloat16)
+    target.width = 6
+    fingerprint(target)  # raises where a row's bits depend on anything else
+
+
+def test_a_call_without_our_cache_goes_the_old_way() -> None:
+    made, ids = network("Qwen3"), torch.arange(7).unsqueeze(0)
+    expected = made(ids).logits
+    target = wrap_model(made, "tiny", "triton")
+    made.set_attn_implementation("sdpa")
+    assert is_fused(target.model)
+    assert torch.equal(made(ids).logits, expected)  # with gradients
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, expected)
+
+
+@pytest.mark.slow
+def test_a_copy_is_fused_for_itself() -> None:
+    target = wrapped("Qwen3", torch.float32)
+    copied = deepcopy(target.model)
+    other = Target(copied, BACKENDS["triton"]())
+    norms = {id(each) for each in copied.modules()}
+    assert all(id(layer.following[0]) in norms for layer in copied.get_decoder().layers)
+    assert torch.equal(tree_pass(other)[0], tree_pass(target)[0])
+
+
+@pytest.mark.slow
+def test_taps_see_what_they_saw() -> None:
+    target, eager = wrapped("Llama, GQA", torch.float32), Target(network("Llama, GQA"))
+    for each in (target, eager):
+        each.tap()
+        each.tap_layers([0, 1])
+    token = torch.tensor([5])
+    passes = [each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)]
+    torch.testing.assert_close(passes[0].pre_norm, passes[1].pre_norm)
+    torch.testing.assert_close(passes[0].taps, passes[1].taps)
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make one kernel lie in one element."""
+
+    def lie(name: str) -> None:
+        right = getattr(kernels, name)
+
+        def wrong(*given):
+            out = right(*given)
+            (out[-1] if isinstance(out, tuple) else out)[-1, -1].mul_(1.01)
+            return out
+
+        monkeypatch.setattr(kernels, name, wrong)
+
+    return lie
+
+
+@pytest.mark.parametrize(("name", "word"), [("add_norm", "norms"), ("silu_mul", "SiLU"), ("rotate", "rotation")])
+def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
+    made = network("Qwen3")
+    lying(name)
+    assert fuse(made) == f"the kernel of {word} computes something else than PyTorch"
+    assert not is_fused(made)
+
+
+def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_layers, "_try_kernels", lambda *given: None)
+    right = kernels.silu_mul
+    monkeypatch.setattr(kernels, "silu_mul", lambda *given: right(*given) * 3)
+    target = wrap_model(network("Llama, GQA"), "tiny", "triton")
+    assert execution_note(target) == "eager, as kernels in their place gave other logits"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("Gemma 2", "no kernels are written for gemma2"), ("Phi-3", "no kernels are written for phi3")],
+)
+def test_other_layers_stay_eager(name: str, reason: str) -> None:
+    assert fuse(network(name)) == reason
+
+
+def test_sizes_that_do_not_fit() -> None:
+    assert fuse(network("Llama, GQA", torch.float64)) == "they are in float64"
+    made = network("Llama, GQA")
+    made.config.hidden_act = "gelu"
+    assert fuse(made) == "no kernels are written for gelu"
+
+
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators, but for views and allocations, while it is on; kernels are counted by their names."""
+
+    VIEWS = ("view", "_unsafe_view", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "t")
+    FREE: ClassVar = {
+        *VIEWS,
+        "transpose",
+        "empty",
+        "new_empty",
+        "expand",
+        "detach",
+        "alias",
+        "_reshape_alias",
+        "unflatten",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.seen = False, Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        view = name == "reshape" and out.data_ptr() == args[0].data_ptr()
+        if self.on and name not in self.FREE and not view:
+            self.seen["product" if name in ("mm", "addmm", "linear") else name] += 1
+        return out
+
+    def counting(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """A launcher that counts as one, whatever the interpreter does for it."""
+
+        def counted(*given: Any, **named: Any) -> Any:
+            before, self.on = self.on, False
+            out = launch(*given, **named)
+            self.on = before
+            self.seen[name] += before
+            return out
+
+        return counted
+
+
+@pytest.mark.parametrize(("name", "fits"), [("Qwen3", True), ("Gemma 2", False)])
+def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
+    """Four products, the attention (two), and four of these; also where a pass is padded to a width."""
+    target = wrapped(name, torch.float32)
+    target.width = 8
+    operators = Operators()
+    for each in ("add_norm", "rotate", "silu_mul"):
+        monkeypatch.setattr(kernels, each, operators.counting(each, getattr(kernels, each)))
+    attention = target._attention
+    monkeypatch.setattr(attention, "__call__", operators.counting("attention", attention.__call__))
+    layer = target.model.get_decoder().layers[1]
+    layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", True))
+    layer.register_forward_hook(lambda *given: setattr(operators, "on", False))
+    kv, ids, length = FullKV(target.kv_shape, 20), torch.arange(3), torch.full((), 5, dtype=torch.int32)
+    with torch.inference_mode(), operators:
+        target.compute_static(ids, ids + 5, kv, length, None)
+    wanted = {"product": 4, "attention": 1, "add_norm": 2, "rotate": 1, "silu_mul": 1}
+    assert (operators.seen == wanted) == fits, operators.seen

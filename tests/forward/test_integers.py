@@ -1,0 +1,289 @@
+"""Weights as codes: they come back as packed, products are the definition's, and every method's text is ar's."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tests.forward.test_program import VOCAB, network
+from tests.helpers import decode, decode_method, random_tree
+from tswift.attention.backends import why_not
+from tswift.attention.native import Unbuilt, build
+from tswift.caches import FullKV
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.forward import products
+from tswift.forward.adapting import fingerprint, set_width, wrap_model
+from tswift.forward.integers import (
+    IntegerEmbedding,
+    IntegerLinear,
+    _fused,
+    finely_rounded,
+    lay_together,
+    multiply,
+    rounded,
+)
+from tswift.forward.target import Target
+from tswift.models.codes import Codes, PackedCodes, quantize
+from tswift.sampling.parameters import SamplingParams
+from tswift.speculators.heads import HEAD_TYPES, prepare
+
+REASON = why_not("native", torch.float32, torch.device("cpu"))
+needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+WIDE = ("-mavx512f", "-mavx512bw", "-mprefer-vector-width=512")
+INSTRUCTIONS = {  # the compiler's options, and what the processor has to have
+    "AVX2": ((), "avx2"),
+    "AVX-VNNI": (("-mavxvnni",), "avx_vnni"),
+    "AVX-512": (WIDE, "avx512bw"),
+    "AVX-512 VNNI": ((*WIDE, "-mavx512vnni"), "avx512_vnni"),
+}
+SIZES = [(1, 16), (40, 64), (97, 48), (33, 576), (200, 1536)]  # outputs and inputs
+
+
+def codes_of(outputs: int, inputs: int, bits: int, half: bool = True, block: int = 0, centre: int = 0) -> Codes:
+    random = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=random)
+    made = quantize(weight, bits)
+    if block and block != made.block:
+        codes = torch.randint(2**bits, (outputs, inputs), generator=random).to(torch.uint8)
+        factors = torch.randn(2, outputs, inputs // block, generator=random).half().float()
+        made = Codes(codes, factors[0] / 64, factors[1], bits)
+    scale, minimum = (each if half else each * (1 + 2**-20) for each in (made.scale, made.minimum))
+    return Codes(made.codes, scale, -centre * scale if centre else minimum, bits)
+
+
+def rows_of(count: int, inputs: int) -> Tensor:
+    rows = torch.randn(count, inputs) * torch.randn(count, 1).exp()
+    rows[count // 2] = 0
+    rows[-1, :16] = 0
+    return rows
+
+
+@given(
+    outputs=st.integers(1, 40),
+    blocks=st.integers(1, 5),
+    block=st.sampled_from([16, 32]),
+    bits=st.sampled_from([4, 8]),
+    half=st.booleans(),
+    centre=st.sampled_from([0, 8, 128]),
+)
+@settings(max_examples=50, deadline=None)
+def test_codes_come_back_as_they_were_packed(
+    outputs: int, blocks: int, block: int, bits: int, half: bool, centre: int
+) -> None:
+    codes = codes_of(outputs, blocks * block, bits, half, block, centre)
+    layer = IntegerLinear(codes)
+    back = layer.codes()
+    for name in ("codes", "scale", "minimum"):
+        assert torch.equal(getattr(back, name), getattr(codes, name))
+    size = (2 if half else 4) * (1 if centre else 2)  # of an output's scale and minimum
+    assert layer.packed.bytes.nbytes == -(-outputs // 16) * 16 * blocks * (block * bits // 8 + size)
+    embeddings, tokens = IntegerEmbedding(layer), torch.randint(outputs, (2, 3))
+    assert torch.equal(embeddings(tokens), codes.dequantized()[tokens])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_rounded_to_the_nearest_code(bits: int) -> None:
+    weight = torch.randn(64, 96)
+    codes = quantize(weight, bits)
+    apart = (codes.dequantized() - weight).abs().unflatten(1, (-1, codes.block))
+    spread = weight.unflatten(1, (-1, codes.block))
+    step = (spread.amax(2) - spread.amin(2)) / (2**bits - 1)
+    assert (apart <= 0.5 * step.unsqueeze(2) + 4e-3).all()
+    constant = quantize(torch.full((2, 32), 0.25), bits)
+    assert torch.equal(constant.dequantized(), torch.full((2, 32), 0.25))
+    with pytest.raises(ValueError, match="40 inputs are no multiple of 16"):
+        quantize(torch.randn(2, 40), bits)
+
+
+@pytest.mark.parametrize(("bits", "apart"), [(8, 2e-2), (16, 1e-4)])
+def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apart: float) -> None:
+    codes, rows = codes_of(200, 1536, 4), rows_of(8, 1536)
+    wanted = rows.double() @ codes.dequantized().double().T
+    found = multiply(rows, codes, bits)
+    assert ((found - wanted).norm() / wanted.norm()) < apart
+    counts, step = rounded(rows, 32, bits)
+    assert (counts.abs() <= (127 if bits == 8 else 32639)).all()
+    assert torch.allclose((counts * step.unsqueeze(2)).flatten(1), rows, rtol=0, atol=float(step.max()))
+
+
+def test_sums_are_rounded_once() -> None:
+    """As the C library's own fused operation does, near ties and everywhere."""
+    fused = ctypes.CDLL("libm.so.6").fmaf
+    fused.argtypes, fused.restype = [ctypes.c_float] * 3, ctypes.c_float
+    x, y, z = (torch.randn(30_000) * torch.randint(-9, 9, (30_000,)).exp2() for _ in range(3))
+    z[:10_000] = -(x * y)[:10_000]
+    x[10_000:20_000] = x[10_000:20_000].half().float()
+    y[10_000:20_000] = 2.0 ** torch.randint(-30, 3, (10_000,))  # halfway between two numbers, and just beside that
+    wanted = torch.tensor([fused(*each) for each in zip(x.tolist(), y.tolist(), z.tolist(), strict=True)])
+    assert torch.equal(_fused(x, y, z), wanted)
+
+
+@cache
+def wanted_of(size: tuple[int, int], bits: int, held: tuple[bool, int, int], input_bits: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(size[1])
+    rows = rows_of(64, size[1])
+    return rows, multiply(rows, codes_of(*size, bits, *held), input_bits)
+
+
+@needs_compiler
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("input_bits", [8, 16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_has_the_bits_of_its_definition(instructions: str, threads: int, input_bits: int, bits: int) -> None:
+    options, needed = INSTRUCTIONS[instructions]
+    if needed not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip(f"this processor has no {instructions}")
+    program, before = build(products._SOURCE, options=options), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for size, held in ((size, held) for size in SIZES for held in HELD if size[1] % held[1] == 0):
+            rows, wanted = wanted_of(size, bits, held, input_bits)
+            layer = IntegerLinear(codes_of(*size, bits, *held), input_bits=input_bits)
+            for count in (*range(1, 10), 13, 16, 17, 31, 64):
+                assert torch.equal(products.multiply(layer.c, rows[:count], program), wanted[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
+# scales in 16 bits or not, inputs of a block, and the code of 0
+HELD = [(True, 32, 0), (True, 16, 128), (False, 32, 8), (False, 16, 0)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("input_bits", [8, 16])
+def test_a_rows_bits_are_its_own(input_bits: int) -> None:
+    """Whatever the others are, how many there are and where it is among them; a broken row breaks no other."""
+    torch.manual_seed(7)
+    rows, bias = torch.randn(600, 96), torch.randn(50)
+    layer = IntegerLinear(quantize(torch.randn(50, 96), 4), bias, input_bits)
+    whole = layer(rows)
+    for first, count in ((0, 1), (599, 1), (3, 64), (100, 500), (7, 5)):
+        assert torch.equal(layer(rows[first : first + count]), whole[first : first + count])
+    rows[5, 40], rows[70, 3] = torch.nan, torch.inf
+    broken = layer(rows)
+    assert not broken[[5, 70]].isfinite().any()
+    kept = [row for row in range(600) if row not in (5, 70)]
+    assert torch.equal(broken[kept], whole[kept])
+
+
+def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = IntegerLinear(codes_of(40, 64, 4), torch.randn(40)), torch.randn(2, 3, 64)
+    found = layer(rows)
+
+    def unbuilt(*given: object) -> Tensor:
+        raise Unbuilt("needs a C compiler")
+
+    monkeypatch.setattr(products, "multiply", unbuilt)
+    assert torch.equal(layer(rows), found)
+
+
+def test_gradients_flow_through_it() -> None:
+    layer, rows = IntegerLinear(codes_of(40, 64, 8)), torch.randn(3, 64, requires_grad=True)
+    layer(rows).sum().backward()
+    assert torch.allclose(rows.grad, layer.codes().dequantized().sum(0).expand(3, -1), atol=1e-4)
+
+
+def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreTrainedModel:
+    """A tiny network whose matrices are codes."""
+    made = network(kind, hidden_size=64, intermediate_size=96)
+    for name, layer in [*made.named_modules()]:
+        if isinstance(layer, nn.Linear):
+            made.set_submodule(name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits))
+    own = made.get_output_embeddings() if tied else quantize(made.get_input_embeddings().weight, 8)
+    made.set_input_embeddings(IntegerEmbedding(own))
+    return made
+
+
+def target_of(kind: str, bits: int, **options: int | bool) -> Target:
+    target = wrap_model(coded(kind, bits, **options), kind, "native", kv_dtype=torch.int16)
+    assert set_width(target, "native", None) is None
+    return target
+
+
+def filled(target: Target, prompt: list[int], room: int) -> FullKV:
+    kv = FullKV(target.kv_shape, len(prompt) + room)
+    target.prefill(prompt, kv)
+    return kv
+
+
+def test_codes_of_a_network_lie_together() -> None:
+    made = coded("llama", 4, tied=True)
+    held = [module for module in made.modules() if isinstance(module, PackedCodes)]
+    before = [module.codes().dequantized() for module in held]
+    lay_together(made)
+    assert len({module.bytes.untyped_storage().data_ptr() for module in held}) == 1
+    assert all(module.bytes.data_ptr() % 64 == 0 for module in held)
+    where = [module.bytes.data_ptr() for module in held]
+    lay_together(made)
+    assert [module.bytes.data_ptr() for module in held] == where
+    for module, weight in zip(held, before, strict=True):
+        assert torch.equal(module.codes().dequantized(), weight)
+
+
+KINDS = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
+    made = coded(kind, bits, tied=bits == 8)
+    target = wrap_model(made, kind, "native")
+    assert target.program is not None
+    with finely_rounded(made):
+        target = wrap_model(made, kind, "native")
+        prompt, tree = [*range(90)], random_tree(23, Random(3), VOCAB)
+        nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 90, tree.ancestors()
+        kv, passes = filled(target, prompt, 23), []
+        for program in (target.program, None):
+            kept, target.program = target.program, program
+            hidden = target.forward(*nodes[:2], kv, nodes[2]).hidden
+            passes.append((hidden, target.logits(hidden)))
+            target.program = kept
+        for own, other in zip(*passes, strict=True):
+            assert (own - other).norm() / other.norm() < 2e-3
+
+
+@needs_compiler
+@pytest.mark.parametrize("input_bits", [8, 16])
+def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
+    """So a run that is gone on with, whose text is forwarded at once, is the run that was not stopped."""
+    target = target_of("qwen3", 4, input_bits=input_bits)
+    assert fingerprint(target) == fingerprint(target)
+    text = torch.randint(VOCAB, (700,), generator=torch.Generator().manual_seed(2)).tolist()
+    whole, slow = filled(target, text, 0), FullKV(target.kv_shape, 700)
+    start = 0
+    for size in (3, 64, 200, 1, 300, 131, 1):
+        last = target.prefill(text[start : start + size], slow)
+        start += size
+    assert (whole.length, slow.length) == (700, 700)
+    assert torch.equal(whole.keys, slow.keys)
+    assert torch.equal(whole.values, slow.values)
+    assert last is not None
+    again = FullKV(target.kv_shape, 700)
+    assert torch.equal(last.hidden[-1], [*target.chunks(text, again)][-1].hidden[-1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_method_writes_plain_decodings_text(kind: str) -> None:
+    target = target_of(kind, 8 if kind == "qwen2" else 4)
+    params, prompt = SamplingParams(penalty=1.05), [*range(1, 60), *range(20, 50)]
+    wanted = decode_method("ar", target, prompt, params, 3, 400)
+    assert len({*wanted}) > 20
+    heads = HEAD_TYPES["conditioned"](64, 3).requires_grad_(False)
+    prepare(heads)
+    for method in ("tokenswift", "medusa", "magicdec", "recall", "auto"):
+        options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
+        assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 400) == wanted

@@ -1,0 +1,146 @@
+"""A KV cache in fewer bits than the model: part of what is decoded, whatever the method; recorded, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import tswift  # noqa: F401
+from tests.helpers import decode, drafter_of, options_for, random_prompt, tiny_heads, tiny_llama
+from tswift.attention.backends import why_not
+from tswift.caches import FullKV
+from tswift.drafting.methods import make_drafter
+from tswift.errors import InputError
+from tswift.forward.adapting import wrap_model
+from tswift.jobs import verification
+from tswift.jobs.config import RunConfig
+from tswift.jobs.folder import CHECKSUM, RECORD, checksum
+from tswift.jobs.job import resume
+from tswift.loading import inspect_model, load
+from tswift.models.config import ModelConfig
+from tswift.models.devices import kv_dtype_for
+from tswift.sampling.parameters import SamplingParams
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+needs_compiler = pytest.mark.skipif(why_not("native", torch.float32, CPU) is not None, reason="no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_dtype"),
+    [("tokenswift", torch.float16), ("snapkv", torch.bfloat16)],
+)
+def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
+    """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""
+    params, prompt = SamplingParams(penalty=1.1), random_prompt(100)
+    states = []
+    for kind in (kv_dtype, torch.float64):
+        target = wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", kv_dtype=kind)
+        assert target.kv_shape.dtype == kind
+        plain = decode(target, drafter_of("ar", target, options_for("ar")), prompt, params, 3, 50)
+        name, policy = ("magicdec", {"kv": "snapkv"}) if method == "snapkv" else (method, {})
+        options = options_for(name, budget=64, **policy)
+        drafter = make_drafter(name, target, tiny_heads(), options, None)
+        assert decode(target, drafter, prompt, params, 3, 50) == plain
+        reference = target.reference()  # reads a cache that it need not convert
+        assert reference.kv_shape.dtype == torch.float64
+        assert decode(reference, drafter_of("ar", reference, options_for("ar")), prompt, params, 3, 50) == plain
+        for read in (target, reference):
+            kv = FullKV(read.kv_shape, len(prompt))
+            states += [forwarded.hidden for forwarded in read.chunks(prompt, kv)]
+    assert torch.allclose(states[0], states[1], rtol=0, atol=1e-9)
+    assert not torch.allclose(states[0], states[2], rtol=0, atol=1e-6)
+
+
+def test_what_it_is() -> None:
+    assert kv_dtype_for("auto", torch.float32, CPU, True) == torch.int16
+    for dtype, device, program in (
+        (torch.float64, CPU, True),
+        (torch.float32, CUDA, True),
+        (torch.float32, CPU, False),
+        (torch.bfloat16, CPU, True),
+    ):
+        assert kv_dtype_for("auto", dtype, device, program) == dtype
+    assert kv_dtype_for("bf16", torch.float32, CPU, False) == torch.bfloat16
+    with pytest.raises(InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"):
+        kv_dtype_for("float16", torch.bfloat16, CUDA, False)
+    with pytest.raises(InputError, match=r"^kv_dtype: is no narrower than the model's own, float32; got float64$"):
+        load(kv_dtype="float64")
+    with pytest.raises(InputError, match=r"^kv_dtype: no dtype 'flot16'"):
+        load(kv_dtype="flot16")
+
+
+def test_auto_is_the_models_own_where_it_would_be_converted_in_every_pass() -> None:
+    assert load(attention="sdpa").target.kv_shape.dtype == torch.float32
+    assert load(attention="sdpa", kv_dtype="float16").target.kv_shape.dtype == torch.float16
+
+
+def test_a_model_that_does_not_bear_it_is_refused() -> None:
+    model = tiny_llama("gqa", torch.float32)
+    for layer in model.requires_grad_(False).model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e7)
+        layer.self_attn.o_proj.weight.mul_(1e-7)
+    wrap_model(model, "tiny", "sdpa", kv_dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"^kv_dtype: tiny does not bear a cache in float16$"):
+        wrap_model(model, "tiny", "sdpa", kv_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "typed", "wanted"),
+    [
+        (("float32", "float16"), {}, "float16"),
+        (("float32", "float32"), {}, "float32"),  # not what the bundled model would have today
+        (("float32", "float16"), {"dtype": "float64"}, "float16"),
+        (("float32", "float32"), {"dtype": "float64"}, "float64"),
+        (("float32", "float16"), {"model": "other"}, "auto"),
+        (("bfloat16", "bfloat16"), {"dtype": "auto"}, "auto"),
+    ],
+)
+def test_a_run_is_judged_with_its_own(recorded: tuple[str, str], typed: dict[str, str], wanted: str) -> None:
+    config = RunConfig.of(device="cpu", dtype=recorded[0], kv_dtype=recorded[1])
+    assert verification._kv_dtype(config.model, typed) == wanted
+
+
+def test_memory_counts_its_bytes() -> None:
+    narrow, wide = (
+        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind)) for kind in ("auto", "float32")
+    )
+    assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
+
+
+@needs_compiler
+def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
+    """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
+    words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet"]
+    for method in ("ar", "tokenswift"):
+        assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
+    text = (tmp_path / "ar" / "tokens.u32").read_bytes()
+    assert (tmp_path / "tokenswift" / "tokens.u32").read_bytes() == text
+    made = json.loads((tmp_path / "ar" / RECORD).read_text())["model"]
+    assert (made["kv_dtype"], made["exact"]["width"]) == ("int16", 64)
+    assert tswift(*words, "--method", "medusa", "--len", 17, "--out", tmp_path / "cut").code == 0
+    found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
+    assert found.code == 2
+    assert "--kv-dtype: the run was made with int16, got float32" in found.err
+    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "int16", "--len", 60, "--verify").code == 0
+    assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
+    with pytest.raises(InputError, match=r"^kv_dtype: .* was made with a KV cache in int16, not in float32$"):
+        resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
+    found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
+    assert "the arithmetic here differs" in found.out.decode()
+
+
+@needs_compiler
+def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
+    words = ["generate", "--prompt-text", "The ship", "--method", "ar", "--kv-dtype", "float32", "--quiet"]
+    assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0
+    assert tswift(*words, "--len", 9, "--out", tmp_path / "run").code == 0
+    record = json.loads((tmp_path / "run" / RECORD).read_text())
+    assert "kv_dtype" not in record["model"]
+    assert record["model"]["exact"]["width"] == 64  # the C program's rows are
+    del record["options"]["kv_dtype"]
+    (tmp_path / "run" / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
+    assert tswift("generate", "--resume", tmp_path / "run", "--len", 40).code == 0
+    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (tmp_path / "whole" / "tokens.u32").read_bytes()

@@ -1,0 +1,381 @@
+"""Passes and heads as C functions: what PyTorch computes but for rounding, and every row by itself."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.conftest import make_checkpoint
+from tests.helpers import decode, decode_method, random_tree
+from tswift.attention import native
+from tswift.attention.backends import why_not
+from tswift.caches import FullKV
+from tswift.decoding.audit import audit
+from tswift.decoding.loop import NotFinite
+from tswift.drafting.chains import DraftModel
+from tswift.drafting.heads import HeadSource
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
+from tswift.forward import adapting, products
+from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
+from tswift.forward.program import PackedLinear, PassProgram, Unfit
+from tswift.forward.target import Target
+from tswift.loading import load
+from tswift.native_build import Unbuilt, widest_vectors
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
+from tswift.speculators.heads import HEAD_TYPES, prepare
+
+REASON = why_not("native", torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+VOCAB = 97
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "rotary": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    # sizes that fill no vector
+    **{f"of {inner}": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": inner}) for inner in (50, 57, 172)},
+}
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+
+
+def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTrainedModel:
+    config, model, about = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        settings = {**SHAPE, "initializer_range": 0.3, "tie_word_embeddings": False, **about, **changed}
+        made = model(config(**settings)).eval().requires_grad_(False)
+        for name, weight in made.named_parameters():
+            if "norm" in name or "bias" in name:
+                nn.init.normal_(weight, 1 if "norm" in name else 0, 0.2)
+    return made.bfloat16().float() if half else made
+
+
+KINDS_OF_KV = (torch.float32, torch.bfloat16, torch.float16, torch.int16)
+
+
+def target_of(
+    kind: str = "llama", half: bool = False, kv_dtype: torch.dtype = torch.float32, **changed: object
+) -> Target:
+    return wrap_model(network(kind, half, **changed), kind, "native", kv_dtype=kv_dtype)
+
+
+def filled(target: Target, held: int, room: int) -> FullKV:
+    kv = FullKV(target.kv_shape, held + room)
+    random = torch.Generator().manual_seed(held)
+    for part, buffer in enumerate((kv.keys, kv.values)):
+        for layer in range(len(buffer)):
+            made = torch.empty(buffer.shape[1:]).normal_(generator=random)
+            buffer[layer] = kv.shape.narrowed(made, part, layer)
+    kv.length = held
+    return kv
+
+
+def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    tree = random_tree(nodes, Random(seed), VOCAB)
+    return torch.tensor(tree.tokens), torch.tensor(tree.depths) + held, tree.ancestors()
+
+
+@pytest.mark.parametrize(("kind", "half"), [*((kind, kind in ("llama", "qwen3")) for kind in KINDS), ("llama", False)])
+def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
+    target = target_of(kind, half)
+    assert target.program is not None
+    assert execution_note(target) == PROGRAM
+    for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
+        tree, kv, passes = tree_of(nodes, held), filled(target, held, nodes), []
+        untapped = target.forward(*tree[:2], kv, tree[2])
+        target.tap()
+        target.tap_layers([1, 0, 1])
+        for program in (target.program, None):
+            kept, target.program = target.program, program
+            out = target.forward(*tree[:2], kv, tree[2])
+            queries = torch.stack([query[:, :nodes] for query in out.queries])
+            cache = kv.keys.clone(), kv.values.clone()
+            passes.append((out.hidden, out.pre_norm, out.layer_states, queries, target.logits(out.hidden), *cache))
+            target.program = kept
+        assert torch.equal(passes[0][0], untapped.hidden)
+        for own, other in zip(*passes, strict=True):
+            assert own.shape == other.shape
+            assert torch.allclose(own, other, rtol=1e-4, atol=1e-4 * float(other.std()))
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS_OF_KV)
+def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
+    target, held, nodes = target_of(kv_dtype=kv_dtype), 150, 29
+    tokens, positions = torch.arange(nodes) % VOCAB, torch.arange(held, held + nodes)
+    kv = filled(target, held, nodes)
+    whole = target.forward(tokens, positions, kv, None)
+    logits, keys = target.logits(whole.hidden), kv.keys.clone()
+    for size in (1, 2, 5, 6, 7, 13):
+        kv.length = held
+        for start in range(0, nodes, size):
+            part = slice(start, min(start + size, nodes))
+            found = target.forward(tokens[part], positions[part], kv, None)
+            kv.commit(range(len(tokens[part])))
+            assert torch.equal(found.hidden, whole.hidden[part])
+            assert torch.equal(target.logits(found.hidden), logits[part])
+        assert torch.equal(kv.keys, keys)
+
+
+@pytest.mark.skipif("-mavx512f" not in widest_vectors(), reason="no AVX-512")
+@pytest.mark.parametrize(
+    "kv_dtype", [KINDS_OF_KV[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS_OF_KV[1:])]
+)
+def test_avx2_has_the_bits_of_avx512(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for vectors in (widest_vectors(), ()):
+        for module in (products, native):
+            monkeypatch.setattr(module, "widest_vectors", lambda vectors=vectors: vectors)
+        target = target_of("qwen3", kv_dtype=kv_dtype)
+        assert target.program is not None
+        assert products.library().tswift_lanes() == (16 if vectors else 8)
+        target.width = target.program.most_nodes
+        found.append(fingerprint(target))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS_OF_KV[1:])
+def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> None:
+    """As PyTorch rounds: those of the first layer are the same numbers before, whatever the cache's dtype."""
+    written, caches = [], []
+    for kind in (torch.float32, kv_dtype):
+        target = target_of(kv_dtype=kind)
+        kv, tree = filled(target, 3, 40), tree_of(40, 3)
+        target.forward(*tree[:2], kv, tree[2])
+        caches.append(kv)
+        assert kv.keys.dtype == kind
+        written.append([buffer[0, :, 3:] for buffer in (kv.keys, kv.values)])
+    assert target.program is not None
+    assert [target.program.takes(each, 1) for each in caches] == [False, True]
+    for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
+        assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
+        assert kv.shape.widened(narrow, part, 0).float().sub(wide).abs().max() < 0.01 * wide.abs().max()
+
+
+def test_integers_show_what_is_broken() -> None:
+    """NaN and infinity become NaN, whoever keeps them; and no number that the weights can give is too large."""
+    target = target_of("qwen3", kv_dtype=torch.int16)
+    shape, kv = target.kv_shape, filled(target, 0, 9)
+    made = torch.randn(shape.heads, 3, shape.head_dim)
+    made[0, 1, 5], made[1, 2, 3], made[1, 0, 0] = torch.nan, torch.inf, -torch.inf
+    kept = shape.narrowed(made, 1, 0)
+    assert torch.equal(shape.widened(kept, 1, 0).isnan(), ~made.isfinite())
+    assert torch.equal(shape.broken(kept), ~made.isfinite())
+    for kind in ("qwen3", "qwen2", "llama"):  # the last two have biases
+        largest, steps = target_of(kind), target_of(kind, kv_dtype=torch.int16).kv_shape.steps
+        wide = filled(largest, 0, 40)
+        largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
+        assert steps is not None
+        for part, buffer in enumerate((wide.keys, wide.values)):
+            assert (buffer.abs().amax(2) <= steps[part] * (2**15 - 1)).all()
+    embeddings = target.model.get_input_embeddings().weight
+    embeddings[3] = torch.nan
+    target.forward(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))
+    assert shape.broken(kv.keys)[:, :, 1].all()
+    assert not shape.broken(kv.keys)[:, :, [0, 2]].any()
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]])
+def test_what_is_broken_in_a_prompt_is_told(prompt: list[int]) -> None:
+    target = target_of(kv_dtype=torch.int16)
+    target.model.get_input_embeddings().weight[3] = torch.nan
+    with pytest.raises(NotFinite, match="embed_tokens at position 2"):
+        decode_method("ar", target, prompt, SamplingParams(), 3, 5)
+    target.width = 16  # an audit of exact passes does not look at the logits of a prompt
+    with pytest.raises(NotFinite, match="embed_tokens at position 2"):
+        audit(target, prompt, [5, 6, 7], SamplingParams(), 3)
+
+
+def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers of a few steps would all be as good as 0; and nothing is filled up."""
+    target, held = target_of(kv_dtype=torch.int16), list[Tensor]()
+    compiled_pass = PassProgram.__call__
+
+    def watched(self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any) -> Any:
+        held.append(kv.shape.widened(kv.keys[0, :, : kv.length], 0, 0))
+        return compiled_pass(self, tokens, positions, kv, *rest)
+
+    monkeypatch.setattr(PassProgram, "__call__", watched)
+    target.width = 16
+    assert fingerprint(target) == fingerprint(target)
+    assert 0.9 < held[0].std() < 1.1
+    tree, kv = tree_of(17, 0), filled(target, 0, 17)
+    with pytest.raises(ValueError, match="does not fit"):
+        target.forward(*tree[:2], kv, tree[2])
+
+
+@pytest.mark.parametrize(
+    ("method", "kv_dtype"),
+    zip(("tokenswift", "medusa", "magicdec", "recall"), (*KINDS_OF_KV, *KINDS_OF_KV), strict=False),
+)
+def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
+    """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
+    target, params = target_of(kv_dtype=kv_dtype), SamplingParams(penalty=1.1)
+    prompt = [*range(1, 60), *range(20, 50)]
+    assert target.program is not None
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
+    prepare(heads)
+    wanted = decode_method("ar", target, prompt, params, 3, 100)
+    options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
+    assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 100) == wanted
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 64), (48, 97), (256, 130), (1100, 4000)])
+def test_a_product(inputs: int, outputs: int, threads: int) -> None:
+    torch.manual_seed(inputs)
+    layer = nn.Linear(inputs, outputs, bias=inputs != 48).requires_grad_(False)
+    product, before = PackedLinear(layer), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = torch.randn(2, 9, inputs)
+        found = product(rows)
+    finally:
+        torch.set_num_threads(before)
+    wanted = layer.double()(rows.double())
+    assert (found.double() - wanted).abs().max() < 1e-6 * inputs**0.5 * 4
+    for row in range(9):
+        assert torch.equal(product(rows[1, row]), found[1, row])
+
+
+@pytest.mark.parametrize("kind", HEAD_TYPES)
+def test_heads(kind: str) -> None:
+    torch.manual_seed(1)
+    heads = HEAD_TYPES[kind](48, 3, eps=1e-5).requires_grad_(False)
+    for name, weight in heads.named_parameters():
+        nn.init.normal_(weight, float("norm" in name), 0.2)
+    plain = copy.deepcopy(heads)
+    prepare(heads)
+    assert heads.program is not None
+    assert copy.deepcopy(heads).program is None  # its weights may change
+    for rows in ((48,), (3, 48)):
+        hidden, embeddings = torch.randn(rows), torch.randn(3, *rows)
+        told = embeddings if heads.conditioned else None
+        assert torch.allclose(heads(hidden, told), plain(hidden, told), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: network(hidden_act="gelu"), "activation"),
+        (lambda: network(head_dim=8), "size"),
+        (lambda: network().double(), "float32"),
+        (lambda: nn.Linear(1, 1), "has no program"),
+    ],
+)
+def test_what_there_is_no_program_for(made, why: str) -> None:
+    with pytest.raises(Unfit, match=why):
+        PassProgram(made())
+
+
+def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(monkeypatch) -> None:
+    right = PassProgram.__call__
+
+    def wrong(self, *given):
+        found = right(self, *given)
+        found.hidden.mul_(1.01)
+        return found
+
+    def unbuilt(network: PreTrainedModel) -> PassProgram:
+        raise Unbuilt("needs a C compiler")
+
+    monkeypatch.setattr(PassProgram, "__call__", wrong)
+    target = target_of()
+    assert (target.program, execution_note(target)) == (None, "eager")
+    monkeypatch.setattr(adapting, "PassProgram", unbuilt)
+    assert target_of().program is None
+    monkeypatch.undo()
+    # the text that is tried when a model is loaded is shorter than any window
+    model = target_of("mistral", sliding_window=40)
+    assert (bool(model.attention_features), model.program) == (True, None)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(penalty=1, min_p=0), SamplingParams(temperature=0)]
+)
+def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams) -> None:
+    target, random = target_of(), torch.Generator().manual_seed(4)
+    heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_(std=0.3, generator=random)
+    prepare(heads)
+    source = HeadSource(target, heads, DraftModel(target) if direct else None, (1, 3, 2), shared_noise=True)
+    sampler = Sampler(params, 1, VOCAB, target.device)
+    sampler.extend([*range(40), 7])
+    for place in range(20):
+        hidden = torch.randn(48, generator=random)
+        given = hidden, None, 7, range(41 + place, 44 + place), sampler
+        known = source.guess_by_program(*given)
+        assert known is not None
+        tokens, scores = source.guess(*given)
+        assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
+
+
+class Quantised(Tensor):
+    pass
+
+
+def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
+    model = network()
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
+    with pytest.raises(InputError, match="cannot have a cache in int16: its weights are quantised or split"):
+        wrap_model(model, "some/model", "native", kv_dtype=torch.int16)
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_changed_weights_bound_integers_anew(program: bool) -> None:
+    target, prompt = target_of("qwen2", kv_dtype=torch.int16), [*range(1, 60)]
+    if not program:
+        target.program = None
+    with torch.no_grad():
+        for layer in target.model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(50)
+    fresh = wrap_model(target.model, "m", "native", kv_dtype=torch.int16)
+    after, expected = (FullKV(each.kv_shape, 59) for each in (target, fresh))
+    target.prefill(prompt, after)
+    fresh.prefill(prompt, expected)
+    assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
+    assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
+
+
+def test_changed_weights_are_packed_anew() -> None:
+    target, prompt = target_of(), [*range(1, 60)]
+    before = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            weight.mul_(0.7)
+    after = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
+    assert target.program is not None
+    fresh = wrap_model(target.model, "m", "native")
+    assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_it_is_told_where_float32_would_be_faster(tmp_path: Path, dtype: str, told: bool) -> None:
+    """The program has weights in float32 alone: SmolLM2 in bfloat16 was at a fifth of its speed."""
+    model = load(str(make_checkpoint(tmp_path / "m", head_dim=32)), device="cpu", dtype=dtype)
+    assert ("slower here than in float32" in model.remarks()) == told

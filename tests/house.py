@@ -1,0 +1,155 @@
+"""What the code costs its reader: ``PYTHONPATH=src python -m tests.house``, from the root of the repository.
+
+It prints the size of the sources in tokens (without comments and docstrings), how often a type is ``Any``, the longest
+functions, circles of imports, the modules that ``tswift generate`` runs through, and how many functions a parameter
+passes on its way from the command line to where it acts.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tempfile
+import threading
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from tests.walk import ROOT, walk
+from tswift.cli import main
+from tswift.tables import Table
+
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_TEXT = "The ship had lain three days becalmed,"
+_COMMAND = ["generate", "--method", "tokenswift", "--quiet"]
+# values that nothing else has, by the option that gives them
+PARAMETERS = {
+    "--prompt-text": _TEXT,
+    "--len": "137",
+    "--temperature": "0.7313",
+    "--kv-dtype": "float16",
+    "--method": "tokenswift",
+}
+_LONGEST = 8  # functions that are listed
+
+
+def tokens_of(path: Path) -> int:
+    """Tokens of a Python file, comments, layout and docstrings left out."""
+    source = path.read_text()
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node) is not None
+    }
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(
+        token.type not in _LAYOUT and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in found
+    )
+
+
+def functions_of(path: Path) -> Iterator[tuple[int, str]]:
+    """The functions of a file: lines of code without the docstring, and where they are."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[ast.get_docstring(node) is not None :]
+            lines = 0 if not body else (body[-1].end_lineno or 0) - body[0].lineno + 1
+            yield lines, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ours that a file imports when it is imported itself."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tswift"):
+            module = (node.module or "").removeprefix("tswift").lstrip(".")
+            names |= {module} | {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
+    return names
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, directly or by others."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    arrows = {name: imports_of(path) & {*names.values()} for path, name in names.items()}
+    reached = {name: {name} for name in arrows}
+    for name in arrows:
+        waiting = [*arrows[name]]
+        while waiting:
+            other = waiting.pop()
+            if other not in reached[name] or other == name:
+                waiting += [] if other in reached[name] else arrows[other]
+            reached[name].add(other)
+    pairs = {tuple(sorted((a, b))) for a in arrows for b in reached[a] if a != b and a in reached[b]}
+    return [list(pair) for pair in sorted(pairs)]
+
+
+def stops(value: str, words: list[str]) -> list[str]:
+    """The functions of ours that a command calls with this value itself as an argument, or within a mapping."""
+    number = float(value) if value.replace(".", "").isdigit() else None
+    seen: dict[str, None] = {}
+
+    def is_it(found: object) -> bool:
+        if isinstance(found, dict):
+            return any(is_it(each) for each in found.values())
+        if isinstance(found, str):
+            return found == value
+        return number is not None and isinstance(found, (int, float)) and found == number
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{ROOT}/") and code.co_name[0] not in "<":
+            count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
+            if any(is_it(frame.f_locals.get(name)) for name in code.co_varnames[:count]):
+                seen.setdefault(f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}")
+
+    _watched(look, lambda: main(words))
+    return list(seen)
+
+
+def _watched(look: Callable[[FrameType, str, object], None], run: Callable[[], object]) -> None:
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def command_of(folder: str) -> list[str]:
+    given = [word for name, value in PARAMETERS.items() if name != "--method" for word in (name, value)]
+    return [*_COMMAND, *given, "--out", f"{folder}/run"]
+
+
+def _sizes() -> Table:
+    rows = []
+    for name, root in (("src", ROOT), ("tests", Path(__file__).parent)):
+        files = sorted(root.rglob("*.py"))
+        sources = [path.read_text() for path in files]
+        words = [token.string for text in sources for token in tokenize.generate_tokens(io.StringIO(text).readline)]
+        counts = [sum(map(tokens_of, files)), sum(text.count("\n") for text in sources), len(files), words.count("Any")]
+        rows.append([name, *(f"{count:,}" for count in counts)])
+    return Table("Size", ("", "tokens", "lines", "files", "Any"), rows, left=1)
+
+
+def _report() -> Iterator[str]:
+    yield _sizes().plain()
+    longest = sorted((each for path in ROOT.rglob("*.py") for each in functions_of(path)), reverse=True)[:_LONGEST]
+    yield Table("Longest functions", ("lines", ""), [[str(lines), name] for lines, name in longest]).plain()
+    found = circles()
+    yield f"circles of imports: {len(found)}" + "".join(f"\n  {' <-> '.join(pair)}" for pair in found) + "\n"
+    with tempfile.TemporaryDirectory() as folder:
+        modules = walk(["generate", "--len", "100", "--quiet", "--out", f"{folder}/walk"])
+        yield f"modules that generate --len 100 runs through: {len(modules)}\n"
+    for name, value in PARAMETERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            passed = stops(value, command_of(folder))
+        yield f"{name}: {len(passed)} stops" + "".join(f"\n  {each}" for each in passed) + "\n"
+
+
+if __name__ == "__main__":
+    for part in _report():
+        print(part, file=sys.stderr)

@@ -1,0 +1,67 @@
+"""What decoding computes under the settings of this process, as hashes: ``python -m tests.lossless.bits``, in JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+import tswift
+from tests.attention.oracle import by, case
+from tests.forward.test_program import KINDS_OF_KV, target_of
+from tswift.attention.native import NativeAttention
+from tswift.forward.adapting import fingerprint
+
+PROMPT = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
+TOKENS = 100  # of a text
+
+
+def bits(*parts: torch.Tensor) -> str:
+    whole = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def of_the_program() -> dict[str, str]:
+    """Of passes and of attention; none where there is no C program."""
+    found = {}
+    for dtype in KINDS_OF_KV:
+        target = target_of("qwen3", kv_dtype=dtype)
+        if target.program is None:
+            return {}
+        target.width = target.program.most_nodes
+        found[f"a small model with a cache in {dtype}"] = fingerprint(target)
+    for nodes, dtype in ((1, torch.float32), (7, torch.bfloat16), (64, torch.float16)):
+        query, keys, values, ancestors, scale = case(2, 3, 64, 1500, nodes, dtype)
+        out = by(NativeAttention)(query, keys, values, ancestors, scale)
+        found[f"attention of {nodes} nodes in {dtype}"] = bits(out)
+    demo = tswift.load("demo", dtype="float32", device="cpu")
+    found["the bundled model"] = fingerprint(demo.target)
+    return found
+
+
+def text(dtype: str) -> str:
+    """The bundled model's."""
+    model = tswift.load("demo", dtype=dtype, device="cpu")
+    prompt = model.encode(PROMPT.read_text()[:600])[:90]
+    steps = tswift.generate(model, prompt, TOKENS, method="medusa", seed=1)
+    return bits(torch.tensor([token for step in steps for token in step.tokens]))
+
+
+def main() -> None:
+    """Print the hashes."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # tests set one
+    half = tswift.load("demo", dtype="bfloat16", device="cpu", exact=True)
+    found = {
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "program": of_the_program(),
+        "texts": {dtype: text(dtype) for dtype in ("float32", "float64")},
+        "bfloat16": fingerprint(half.target),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What differs between processors and what does not, under the instruction sets that this one can stand in for.
+
+Run by ``make test-isa``. Each setting is a process of its own, as libraries choose their code when they are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs.killing import result
+from tests.lossless.bits import PROMPT as NOVEL
+from tswift.attention.backends import why_not
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OPENBLAS_CORETYPE": "Haswell"}
+SETTINGS = {
+    "its own": {},
+    "AVX2": AVX2,  # our C program, too, follows ATEN_CPU_CAPABILITY
+    "AVX2 in oneDNN": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "AVX-512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "OPENBLAS_CORETYPE": "SkylakeX"},
+    "two threads": {"OMP_NUM_THREADS": "2"},
+    "AVX2 and two threads": {**AVX2, "OMP_NUM_THREADS": "2"},
+    "no AVX2": {"ATEN_CPU_CAPABILITY": "default"},  # and no C program
+}
+ROUNDING = [
+    "tests/lossless/test_tokens.py",
+    "tests/lossless/test_bits.py",
+    "tests/lossless/test_runs.py",
+    "tests/decoding/test_audit.py",
+    "tests/sampling/test_sampler_c.py",
+    "tests/sampling/test_rule.py",
+    "tests/forward/test_program.py",
+    "tests/forward/test_linear.py",
+    "tests/attention/test_native.py",
+    "tests/attention/test_triton.py",
+    "tests/training/test_golden.py",
+    "tests/training/test_losses.py",
+]
+TEXT = "bd198316e0ba3a52"  # of the bundled model in float32 and float64, on every processor
+
+
+def start(setting: str, *words: object) -> subprocess.Popen[str]:
+    """A Python module under a setting."""
+    given = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **SETTINGS[setting]}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, env=kept | given, stdout=PIPE, stderr=STDOUT, text=True)
+
+
+def run(setting: str, *words: object) -> str:
+    """What a Python module says under a setting, which must not fail."""
+    process = start(setting, *words)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    return said
+
+
+@functools.cache
+def bits(setting: str) -> dict[str, Any]:
+    return json.loads(run(setting, "tests.lossless.bits").splitlines()[-1])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_text(setting: str) -> None:
+    found = bits(setting)
+    assert found["texts"] == {"float32": TEXT, "float64": TEXT}
+    if why_not("native", torch.float32, torch.device("cpu")) is None:
+        assert found["program"] == ({} if setting == "no AVX2" else bits("its own")["program"])
+
+
+@pytest.mark.parametrize("setting", ["AVX2", "AVX-512 without bfloat16"])
+def test_what_rounding_could_turn(setting: str) -> None:
+    run(setting, "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", *ROUNDING)
+
+
+def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) -> None:
+    words = ["tswift", "generate", "--prompt", NOVEL, "--seed", 7, "--len", 2000, "--quiet", "--out"]
+    run("its own", *words, tmp_path / "whole")
+    with start("its own", *words, tmp_path / "run", "--method", "ar") as process:
+        assert process.stdout is not None
+        process.stdout.read(3000)  # behind the first checkpoint, which comes after 512 tokens
+        process.kill()
+    assert 0 < len(result(tmp_path / "run")[0]) < len(result(tmp_path / "whole")[0]) == 4 * 2000
+    said = run("AVX2", "tswift", "generate", "--resume", tmp_path / "run")
+    assert "rounds otherwise" not in said
+    assert result(tmp_path / "run") == result(tmp_path / "whole")

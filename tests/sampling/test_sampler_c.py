@@ -1,0 +1,189 @@
+"""The sampling rule as a C function draws what the rule by PyTorch draws, near-ties and edges of filters included."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import random_tree
+from tswift.decoding.tree import DraftTree
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler, _best, gumbel, seed_stream
+from tswift.sampling.sampler_c import c_sampler
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(c_sampler(SamplingParams(), 0, 4) is None, reason="no C compiler")
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 2, 7, 40]),
+    top_p=st.sampled_from([1.0, 1.0, 0.2, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 1.0]),
+    eta=st.sampled_from([0.0, 0.0, 1e-4, 0.05, 0.5]),
+    penalty=st.sampled_from([1.0, 1.2, 3.0]),
+    window=st.sampled_from([0, 1, 5, 1024]),
+    banned=st.sampled_from([(), (0,), (1, 3)]),
+    logit_bias=st.dictionaries(st.integers(0, 4), st.floats(-100, 100), max_size=3),
+)
+
+
+def by_torch(sampler: Sampler, logits, seen, positions) -> list[int]:
+    return _best(sampler.scores(logits, seen, positions)).tolist()
+
+
+def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, vocab, generator=random) * {"flat": 0.01, "usual": 3.0, "peaked": 30.0}.get(kind, 1.0)
+    if kind == "ties":
+        logits = (logits * 2).round()
+    if kind == "equal":
+        logits = torch.zeros_like(logits)
+    if kind == "impossible":
+        logits[:, ::3] = -torch.inf
+    return logits.to(dtype)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    PARAMS,
+    st.sampled_from(["flat", "usual", "peaked", "ties", "equal", "impossible"]),
+    st.sampled_from([5, 40, 300]),
+    st.integers(1, 9),
+    st.integers(0, 10**6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype) -> None:
+    random = Random(seed)
+    sampler = Sampler(params, seed, vocab, CPU)
+    tree = random_tree(nodes, random, vocab)
+    sampler.extend([*(random.randrange(vocab) for _ in range(random.randrange(30))), tree.tokens[0]])
+    positions = torch.tensor(tree.depths) + sampler.length - 1
+    where = torch.tensor(tree.tokens), positions, tree.ancestors()
+    logits = rows(kind, nodes, vocab, seed, dtype)
+    seen = sampler.seen(*where)
+    wanted = by_torch(sampler, logits, seen, positions + 1)
+    assert sampler.draw_nodes(logits, where)[0] == wanted
+    followed, _ = sampler.draw_nodes(logits, where, tree.parents)
+    path = tree.walk(wanted)
+    assert tree.walk(followed) == path
+    assert [followed[node] for node in path] == [wanted[node] for node in path]
+    drawn, others = sampler.draw_with_runner_up(logits, seen, positions + 1)
+    assert drawn == wanted
+    best = sampler.scores(logits, seen, positions + 1).topk(2).values
+    leads = (best[:, 0] - best[:, 1]).tolist()
+    assert [lead for _, lead in others] == pytest.approx(leads, rel=1e-9, abs=1e-9, nan_ok=True)
+    if sampler.program(dtype) is None:
+        return
+    found = sampler.follow(logits, where, tree.parents, with_runner_up=True)
+    if found is not None:
+        assert found[0] == sampler.follow(logits, where, tree.parents)[0] == followed
+        for node in path:
+            assert found[1][node][1] == pytest.approx(leads[node], rel=1e-9, abs=1e-9, nan_ok=True)
+            if leads[node] < math.inf:
+                assert found[1][node][0] == others[node][0]
+
+
+def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None:
+    sampler, tree = Sampler(SamplingParams(temperature=0, penalty=1), 1, 6, CPU), DraftTree(0, 8)
+    sampler.extend([0])
+    for path in ([3, 4], [4]):
+        tree.add(path, "it")
+    logits = torch.zeros(4, 6)
+    logits[0, 4] = logits[3, 2] = 1
+    nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths), tree.ancestors()
+    drawn, _ = sampler.draw_nodes(logits, nodes, tree.parents)
+    assert (drawn[0], drawn[3]) == (4, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PARAMS, st.integers(1, 16), st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) -> None:
+    vocab, places = 60, [7, 8, 9]
+    logits = rows("usual", 3, vocab, seed, torch.float32)
+    seen = torch.rand(1 if one_row else 3, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
+    sampler = Sampler(params, seed, vocab, CPU)
+    tokens, found = sampler.candidates(logits, seen, places if noisy else None, count)
+    scores = sampler.scores(logits, seen, places) if noisy else sampler.warp(logits, seen)
+    best = scores.topk(count)
+    assert torch.allclose(found, best.values, rtol=1e-9, atol=1e-9)
+    there = best.values > -torch.inf
+    assert torch.equal(scores.gather(1, tokens)[there], best.values[there])
+
+
+def test_near_ties_are_left_to_pytorch() -> None:
+    """Logits made such that two scores tie but for the rounding of a float32: the program has to say so."""
+    params, vocab, seed = SamplingParams(min_p=0.0, penalty=1.0), 8, 3
+    program = c_sampler(params, seed_stream(seed), vocab)
+    assert program is not None
+    noise = gumbel(seed, range(100_000), torch.arange(vocab))
+    apart = noise[:, 0] - noise[:, 5]
+    places = apart.abs().topk(200, largest=False).indices.tolist()  # a small float32 says it with more digits
+    logits = torch.full((len(places), vocab), -60.0)
+    logits[:, 0] = 0.0
+    logits[:, 5] = apart[places].float()
+    sampler = Sampler(params, seed, vocab, CPU)
+    wanted = by_torch(sampler, logits, None, places)
+    assert {0, 5} == set(wanted)
+    assert sampler.draw(logits, None, places) == wanted
+    best = sampler.scores(logits, None, places).topk(2).values
+    near = [row for row, (first, second) in enumerate(best.tolist()) if first - second < 1e-13]
+    unsure = program.rank(logits, 1, places)[2]
+    assert near
+    assert set(near) <= set(unsure) < set(range(len(places)))
+
+
+def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed() -> None:
+    """What is left out may be among the best by no means: flat logits, where noise alone decides."""
+    params, vocab = SamplingParams(min_p=0.0, penalty=1.0), 5_000
+    sampler = Sampler(params, 11, vocab, CPU)
+    logits = rows("flat", 64, vocab, 2, torch.float32)
+    assert sampler.draw(logits, None, range(64)) == by_torch(sampler, logits, None, range(64))
+
+
+@pytest.mark.parametrize(("params", "edge"), [(SamplingParams(top_p=0.5, min_p=0, penalty=1), 2)])
+def test_an_edge_of_top_p_is_left_to_pytorch(params: SamplingParams, edge: int) -> None:
+    logits = torch.zeros(1, 4)  # chances of 1/4 each: two of them reach 0.5, by rounding or not
+    program = c_sampler(params, 0, 4)
+    assert program is not None
+    assert program.rank(logits, 1, [0])[2] == [0]
+    assert program.rank(torch.tensor([[9.0, 8.0, 1.0, 0.0]]), 1, [0])[2] == []
+    sampler = Sampler(params, 0, 4, CPU)
+    assert sampler.draw(logits, None, [0]) == by_torch(sampler, logits, None, [0])
+
+
+def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch) -> None:
+    assert c_sampler(SamplingParams(top_k=3), 0, 4) is not None
+    monkeypatch.setattr(SamplingParams, "filters", ("min_p", "another"))
+    assert c_sampler(SamplingParams(), 0, 4) is None
+    monkeypatch.setattr(SamplingParams, "filters", ("top_k", "min_p"))
+    assert c_sampler(SamplingParams(), 0, 4) is None
+
+
+def test_float64_is_left_to_pytorch(monkeypatch) -> None:
+    sampler = Sampler(SamplingParams(), 1, 6, CPU)
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    assert sampler.program(torch.float64) is None
+    assert sampler.program(torch.float32) is not None
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    monkeypatch.setattr("tswift.sampling.rule.c_sampler", lambda *given: None)
+    other = Sampler(SamplingParams(), 1, 6, CPU)
+    assert other.draw(logits, None, [3, 4]) == sampler.draw(logits, None, [3, 4])
+
+
+def test_threads_draw_what_one_does() -> None:
+    before, logits = torch.get_num_threads(), rows("usual", 16, 2048, 3, torch.float32)
+    drawn = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            sampler = Sampler(SamplingParams(eta=0.01, top_p=0.99), 5, 2048, CPU)
+            drawn.append([sampler.draw(logits, None, torch.arange(start, start + 16)) for start in range(0, 1600, 16)])
+    finally:
+        torch.set_num_threads(before)
+    assert drawn[0] == drawn[1]

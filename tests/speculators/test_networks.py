@@ -1,0 +1,262 @@
+"""Published drafters: recognised, every tensor accounted for, and each kind's logits those of a dense recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.drafters import (
+    BLOCK,
+    DRAFT_LAYERS,
+    HIDDEN,
+    LAYERS,
+    LAYOUTS,
+    VOCAB,
+    Dense,
+    config_of,
+    drafter_folder,
+    qwen3,
+    target_of,
+    tensors_of,
+)
+from tests.helpers import random_prompt
+from tswift.caches import FullKV, WindowKV
+from tswift.drafting.options import DraftOptions
+from tswift.engine import Request, begin
+from tswift.errors import InputError
+from tswift.forward.target import Target
+from tswift.loading import inspect_model
+from tswift.loading import load as load_model
+from tswift.models import shapes
+from tswift.models.config import ModelConfig
+from tswift.models.shapes import SHAPES
+from tswift.speculators.formats import describe_drafter, find_drafter, published_spec
+from tswift.speculators.networks import DraftNetwork
+
+BUDGET, SINKS = 12, 2
+
+
+def load(folder: Path) -> DraftNetwork:
+    return find_drafter(folder).load(target_of())
+
+
+def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
+    """Taps of a text, by passes of several sizes."""
+    kv, found = FullKV(target.kv_shape, len(text)), []
+    for start, end in ((0, 5), (5, 6), (6, len(text))):
+        tokens = torch.tensor(text[start:end])
+        found.append(target.forward(tokens, torch.arange(start, end), kv, None).layer_states)
+        kv.commit(range(end - start))
+    return torch.cat(found)
+
+
+def window(network: DraftNetwork, budget: int, scratch: int) -> WindowKV:
+    return WindowKV(network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, scratch)
+
+
+@torch.inference_mode()
+def remembered(
+    network: DraftNetwork, text: Sequence[int], taps: torch.Tensor, kv: WindowKV, new: range
+) -> torch.Tensor:
+    """Take tokens of a text into a window; returns the state after the last."""
+    places = kv.staying(new)
+    at, slots = torch.tensor(places), torch.tensor([kv.slot(place) for place in places])
+    state = network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv)
+    kv.hold(slots)
+    return state[-1:]
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp_path: Path) -> None:
+    network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
+    levels, beam = min(3, network.spec.count), 2
+    kv = window(network, budget, network.spec.slots(levels, beam))
+    state = remembered(network, text, tapped(network.target, text[:-1]), kv, range(len(text) - 1))
+    with torch.inference_mode():
+        root, place = torch.tensor(text[-1:]), torch.tensor([len(text) - 1])
+        begun = network.begin(state, root, place, kv, kv.held)
+        # two branches that part at once, and swap places
+        found = [begun(0, None, root)]
+        found.append(begun(1, torch.tensor([0, 0]), torch.tensor([7, 8])))
+        found.append(begun(2, torch.tensor([1, 0]), torch.tensor([20, 21])))
+    dense = Dense(layout, qwen3())
+    seen = dense.window(len(text) - 1, budget, SINKS)
+    paths = [[[]], [[7], [8]], [[8, 20], [7, 21]]]
+    block = None if "eagle" in layout else dense.block(text, seen)
+    for level, rows in enumerate(paths):
+        for row, path in enumerate(rows):
+            ours = found[level][min(row, len(found[level]) - 1)]
+            if block is None:
+                theirs = dense.eagle(text, path, seen)
+                inside = theirs > -torch.inf
+                assert (ours[~inside] < -1000).all()
+                ours, theirs = ours[inside], theirs[inside]
+            else:
+                theirs = dense.biased(block, [text[-1], *path])
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_block_is_that_of_transformers_own_module() -> None:
+    module = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    from transformers import MuseGlimmerAssistantConfig
+
+    sizes = {name: value for name, value in config_of("dflash").items() if name not in ("architectures", "model_type")}
+    config = MuseGlimmerAssistantConfig(
+        **{**sizes, "target_layer_ids": [1, 4], "layer_types": ["full_attention"] * DRAFT_LAYERS}
+    )
+    config._attn_implementation = "eager"
+    theirs = module.MuseGlimmerAssistantModel(config).double().eval()
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    theirs.load_state_dict({renamed.get(name, name): value.double() for name, value in tensors_of("dflash").items()})
+    text, dense = random_prompt(20, 4, VOCAB), Dense("dflash", qwen3())
+    dense.block(text, torch.ones(len(text) - 1, dtype=torch.bool))
+    embed = qwen3().get_input_embeddings().weight.detach()
+    noise = embed[torch.tensor([text[-1]] + [96] * (BLOCK - 1))]
+    with torch.no_grad():
+        out = theirs(noise_embeds=noise[None], context_hidden_states=dense.taps(text[:-1])[None])
+    torch.testing.assert_close(out.last_hidden_state[0, 1:], dense.hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> None:
+    text = random_prompt(60, 5, VOCAB)
+    for layout in ("dspark", "eagle-safeai"):
+        network = load(drafter_folder(tmp_path / layout, layout))
+        taps, caches = tapped(network.target, text[:-1]), []
+        for sizes in ([59], [7, 1, 3, 2, 20, 1, 5, 1, 1, 4, 3, 11]):
+            kv, start = window(network, BUDGET, 8), 0
+            for size in sizes:
+                remembered(network, text, taps, kv, range(start, start + size))
+                kv.keys[:, :, kv.scratch :] = torch.nan  # what a round leaves is not looked at
+                start += size
+            assert start == 59
+            caches.append(kv)
+        for name in ("keys", "values"):
+            once, often = (getattr(kv, name)[:, :, :BUDGET] for kv in caches)
+            torch.testing.assert_close(once, often, rtol=1e-12, atol=1e-12)
+        assert caches[0].held.tolist() == caches[1].held.tolist() == [True] * BUDGET + [False] * 9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
+    found = describe_drafter(drafter_folder(tmp_path, layout))
+    kind = "eagle3" if "eagle" in layout else "dspark" if layout.startswith("dspark") else "dflash"
+    assert found["kind"] == kind
+    assert (found["hidden_size"], found["vocab_size"]) == (HIDDEN, VOCAB)
+    assert found["draft_vocab"] == (40 if kind == "eagle3" else VOCAB)
+    assert found["count"] == {"dflash": 3, "eagle-safeai": 6, "eagle-speculators": 6}.get(layout, 4)
+    assert found["taps"] == {"eagle-safeai": None, "eagle-speculators": (1, 2, 5)}.get(layout, (1, 4))
+    kept = {"t2d", "d2t", "embed_tokens.weight", "lm_head.weight"} if kind != "eagle3" else {"t2d", "d2t"}
+    read = {n: t for n, t in tensors_of(layout).items() if n not in kept and not n.startswith("confidence")}
+    assert found["parameters"] == sum(weight.numel() for weight in read.values())
+
+
+def test_taps_by_every_convention(tmp_path: Path) -> None:
+    """Ids that begin with 1 name layers, others what goes into them (SGLang, pull request 25454).
+
+    z-lab's rule where the ids are missing: round(1 + i (N - 4) / (layers - 1)).
+    """
+    rows: list[tuple[str, dict[str, object], tuple[int, ...]]] = [
+        ("dflash", {"dflash_config": {"mask_token_id": 96}, "num_target_layers": LAYERS}, (1, 5))
+    ]
+    for ids in ([1, 3, 4], [2, 4, 5]):
+        said = {"eagle_aux_hidden_state_layer_ids": ids}
+        rows += [("eagle-safeai", {"eagle_config": said}, (1, 3, 4)), ("eagle-speculators", said, (1, 3, 4))]
+    for number, (layout, config, taps) in enumerate(rows):
+        assert find_drafter(drafter_folder(tmp_path / str(number), layout, config)).spec.taps == taps
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "tensors", "reason"),
+    [
+        ("dspark", {}, {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
+        ("dspark", {}, {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
+        ("dspark", {"markov_rank": 0}, {}, "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs"),
+        ("dspark", {"markov_head_type": "odd"}, {}, "has markov_head_type 'odd'"),
+        ("dspark", {}, {"q.weight": torch.ones(1)}, "has q.weight, which no dspark drafter of its configuration has"),
+        ("dflash", {}, {"fc.weight": torch.ones(32, 96)}, "has fc.weight of shape [32, 96], where [32, 64] belongs"),
+        ("dflash", {"block_size": None}, {}, "says nothing of block_size"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "has layers of sliding attention"),
+        ("dflash", {"dflash_config": {"mask_token_id": 97}}, {}, "has mask_token_id 97"),
+        ("dflash", {"rope_scaling": {"type": "dynamic"}}, {}, "has rotary embeddings of type 'dynamic'"),
+        ("dflash", {"rope_scaling": {"type": "yarn"}}, {}, "makes no drafter of its config.json (KeyError"),
+        ("dflash", {"layer_types": 3}, {}, "has layers of sliding attention"),
+        ("dflash", {"hidden_size": "32"}, {}, "has hidden_size '32'"),
+        ("eagle-safeai", {}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
+        ("eagle-speculators", {}, {"layers.0.hidden_norm.weight": None}, "lacks layers.0.hidden_norm.weight"),
+        ("eagle-safeai", {}, {"d2t": None}, "lacks d2t"),
+        ("eagle-safeai", {"norm_before_fc": True}, {}, "lacks input_norm.weight"),
+        ("eagle-speculators", {"speculators_model_type": "eagle"}, {}, "holds no drafter of a known kind"),
+    ],
+)
+def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    if config.get("dflash_config"):
+        config = {"dflash_config": {**config_of(layout)["dflash_config"], **config["dflash_config"]}}
+    folder = drafter_folder(tmp_path, layout, config, tensors)
+    with pytest.raises(InputError) as error:
+        find_drafter(folder)
+    assert str(error.value).startswith(f"drafter: {folder} {reason}")
+    assert "\n" not in str(error.value)
+    assert error.value.field == "drafter"
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    folder = drafter_folder(tmp_path, "eagle-safeai")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"only pytorch_model.bin, a pickle"):
+        find_drafter(folder)
+
+
+def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
+    found = find_drafter(drafter_folder(tmp_path, "dspark", {"num_target_layers": LAYERS}))
+    found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
+    for size, reason in {
+        (16, VOCAB, LAYERS): "hidden size 32, the model has 16",
+        (HIDDEN, 98, LAYERS): "a vocabulary of 97, the model has 98",
+        (HIDDEN, VOCAB, 5): "a model of 8 layers, this one has 5",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            found.refuse_misfit(*size)
+    found = find_drafter(drafter_folder(tmp_path, "dspark"))
+    with pytest.raises(InputError, match="reads the states after layers 1, 4"):
+        found.refuse_misfit(HIDDEN, VOCAB, 5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "value", "reason"),
+    [
+        ("dspark", "lm_head.weight", torch.ones(VOCAB, HIDDEN), "another model: its lm_head.weight"),
+        ("dspark", "norm.weight", torch.full((HIDDEN,), torch.nan), "norm.weight holds something else than finite"),
+        ("eagle-safeai", "d2t", torch.full((40,), 90), "d2t leads outside the vocabulary"),
+    ],
+)
+def test_broken_weights_are_refused(layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=reason):
+        load(drafter_folder(tmp_path, layout, tensors={name: value}))
+
+
+@pytest.mark.parametrize(("model", "size"), [("qwen3-4b", 2.79e9), ("qwen3-8b", 4.74e9)])
+def test_published_sizes(model: str, size: float) -> None:
+    """DeepSpec's checkpoints in bfloat16, copies of embeddings and LM head among them."""
+    config = SHAPES[model]
+    spec = published_spec("dspark", config)
+    copies = 2 * config.vocab_size * config.hidden_size
+    assert 2 * (sum(spec.weights().values()) + copies) == pytest.approx(size, rel=0.005)
+    assert spec.taps == (1, 9, 17, 25, 33)
+
+
+def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "small", qwen3().config)
+    monkeypatch.setattr(shapes, "_NOISE", 4099)
+    for kind, method in (("dspark", "block"), ("dflash", "block"), ("eagle3", "eagle")):
+        model = load_model("shape:small", dtype="float64", attention="sdpa", drafter=kind)
+        assert model.simulated
+        assert model.about()["drafter"] == {"name": kind, "kind": kind}
+        spec = inspect_model(ModelConfig(model="shape:small", dtype="float64", drafter=kind))
+        assert spec.speculator_spec == model.target.speculator_spec
+        assert spec.speculator_bytes == sum(weight.nbytes for weight in model.target.speculator.parameters())
+        begun = begin(model, Request(random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1))))
+        assert sum(len(step.tokens) for step in begun.steps()) == 8

@@ -1,0 +1,209 @@
+"""What loads: names, dtypes, heads, tokenizers, draft models, the hub; and one line for what does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants, is_offline_mode
+from huggingface_hub.utils import logging as hub_logging
+from transformers import Gemma3TextConfig
+
+from recipes.corpus import train_tokenizer
+from tests.conftest import SENTENCES, make_checkpoint
+from tests.models.refusals import changed, refuse
+from tests.rows import every_row
+from tswift.errors import InputError
+from tswift.loading import inspect_model, load
+from tswift.models.checkpoint import hub, read_config
+from tswift.models.config import ModelConfig
+from tswift.models.devices import find_dtype, keep_precision
+from tswift.speculators.heads import ConditionedHeads
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
+def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
+    loaded = load(str(checkpoint), device="cpu", dtype=dtype)
+    expected = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert loaded.target.dtype == expected
+    assert loaded.heads is not None
+    assert loaded.heads.count == 3
+    assert loaded.heads.heads[0].linear.weight.dtype == expected
+    assert loaded.eos_ids == (0,)
+    assert loaded.target.max_positions == 4096
+    assert loaded.tokenizer.decode(loaded.encode("The ship")) == "The ship"
+    assert (loaded.draft, loaded.draft_name, "draft" in loaded.about()) == (None, None, False)
+
+
+@every_row(
+    ("name", "dtype"),
+    [
+        *(("bf16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("fp32", torch.float32)),
+        *(("fp64", torch.float64), ("torch.bfloat16", torch.bfloat16), (torch.float64, torch.float64)),
+    ],
+)
+def test_names_of_dtypes(name: str | torch.dtype, dtype: torch.dtype) -> None:
+    assert find_dtype(name) == dtype
+
+
+def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path, tiny_shapes: None) -> None:
+    model = changed(checkpoint, tmp_path / "m", dtype="bfloat16")
+    for dtype, note in (
+        ("auto", ", checkpoint in bfloat16"),
+        ("bf16", ", slower here than in float32"),
+        (torch.float64, ", checkpoint in bfloat16"),
+    ):
+        loaded = load(model, device="cpu", dtype=dtype, exact=False)
+        assert loaded.remarks() == note
+        assert (
+            inspect_model(ModelConfig(model=model, device="cpu", dtype=str(dtype))).kv_shape.dtype
+            == loaded.target.dtype
+        )
+    assert load("shape:tiny", dtype="float32").remarks() == ""  # random weights have no checkpoint
+    refuse(model, "no dtype 'int8'; there are auto, float32, .*float16$", "dtype", dtype="int8")
+    refuse(model, r"no dtype 'flaot32'; .*; did you mean float32\?$", "dtype", dtype="flaot32")
+
+
+def test_close_names_are_suggested(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(checkpoint, tmp_path / "my-llama")
+    (tmp_path / "my-lame").mkdir()  # no model
+    monkeypatch.chdir(tmp_path)
+    for name in ("my-lama", "./my-lama", str(tmp_path / "my-lama")):
+        refuse(name, f"^model: there is no folder '{name}'; did you mean my-llama\\?$")
+    refuse("dmeo", r"there is no folder 'dmeo'; did you mean demo\?$")
+    refuse("my-llama", r"there is no folder 'my-lama'; did you mean my-llama\?$", "draft_model", draft_model="my-lama")
+    refuse("shape:lama3.1-8b", r"no shape 'lama3.1-8b'; there are .*; did you mean llama3.1-8b\?$")
+    for heads, meant in (("conditoned", "conditioned"), ("my-llama/head.safetensors", "heads.safetensors")):
+        refuse("my-llama", rf"there is no file {heads}; did you mean {meant}\?$", "heads", heads=heads)
+    refuse("my-llama", "there is no file x.bin$", "heads", heads="x.bin")
+
+
+def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Path) -> None:
+    model, own = changed(checkpoint, tmp_path / "m"), tmp_path / "m" / "heads.safetensors"
+    ConditionedHeads(32, 2).save(tmp_path / "m" / "heads-conditioned.safetensors")
+    conditioned, default = load(model, heads="conditioned").heads, load(model).heads
+    assert conditioned is not None
+    assert (conditioned.kind, conditioned.count) == ("conditioned", 2)
+    assert default is not None
+    assert default.kind == "chained"
+    refuse(model, "there is no file", "heads", heads="chained")
+    refuse(model, "there are no heads in", "heads", heads=str(checkpoint / "model.safetensors"))
+    refuse(model, "is broken or no safetensors file", "heads", heads=str(checkpoint / "config.json"))
+    own.rename(tmp_path / "elsewhere")
+    assert load(model).heads is None
+    assert load(model, heads=tmp_path / "elsewhere").heads is not None
+
+
+def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
+    """Gemma 3 has them by the type of the layer."""
+    ropes = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    Gemma3TextConfig(num_hidden_layers=2, rope_parameters=ropes).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="rotary embeddings of type dynamic"):
+        read_config(str(tmp_path))
+
+
+def test_a_tokenizer_with_another_limit(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, path = changed(checkpoint, tmp_path / "m"), tmp_path / "m" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_max_length": 4}))
+    loaded = load(model)
+    capfd.readouterr()
+    assert len(loaded.encode("The ship had lain three days becalmed.")) > 4
+    assert capfd.readouterr().err == ""  # that is no news
+    path.write_text(json.dumps({**config, "model_max_length": "many"}))
+    with pytest.raises(InputError, match=r"^model: .* cannot be loaded \(its tokenizer: "):
+        load(model).encode("The ship")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the vocabulary of ``checkpoint``, half as wide."""
+    changes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    folder = make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
+    (folder / "heads.safetensors").write_bytes(b"what lies beside a draft model is not read")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_draft_model_comes_as_the_target_does(checkpoint: Path, small: Path, dtype: str) -> None:
+    loaded = load(str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small), draft_weights="none")
+    assert loaded.draft is not None
+    assert (loaded.draft.dtype, loaded.draft.device) == (loaded.target.dtype, loaded.target.device)
+    assert (loaded.draft.hidden_size, loaded.draft.max_positions) == (16, 64)
+    assert loaded.draft._attention is loaded.target._attention
+    assert (loaded.draft_name, loaded.drafting) == (str(small), None)
+    assert loaded.about()["draft"] == {"name": str(small)}
+
+
+def test_a_draft_model_without_a_tokenizer_or_of_a_shape(
+    checkpoint: Path, small: Path, tmp_path: Path, tiny_shapes: None
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    for model, draft in ((str(checkpoint), str(folder)), ("shape:tiny", "shape:tied"), ("shape:tiny", str(small))):
+        loaded = load(model, dtype="float32", draft_model=draft)
+        assert loaded.draft is not None
+        assert (loaded.draft.vocab_size, loaded.draft.dtype) == (loaded.target.vocab_size, torch.float32)
+
+
+def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> None:
+    def refuse_draft(draft: object, match: str) -> None:
+        refuse(str(checkpoint), match, "draft_model", draft_model=draft)  # type: ignore[arg-type]
+
+    refuse_draft(str(make_checkpoint(tmp_path / "n", vocab_size=321)), "has a vocabulary of 321, .* has 320$")
+    folder = shutil.copytree(small, tmp_path / "m")
+    train_tokenizer(["other words, other tokens: zig zag zig zag"] * 9 + SENTENCES, 320).save_pretrained(folder)
+    other = r"has another vocabulary than .*: '.*' has (no )?id ?\d* there, (no )?id ?\d* here$"
+    refuse_draft(str(folder), other)
+    refuse_draft(3, r"^draft_model: must be a text, got 3$")
+    refuse_draft("/nowhere", "there is no folder '/nowhere'")
+    refuse_draft(" ", "there is no folder")
+    refuse_draft("shape:llama3.1-8b", "has random weights")
+    config = json.loads((folder / "config.json").read_text())
+    for change, match in (({"kv_lora_rank": 8}, "latent attention"), ({"hidden_size": 20}, "of shape .* makes it")):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        refuse_draft(str(folder), match)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as anybody has said; nothing listens there."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_a_hub_that_cannot_be_reached_is_not_tried_again(online: None, capfd: pytest.CaptureFixture[str]) -> None:
+    verbosity, began = hub_logging.get_verbosity(), time.monotonic()
+    with hub():
+        assert is_offline_mode()
+        assert hub_logging.get_verbosity() == logging.CRITICAL
+    assert not is_offline_mode()
+    assert hub_logging.get_verbosity() == verbosity
+    with pytest.raises(InputError, match=r"^model: no folder 'nobody/nothing', and the hub is unreachable$"):
+        read_config("nobody/nothing")
+    assert time.monotonic() - began < 5  # its client would have tried for 23 s
+    assert capfd.readouterr().err == ""
+
+
+def test_no_product_on_cuda_has_fewer_digits_than_its_numbers() -> None:
+    """Though the environment of an image for GPUs says so: rotary positions beyond 2,048 would be rounded."""
+    flags = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    matmul = torch.backends.cuda.matmul
+    before = [getattr(matmul, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(matmul, flag, True)
+        keep_precision(torch.device("cpu"))
+        assert all(getattr(matmul, flag) for flag in flags)
+        keep_precision(torch.device("cuda"))
+        assert not any(getattr(matmul, flag) for flag in flags)
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(matmul, flag, value)

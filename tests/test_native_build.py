@@ -1,0 +1,256 @@
+"""Compiling a C file: once, in a cache that nobody else can write to, and in one line why not."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_checkpoint
+from tests.rows import every_row
+from tswift import native_build
+from tswift.attention import native
+from tswift.attention.backends import choose, why_not
+from tswift.errors import InputError
+from tswift.loading import load
+from tswift.native_build import Unbuilt, build, cache_folder
+
+CPU = torch.device("cpu")
+REASON = why_not("native", torch.float32, CPU)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path: Path):
+    """An empty cache, none in its place, and nothing loaded before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    native_build._attempted.cache_clear()
+    yield
+    native_build._attempted.cache_clear()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text("int answer(void) { return ANSWER; }\n")
+    return path
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    """The libraries in the cache, each of which has its hash beside it, and nothing else."""
+    libraries = sorted((tmp_path / "cache" / "tswift").glob("*.so"))
+    hashes = [library.with_suffix(".sha256") for library in libraries]
+    assert sorted((tmp_path / "cache" / "tswift").iterdir()) == sorted([*libraries, *hashes])
+    return libraries
+
+
+def in_its_place(tmp_path: Path) -> Path:
+    """Where what is compiled is kept if the user's cache folder does not serve."""
+    return tmp_path / "temporary" / f"tswift-{os.geteuid()}"
+
+
+def again(source: Path, *defined: str) -> int:
+    """As another process would."""
+    native_build._attempted.cache_clear()
+    return build(source, *defined).answer()
+
+
+def no_compiler(monkeypatch) -> None:
+    def refuse(command: list[str]) -> None:
+        raise AssertionError(f"compiled again: {command}")
+
+    monkeypatch.setattr(native_build, "_compile", refuse)
+
+
+def test_it_is_compiled_once(monkeypatch, tmp_path: Path, source: Path) -> None:
+    assert again(source, "ANSWER=42") == 42
+    assert [path.name.split("-")[0] for path in kept(tmp_path)] == ["answer"]
+    no_compiler(monkeypatch)
+    assert again(source, "ANSWER=42") == 42
+
+
+def test_another_macro_or_text_is_another_library(tmp_path: Path, source: Path) -> None:
+    assert [again(source, "ANSWER=42"), again(source, "ANSWER=43")] == [42, 43]
+    source.write_text("int answer(void) { return ANSWER + 1; }\n")
+    assert again(source, "ANSWER=42") == 43
+    assert len(kept(tmp_path)) == 3
+
+
+ANSWER = b"\x06\x00\x00\x00\xc3"  # the end of `mov eax, 6; ret`
+DAMAGES = {
+    "half of it": lambda content: content[: len(content) // 2],
+    "nothing": lambda content: b"",
+    "another answer": lambda content: content.replace(ANSWER, b"\x07" + ANSWER[1:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_library_that_does_not_fit_its_hash_is_not_loaded(tmp_path: Path, source: Path, damage: str) -> None:
+    assert again(source, "ANSWER=6") == 6
+    (path,) = kept(tmp_path)
+    sound = path.read_bytes()
+    assert DAMAGES[damage](sound) != sound
+    path.unlink()  # the library is loaded, and would be loaded by its name
+    path.write_bytes(DAMAGES[damage](sound))
+    assert again(source, "ANSWER=6") == 6
+    assert kept(tmp_path) == [path]
+    assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize("left", [None, b"", b"\xff"])
+def test_a_library_without_a_sound_hash_is_made_anew(tmp_path: Path, source: Path, left: bytes | None) -> None:
+    """As after a power cut between the two."""
+    assert again(source, "ANSWER=6") == 6
+    (path,) = kept(tmp_path)
+    digest = path.with_suffix(".sha256")
+    sound = digest.read_bytes()
+    digest.unlink() if left is None else digest.write_bytes(left)
+    assert again(source, "ANSWER=6") == 6
+    assert kept(tmp_path) == [path]
+    assert digest.read_bytes() == sound
+
+
+def test_content_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path: Path, source: Path) -> None:
+    """Otherwise a power cut leaves the name with half a library, which crashes who runs it."""
+    synced: set[int] = set()
+    sync, replace = os.fsync, Path.replace
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def checked(self: Path, target: Path) -> Path:
+        assert self.stat().st_ino in synced, f"{target.name} was not written through"
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "replace", checked)
+    assert again(source, "ANSWER=6") == 6
+    assert len(kept(tmp_path)) == 1
+
+
+def test_the_cache_folder_is_private(tmp_path: Path) -> None:
+    assert cache_folder() == tmp_path / "cache" / "tswift"
+    assert stat.S_IMODE((tmp_path / "cache" / "tswift").stat().st_mode) == 0o700
+
+
+def writable_by_others(cache: Path) -> None:
+    (cache / "tswift").mkdir(parents=True)
+    (cache / "tswift").chmod(0o777)
+
+
+def in_a_folder_where_others_rename(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+
+
+def a_link(cache: Path) -> None:
+    (cache / "elsewhere").mkdir(parents=True)
+    (cache / "tswift").symlink_to(cache / "elsewhere")
+
+
+def anothers(cache: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    (cache / "tswift").mkdir(parents=True)
+    os.chown(cache / "tswift", 12_345, -1)
+
+
+@pytest.mark.parametrize("unsafe", [writable_by_others, in_a_folder_where_others_rename, a_link, anothers])
+def test_code_that_others_could_plant_is_not_loaded(
+    monkeypatch, tmp_path: Path, source: Path, unsafe: Callable[[Path], None]
+) -> None:
+    unsafe(tmp_path / "cache")
+    assert cache_folder() == in_its_place(tmp_path)
+    assert stat.S_IMODE(in_its_place(tmp_path).stat().st_mode) == 0o700
+    assert again(source, "ANSWER=6") == 6
+    no_compiler(monkeypatch)  # the second time, it is found in the folder of our own
+    assert again(source, "ANSWER=6") == 6
+
+
+def test_where_neither_folder_is_the_users_nothing_is_kept(monkeypatch, tmp_path: Path, source: Path) -> None:
+    for unsafe in (tmp_path / "cache" / "tswift", in_its_place(tmp_path)):
+        unsafe.mkdir(parents=True)
+        unsafe.chmod(0o777)
+    assert cache_folder() is None
+    assert again(source, "ANSWER=6") == 6
+
+
+@pytest.mark.parametrize("blocked", ["a file", "no permission"])
+def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path, blocked: str) -> None:
+    if blocked == "a file":
+        (tmp_path / "cache").write_text("")
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may write anywhere")
+        (tmp_path / "cache").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    assert again(source, "ANSWER=5") == 5
+    assert not (tmp_path / "cache" / "tswift").exists()
+    assert cache_folder() == in_its_place(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "line"),
+    [
+        ("no-such-compiler -x", "needs a C compiler: no-such-compiler (CC) is not there"),
+        ("cc '", "needs a C compiler: CC cannot be read: No closing quotation"),
+        ("false", "needs another C compiler: it says nothing"),
+        ("true", "fails: what the C compiler made does not load"),
+        ("sh -c 'echo broken >&2; echo more >&2; exit 3'", "needs another C compiler: broken"),
+    ],
+)
+def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, line: str) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(Unbuilt) as caught:
+        build(source, "ANSWER=1")
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_that_the_compiler_refuses_are_left_out(source: Path) -> None:
+    assert build(source, "ANSWER=7", options=("-mno-such-vectors",)).answer() == 7
+
+
+def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert choose("auto", torch.float32, CPU) == "sdpa"
+    assert why_not("native", torch.float32, CPU) == (
+        "native attention needs a C compiler: no-such-compiler (CC) is not there"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:
+    """And no other; where that fails it is told, and not found out in a pass."""
+    built, compiled = [], native_build._compile
+
+    def noted(command: list[str]) -> None:
+        built.extend(word for word in command if "WIDTH" in word)
+        if broken:
+            raise Unbuilt("needs another C compiler: broken")
+        compiled(command)
+
+    monkeypatch.setattr(native_build, "_compile", noted)
+    native._kernel.cache_clear()
+    model = str(make_checkpoint(tmp_path / "m", head_dim=32))
+    assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
+    if broken:
+        with pytest.raises(InputError, match="attention: native attention needs another C compiler: broken"):
+            load(model, device="cpu", dtype="float32", attention="native")
+    assert set(built) == {"-DWIDTH=32"}
+
+
+@every_row(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])
+def test_other_processors(monkeypatch, source: Path, machine: str, capability: str) -> None:
+    monkeypatch.setattr(native_build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2"):
+        build(source, "ANSWER=1")
