@@ -227,7 +227,7 @@ def test_taps_see_what_they_saw() -> None:
     token = torch.tensor([5])
     passes = [each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)]
     torch.testing.assert_close(passes[0].pre_norm, passes[1].pre_norm)
-    torch.testing.assert_close(passes[0].taps, passes[1].taps)
+    torch.testing.assert_close(passes[0].layer_states, passes[1].layer_states)
 
 
 @pytest.fixture
