@@ -12,12 +12,13 @@ import pytest
 import torch
 from huggingface_hub import constants, is_offline_mode
 from huggingface_hub.utils import logging as hub_logging
-from transformers import Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
+from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.loading import inspect_model, load
 from tswift.models.checkpoint import hub, read_config
@@ -67,6 +68,22 @@ def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint: Path, tmp_path:
     assert load("shape:tiny", dtype="float32").remarks() == ""  # random weights have no checkpoint
     refuse(model, "no dtype 'int8'; there are auto, float32, .*float16$", "dtype", dtype="int8")
     refuse(model, r"no dtype 'flaot32'; .*; did you mean float32\?$", "dtype", dtype="flaot32")
+
+
+def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
+    loaded = load(str(checkpoint), device="cpu", dtype="float64", yarn=4, exact=False)
+    assert loaded.target.max_positions == 4 * 4096
+    assert loaded.remarks().endswith("4 times its positions by YaRN")
+    scaling = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
+    stated = changed(checkpoint, tmp_path / "stated", rope_parameters=scaling, max_position_embeddings=4 * 4096)
+    text = loaded.encode("The ship had lain three days becalmed,") * 600
+    assert len(text) > 4200
+    theirs = AutoModelForCausalLM.from_pretrained(stated, dtype=torch.float64)(torch.tensor([text])).logits[0]
+    kv = FullKV(loaded.target.kv_shape, len(text))
+    ours = torch.cat([loaded.target.logits(part.hidden) for part in loaded.target.chunks(text, kv)])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    refuse(stated, "yarn: the model has rotary embeddings of type yarn$", "yarn", yarn=2)
+    refuse(str(checkpoint), "yarn: must be above 1 and at most 1,024, got 1$", "yarn", yarn=1)
 
 
 def test_close_names_are_suggested(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

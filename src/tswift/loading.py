@@ -36,6 +36,7 @@ from tswift.forward.hf import (
     copied_bytes,
     max_positions,
     own_quantization,
+    stretched,
 )
 from tswift.forward.program import MODELS, may_serve, slower_than_float32
 from tswift.forward.target import Target
@@ -89,6 +90,7 @@ class LoadedModel:
     drafting: Target | None = None  # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
     drafter_name: str | None = None  # the published drafter at ``target.speculator``, as the user named it
     draft_weights: str | None = None  # its kind: ``fp8`` or ``int4``
+    yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
 
     def __repr__(self) -> str:
@@ -147,6 +149,7 @@ class LoadedModel:
         inexact = self.target.fallbacks.get("exact")
         notes = [
             self.dtype_note,
+            "" if self.yarn is None else f"{self.yarn:g} times its positions by YaRN",
             "slower here than in float32" if slower_than_float32(self.target.model) else "",
             f"KV in {kv_dtype}" if kv_dtype else "",
             "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
@@ -171,6 +174,7 @@ def load(
     draft_model: str | None = None,
     drafter: str | None = None,
     draft_weights: str | None = None,
+    yarn: float | None = None,
     exact: bool | None = None,
     ranks: Dist = ALONE,
 ) -> LoadedModel:
@@ -202,6 +206,8 @@ def load(
         draft_weights: ``fp8`` or ``int4``, on CUDA in bfloat16: let drafting passes of the model run on a copy of it
             whose linear layers have weights of 8 or 4 bits, all but the LM head, and which shares all else. What is
             decoded is the model as it is. ``none`` is what None is.
+        yarn: how many times the positions that the model was made for it is to serve, by YaRN, which turns its rotary
+            embeddings more slowly; above 1. None leaves them as they are. What is decoded is that model.
         exact: let a token's bits not depend on how it was forwarded, so that all methods give the same tokens in every
             dtype. None does so in 16 bits, on CUDA, and where whole passes are one C program, if the model bears it;
             ``fallbacks`` of ``LoadedModel.target`` says why it does not.
@@ -223,6 +229,7 @@ def load(
         draft_model=_plain(draft_model),
         drafter=_plain(drafter),
         draft_weights=draft_weights,
+        yarn=yarn,
         exact=exact,
     )
     return load_model(config, ranks)
@@ -256,6 +263,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             heads=_load_heads(source, target, simulated),
             eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
             drafter_name=asked.drafter,
+            yarn=asked.yarn,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
             exact=_prepare(target, loaded.attention, note, asked.exact),
         )
@@ -337,6 +345,8 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
         read_config(asked.model),
         asked.model.startswith(PREFIX),
     )
+    if asked.yarn is not None:
+        config = stretched(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32

@@ -77,6 +77,8 @@ def load_peers(options: BenchOptions, model: LoadedModel) -> Peers:
     """The peers that are asked for, on the model's device and in its dtype."""
     if holds_codes(model.target.model):
         raise InputError(f"transformers does not run {model.name} with weights of integers", "peers")
+    if model.yarn is not None:
+        raise InputError("transformers runs a checkpoint as it was made; --yarn changes it", "peers")
 
     def loaded(name: str) -> PreTrainedModel:
         with silence(), as_input_error(name):

@@ -22,6 +22,7 @@ import copyreg
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
+from tswift.errors import InputError
 
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 
@@ -60,6 +62,29 @@ def max_positions(config: Any) -> int:
     elif kind == "yarn" or (kind == "llama3" and stated <= original):
         served = max(stated, original * factor)
     return int(min(served, _MAX_POSITIONS))
+
+
+def stretched(config: Any, factor: float) -> Any:
+    """A configuration for ``factor`` times the positions of another, by YaRN (Peng et al., 2023, arXiv 2309.00071).
+
+    Raises:
+        InputError: it has no rotary embeddings, or has scaled ones.
+    """
+    config = deepcopy(config)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind != "default":
+        scaled = f"rotary embeddings of type {kind}" if kind else "no rotary embeddings that are one for all layers"
+        raise InputError(f"the model has {scaled}", "yarn")
+    original = text.max_position_embeddings
+    text.rope_parameters = rope | {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    text.max_position_embeddings = int(original * factor)
+    return config
 
 
 def _number(rope: Mapping[str, Any], name: str, default: float) -> float:

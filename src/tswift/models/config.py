@@ -117,6 +117,14 @@ class ModelConfig:
         "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
         panel=_PANEL,
     )
+    yarn: float | None = option(
+        None,
+        "Serve so many times the positions that the model was made for, by YaRN.",
+        panel=_PANEL,
+        shown="as it was made",
+        above=1,
+        most=1024,
+    )
     exact: bool | None = option(
         None,
         "Batch-invariant passes: all methods give bit-identical tokens.",
