@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import by, case, chain, dense, odd_nodes, tree_of
+from tests.attention.oracle import NOTHING, by, case, chain, dense, odd_nodes, tree_of
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.attention.native import NativeAttention, parallel_region
-from tswift.attention.sdpa import TreeAttention
+from tswift.attention.sdpa import AttentionSpec, TreeAttention
 from tswift.native_build import Unbuilt
 
 CPU = torch.device("cpu")
@@ -32,9 +32,10 @@ STEP, KEY_STEP = 1 / 4000, 1.5 / 4000  # of values, and of keys
 
 
 class Stepped(NativeAttention):
-    """With the steps of :func:`made`."""
+    """With the steps of :func:`made`, and a layer's spec."""
 
-    def __call__(self, query, keys, values, scale):
+    def __call__(self, query, keys, values, scale, spec=NOTHING):
+        self.spec = spec
         if keys.dtype == torch.int16:
             self.steps = torch.tensor([KEY_STEP, STEP])[:, None, None].repeat(1, len(keys), keys.shape[-1])
         return super().__call__(query, keys, values, scale)
@@ -157,6 +158,31 @@ def test_any_shape(kv_heads, group, size, prefix, nodes, seed, sharp) -> None:
 def test_a_long_text() -> None:
     for nodes in (1, 8, 13):
         check(1, 1, 64, 40_001, nodes)
+
+
+WINDOWS = [AttentionSpec(1), AttentionSpec(9), AttentionSpec(200), AttentionSpec(1000), AttentionSpec(None, 1.5)]
+
+
+@pytest.mark.usefixtures("never_stock")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16])
+@pytest.mark.parametrize("spec", [*WINDOWS, AttentionSpec(130, 2.5)], ids=str)
+def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
+    """The numbers, and the bits of plain decoding; keys before all windows may be anything."""
+    for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):
+        query, keys, values, ancestors, scale = made(2, 2, 16, prefix, nodes, dtype, sharp=2.0)
+        out = attend(query, keys, values, ancestors, scale, spec)
+        wide = (keys * KEY_STEP, values * STEP) if dtype == torch.int16 else (keys, values)
+        apart = (out.double() - dense(query, *wide, ancestors, scale, spec)).abs().max()
+        assert apart < (1e-2 if dtype != torch.float32 else 2e-5), (prefix, nodes, apart)
+    for prefix, reach in ((0, 3), (57, 2), (119, 1), (700, 5), (5003, 64)):
+        assert odd_nodes(attend, tree_of(33, reach, prefix), prefix, dtype, (1, 2, 16), spec, 2.0, made=made) == []
+        assert odd_nodes(attend, 9, prefix, dtype, (2, 1, 32), spec, made=made) == []
+
+
+@pytest.mark.usefixtures("never_stock")
+def test_a_long_windows_bits_far_into_a_text() -> None:
+    for spec in (AttentionSpec(4096), AttentionSpec(1024, 50.0)):
+        assert odd_nodes(attend, tree_of(7, 3, 1), 40_003, torch.int16, (1, 2, 16), spec, made=made) == []
 
 
 @pytest.mark.usefixtures("never_stock")

@@ -23,6 +23,10 @@
    sums of their products are exact in any order. The rows, and the weights of a block, are rounded to integers whose
    sizes add up to SUM at most, so that no sum overflows 32 bits.
 
+   With a window, a node sees the newest `window` positions up to its own. What is before it weighs exactly nothing, so
+   parts and blocks in which no node sees anything are left out. With a soft cap, scores are squeezed to between minus
+   and plus that by a hyperbolic tangent.
+
    WIDTH, the head size, is a multiple of 16; KIND is the type of keys and values; DRAFTED is how many nodes of a path
    may be drafted. Whoever compiles this gives them; native.py does. */
 
@@ -202,7 +206,8 @@ typedef struct {
     parallel_region *parallel; /* tswift_parallel of pool.c */
     const float *key_steps, *value_steps; /* of int16: [kv heads, WIDTH], what 1 stands for */
     int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
-    float scale;
+    int64_t window;            /* positions that a node sees, its own among them; 0 for all */
+    float scale, softcap;      /* the latter of scores as powers of e; 0 for none */
 } Call;
 
 /* The scratch: the queries as those who score them want them; what the parts leave (highest scores, sums of weights,
@@ -214,7 +219,9 @@ typedef struct {
 typedef struct {
     const Call *call;
     int64_t nearest, farthest; /* borders of the nodes */
-    int64_t parts;             /* of a head, the tail among them */
+    int64_t seen, unseen;      /* the first position that any node sees, and that all do */
+    int64_t skipped;           /* parts before that of the former */
+    int64_t parts;             /* of a head after these, the tail among them */
     int64_t next;              /* part that is to be taken next */
 } Work;
 
@@ -273,15 +280,26 @@ INLINE int place(const Call *c, int64_t slot) {
     return (slot < c->prefix ? slot : c->prefix + depth(c, slot - c->prefix)) % SUMS;
 }
 
-/* How many of a block's keys come before what a node sees of it: its tail or what is before that. */
+INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+INLINE int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+
+/* The first position that a node sees. */
+INLINE int64_t sight(const Call *c, int64_t node) {
+    return c->window ? most(c->prefix + depth(c, node) - c->window + 1, 0) : 0;
+}
+
+/* How many of a block's keys come before what a node sees of it: its tail or what is before that, and its window. Those
+   that are drafted are not among them. */
 INLINE int unseen(const Call *c, const Block *b, int64_t node) {
-    const int64_t from = border(c, node);
-    return b->tail ? from - b->first : b->first < from ? 0 : b->count;
+    const int64_t from = border(c, node), visible = least(sight(c, node), c->prefix);
+    if (b->tail) return most(from, visible) - b->first;
+    return b->first < from ? most(least(visible - b->first, b->count), 0) : b->count;
 }
 
 /* Nodes do not see what is beside or after them; what is before all nodes they do. */
 INLINE int sees(const Call *c, int64_t node, int64_t slot) {
     const int64_t other = slot - c->prefix;
+    if (other >= 0 && c->prefix + depth(c, other) < sight(c, node)) return 0;
     return other < 0 || (c->ancestors ? c->ancestors[node * c->nodes + other] : other <= node);
 }
 
@@ -399,7 +417,14 @@ INLINE void score_some(Block *b, const float *keys, float *scores, int key, cons
 
 #endif
 
-INLINE void score_all(Block *b, float *scores, const int dims) {
+/* The hyperbolic tangent of what a cap of scores divides, times it: of x below 0 or above. */
+INLINE vector squeezed(vector score, float cap) {
+    const vector x = score / spread(cap), size = higher(x, -x);
+    const vector rest = power(size * spread(-2.885390082f)); /* e to the power of -2 x */
+    return spread(cap) * (x / higher(size, spread(FLT_MIN))) * ((spread(1) - rest) / (spread(1) + rest));
+}
+
+INLINE void score_all(const Call *c, Block *b, float *scores, const int dims) {
     const int some = together(dims);
     scored wide[SOME * WIDTH];
     int key = 0;
@@ -410,6 +435,9 @@ INLINE void score_all(Block *b, float *scores, const int dims) {
         memcpy(rest, b->keys + key * WIDTH, (b->count - key) * WIDTH * sizeof *rest);
         score_some(b, widen(rest, wide, some), scores, key, dims);
     }
+    if (c->softcap)
+        for (int v = 0; v * dims < b->count; v++)
+            store(scores + v * LANES, squeezed(load(scores + v * LANES), c->softcap * 1.442695041f));
     for (key = b->count; key % SUMS; key++)
         for (int r = 0; r < LANES / dims; r++) scores[at(key, r, dims)] = -INFINITY;
 }
@@ -588,7 +616,7 @@ INLINE void mix(const Call *c, Block *b, const float *weights, const int dims) {
 
 INLINE void attend_tile(const Call *c, Block *b, const int dims) {
     _Alignas(64) float scores[TAIL * LANES];
-    score_all(b, scores, dims);
+    score_all(c, b, scores, dims);
     if (b->shown < b->count) hide(c, b, scores, dims);
 #if KIND == INT16
     float by[LANES];
@@ -612,7 +640,6 @@ INLINE int64_t tile(int64_t left) {
     return left > LANES * 3 / 4 ? LANES : left > LANES / 4 ? LANES / 2 : LANES / 4;
 }
 
-INLINE int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 INLINE int times(int64_t rows, int64_t at_once) { return (rows + at_once - 1) / at_once; }
 
 /* Lay out the rows, scaled, as those who score them want it. */
@@ -665,8 +692,10 @@ static void pack(const Call *c) {
 }
 #endif
 
-/* Where a part begins. Only the position decides, not the length: see above. */
-static int64_t part_start(int64_t index) {
+/* Where a part begins. Only the position decides, not the length: see above. Of a window there are as many short parts
+   everywhere. */
+static int64_t part_start(const Call *c, int64_t index) {
+    if (c->window) return PART * index;
     const int64_t middle = least(index > NEAR ? index - NEAR : 0, MIDDLE);
     const int64_t far = index > NEAR + MIDDLE ? index - NEAR - MIDDLE : 0;
     return PART * (least(index, NEAR) + 2 * middle + 8 * far);
@@ -679,13 +708,16 @@ INLINE float *found(const Work *w, int64_t head, int64_t index) {
 }
 
 static Work begin(const Call *c) {
-    Work w = {.call = c, .nearest = border(c, 0), .farthest = border(c, 0)};
+    Work w = {.call = c, .nearest = border(c, 0), .farthest = border(c, 0), .seen = sight(c, 0), .unseen = sight(c, 0)};
     for (int64_t node = 1; node < c->nodes; node++) {
-        const int64_t own = border(c, node);
-        w.nearest = own < w.nearest ? own : w.nearest;
-        w.farthest = own > w.farthest ? own : w.farthest;
+        const int64_t own = border(c, node), first = sight(c, node);
+        w.nearest = least(own, w.nearest);
+        w.farthest = most(own, w.farthest);
+        w.seen = least(first, w.seen);
+        w.unseen = most(first, w.unseen);
     }
-    while (part_start(w.parts) < w.farthest) w.parts++;
+    w.skipped = w.seen / PART; /* 0 without a window */
+    while (part_start(c, w.skipped + w.parts) < w.farthest) w.parts++;
     w.parts++;
     return w;
 }
@@ -704,8 +736,8 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
     const Call *c = w->call;
     const int64_t rows = c->rows, held = c->prefix + c->nodes;
     const int tail = index == w->parts - 1;
-    const int64_t start = tail ? w->nearest : part_start(index);
-    const int64_t end = tail ? held : least(part_start(index + 1), w->farthest);
+    const int64_t start = tail ? w->nearest : most(part_start(c, w->skipped + index), w->seen / BLOCK * BLOCK);
+    const int64_t end = tail ? held : least(part_start(c, w->skipped + index + 1), w->farthest);
     const stored *keys = c->keys + head * c->keys_head, *values = c->values + head * c->values_head;
     const float *packed = c->scratch + head * PADDED(rows) * WIDTH;
     float *top = found(w, head, index), *total = top + PADDED(rows), *out = total + PADDED(rows);
@@ -726,6 +758,7 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
             .shown = !tail && first >= w->nearest ? 0 : count,
         };
         if (tail && c->nodes > 1) b.shown = w->nearest < w->farthest ? 0 : c->prefix - first;
+        if (first < w->unseen) b.shown = 0;
         b.broken = KIND != INT16 && !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
         for (int64_t row = 0, some; row < rows; row += some) {
             some = tile(rows - row);

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tswift.attention.sdpa import MAX_WIDTH, Attention, Layout, TreeAttention
+from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout, TreeAttention
 from tswift.native_build import Unbuilt, build, widest_vectors
 
 _SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name("pool.c")
@@ -32,8 +32,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "ancestors", "depths", "out")),
         *((name, ctypes.c_void_p) for name in ("scratch", "parallel", "key_steps", "value_steps")),
         *((name, ctypes.c_int64) for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")),
-        ("threads", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("threads", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
 
@@ -56,6 +56,7 @@ class NativeAttention(Attention):
         self._threads = torch.get_num_threads()
         self._scratch = torch.empty(0, dtype=torch.float32, device=layout.device)
         self.steps: Tensor | None = None  # [2, kv heads, d], as a layer's of KVShape
+        self.spec = AttentionSpec()  # without sinks; passes of the stock operators have none
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
@@ -75,7 +76,9 @@ class NativeAttention(Attention):
             parallel_region(),
             *((None, None) if self.steps is None else (each.data_ptr() for each in self.steps)),
             *(keys.stride(0), values.stride(0), len(keys), rows, prefix, nodes, self._threads),
+            self.spec.window or 0,
             scale * math.log2(math.e),
+            self.spec.softcap or 0.0,
         )
         size = kernel.tswift_scratch(ctypes.byref(call))
         if len(self._scratch) < size:
