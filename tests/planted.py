@@ -42,7 +42,7 @@ CHUNKED = "attention/test_chunked.py"
 BUILDING = "test_native_build.py"
 NETWORKS, TREES_OF = "speculators/test_networks.py", "drafting/test_networks.py"
 KV_DTYPE, PROGRAM = "forward/test_kv_dtype.py", "forward/test_program.py"
-INTEGERS = "forward/test_integers.py"
+INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 FAULTS = [
     # compiled libraries, and paths
@@ -68,6 +68,21 @@ FAULTS = [
           "Attention a = attention(m, p, first, some);", "Attention a = attention(m, p, 0, some);"),
     Fault("embeddings of a token's neighbour", "forward/program.c", INTEGERS,
           "own = token % GROUP;", "own = (token + 1) % GROUP;"),
+    # parts of a program, windows and soft caps
+    Fault("a window is a token too wide", "attention/native.c", NATIVE,
+          "most(c->prefix + depth(c, node) - c->window + 1, 0)", "most(c->prefix + depth(c, node) - c->window, 0)"),
+    Fault("blocks at a window's edge are seen whole", "attention/native.c", NATIVE,
+          "        if (first < w->unseen) b.shown = 0;\n", ""),
+    Fault("a soft cap is that of powers of two", "attention/native.c", NATIVE,
+          "c->softcap * 1.442695041f", "c->softcap"),
+    Fault("all layers turn alike", "forward/parts.py", PROGRAM,
+          "return self._names.index(name)", "return 0"),
+    Fault("what layers add has no factor", "forward/program.c", PROGRAM,
+          "state[i] += m->residual_scale * put[i]", "state[i] += put[i]"),
+    Fault("weights that have no place are left out", "forward/parts.py", ARCHITECTURES,
+          "if id(weight) not in known:", "if False:"),
+    Fault("a program is tried at the beginning of a text alone", "forward/adapting.py", ARCHITECTURES,
+          "_apart(target, ids, expected_far.double(), far)", "_apart(target, ids, expected)"),
     # GGUF files
     Fault("rows of queries and keys stay as llama.cpp has them", "models/gguf.py", GGUF,
           "if heads is not None and self.architecture.permuted:", "if False:"),

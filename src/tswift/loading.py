@@ -38,7 +38,7 @@ from tswift.forward.hf import (
     own_quantization,
     stretched,
 )
-from tswift.forward.program import MODELS, may_serve, slower_than_float32
+from tswift.forward.program import may_serve, slower_than_float32
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     INDEX,
@@ -659,7 +659,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         with silence(), as_input_error(asked.model):
             network = skeleton(config)
             # a C program has a copy of the weights, too
-            programmed = asked.attention in ("auto", "native") and type(network).__name__ in MODELS
+            programmed = asked.attention in ("auto", "native") and may_serve(config)
             weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
             weight_bytes += copied_bytes(network, dtype, plan.device) * (1 + (programmed and dtype == torch.float32))
             reduced = 0 if asked.draft_weights is None else copy_bytes(network, asked.draft_weights)

@@ -1,102 +1,124 @@
-"""Architectures as transformers writes them: the texts of all methods, and transformers' own logits."""
+"""Every architecture that the C program takes: all methods give plain decoding's tokens, in a run gone on with, too."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from transformers.utils import logging
+from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig, Ministral3Config, PreTrainedModel
 
-from benchmarks.architectures import ARCHITECTURES, WINDOW, apart, checkpoint, stock, texts
-from tswift.caches import FullKV, PartialKV
-from tswift.errors import InputError
+from recipes.corpus import train_tokenizer
+from tests.conftest import SENTENCES
+from tests.forward.test_program import KINDS, network, pytestmark
+from tests.helpers import options_for
+from tswift.decoding.audit import audit
+from tswift.engine import generate
+from tswift.forward import coded
+from tswift.forward.adapting import PROGRAM, execution_note, wrap_model
+from tswift.forward.parts import Unfit
+from tswift.forward.program import PassProgram, may_serve
 from tswift.loading import LoadedModel, load
+from tswift.sampling.parameters import SamplingParams
 
-# Whole texts cost a second each; these are what people have, and one of every kind of layer. The others are asked for
-# their logits, and `python -m benchmarks.architectures` writes texts with all of them.
-TEXTS = [
-    "Llama, GQA, tied",
-    "Llama 3.1 (llama3 scaling)",
-    "Llama 2 (YaRN)",
-    "Qwen2, sliding window in a layer",
-    "Qwen3",
-    "Mistral 7B v0.1 (sliding window)",
-    "Mixtral",
-    "Gemma 2 (windows, soft caps)",
-    "Gemma 3, with images (windows)",
-    "gpt-oss (windows, sinks)",
-    "Granite",
-]
-LENGTHS = {"ar": 100, "tokenswift": 100, "medusa": 20, "reuse": 20}
-SERVED = [name for name, each in ARCHITECTURES.items() if not each.refused]
-# eager attention, which alone knows soft caps and sinks, takes its softmax in float32, and Gemma its norms
-NEAR = 1e-4
+__all__ = ["pytestmark"]
+ARCHITECTURES = [kind for kind in KINDS if not kind.startswith("of ")]
+METHODS = ("auto", "recall", "reuse", "magicdec")
+LENGTH, KILLED = 1500, 600
+TOKENS = 320
+FIELDS = {"nodes": 12, "budget": 128, "sinks": 4}
 
 
 @pytest.fixture(autouse=True)
-def _silent() -> None:
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path)
 
 
-def made(name: str, folder: Path) -> tuple[transformers.PreTrainedModel, LoadedModel]:
-    """The stock model in float64, and the same from its files."""
-    if not ARCHITECTURES[name].there:
-        pytest.skip(f"not in transformers {transformers.__version__}")
-    model = checkpoint(ARCHITECTURES[name], folder)
-    return stock(model), load(str(folder), dtype="float64", device="cpu")
+def checkpoint_of(folder: Path, kind: str) -> Path:
+    """A tiny random model with a tokenizer; sizes are multiples of a block of codes."""
+    train_tokenizer(SENTENCES, TOKENS).save_pretrained(folder)
+    made = network(kind, hidden_size=64, intermediate_size=96, vocab_size=TOKENS, bos_token_id=0, eos_token_id=None)
+    made.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_method_writes_the_text_of_plain_decoding(name: str, tmp_path: Path, monkeypatch) -> None:
-    selected = []
-    right = PartialKV.select
-    monkeypatch.setattr(PartialKV, "select", lambda self, *given: (selected.append(1), right(self, *given))[1])
-    own, model = made(name, tmp_path)
-    found = texts(model, LENGTHS)
-    plain = found.pop("ar")
-    prompt = found.pop("prompt")
-    assert len(plain) == 100
-    assert len(set(plain)) > 20  # no text of one word
-    assert len(selected) > 1  # the partial cache was too small for it
-    assert found == {method: plain[: LENGTHS[method]] for method in found}
-    assert apart(model, own, prompt + plain) < NEAR
+@pytest.mark.parametrize("weights", [None, "int4"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, weights: str | None, tmp_path: Path) -> None:
+    """In a run that is gone on with in another process, too; and the audit finds each drawn exactly, or altered."""
+    folder = str(checkpoint_of(tmp_path / "model", kind))
+    model = load(folder, weights=weights)
+    assert (model.layers, model.quantization) == (PROGRAM, weights)
+    assert may_serve(model.target.model.config)
+    params, prompt = SamplingParams(min_p=0.02), model.encode(SENTENCES[0])
+
+    def text(model: LoadedModel, method: str, written: Sequence[int] = ()) -> list[int]:
+        options = options_for(method, **FIELDS)
+        steps = generate(model, prompt, LENGTH, method=method, options=options, params=params, written=written)
+        return [*written, *(token for step in steps for token in step.tokens)]
+
+    wanted = text(model, "ar")
+    assert len({*wanted}) > 20
+    for method in METHODS:
+        assert text(model, method) == wanted, method
+    assert text(load(folder, weights=weights), "recall", wanted[:KILLED]) == wanted
+    params = replace(params, banned=model.eos_ids)
+    found = audit(model.target, prompt, wanted, params, 0)
+    assert (found.exact, found.violations) == (LENGTH, [])
+    altered = [token if place != 700 else (token + 1) % TOKENS for place, token in enumerate(wanted)]
+    assert not audit(model.target, prompt, altered, params, 0).ok
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in TEXTS])
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    own, model = made(name, tmp_path)
-    text = torch.randint(model.target.vocab_size, (2 * WINDOW,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert apart(model, own, text) < NEAR
+def test_what_depends_on_the_place_in_a_text_is_not_taken_for_what_does_not() -> None:
+    """Ministral 3 scales queries, but only far into a text: no short text shows it."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    config = Ministral3Config(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        sliding_window=None,
+        initializer_range=0.3,
+        rope_parameters={**rope, "llama_4_scaling_beta": 0.5},
+    )
+    target = wrap_model(AutoModelForCausalLM.from_config(config).eval(), "m", "native")
+    assert execution_note(target) == "eager, as a C program gave other logits"
 
 
-@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.refused])
-def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=ARCHITECTURES[name].refused) as error:
-        made(name, tmp_path)
-    assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"model: {tmp_path}")
+def with_more(made: PreTrainedModel) -> PreTrainedModel:
+    made.model.layers[1].mlp.adapter = nn.Linear(48, 48)
+    return made
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1 (llama3 scaling)", "Llama 2 (YaRN)", "Llama 2 (linear scaling)"])
-def test_scaled_rotary_embeddings_beyond_the_original_length(name: str, tmp_path: Path) -> None:
-    own, model = made(name, tmp_path)
-    target, same = model.target, ARCHITECTURES["Llama, MHA" if "YaRN" in name else "Llama, GQA"]
-    plain = stock(same.make(target.vocab_size))  # the same weights, nothing scaled
-    text = torch.randint(target.vocab_size, (500,), generator=torch.Generator().manual_seed(1))  # 64 is the original
-    with torch.inference_mode():
-        wanted, unscaled = (each(text[None], use_cache=False).logits[0] for each in (own, plain))
-    kv = FullKV(target.kv_shape, len(text))
-    ours = target.logits(torch.cat([part.hidden for part in target.chunks(text.tolist(), kv)]))
-    assert (ours - wanted)[64:].abs().max() < 1e-6 * wanted.std()
-    assert (ours - unscaled)[64:].abs().max() > 0.1 * wanted.std()
+def with_other_norms(made: PreTrainedModel) -> PreTrainedModel:
+    made.model.norm = nn.LayerNorm(48, eps=1e-6, bias=False)
+    return made
 
 
-def test_the_check_of_logits_sees_a_window_that_is_off_by_one(tmp_path: Path) -> None:
-    own, model = made("Mistral 7B v0.1 (sliding window)", tmp_path)
-    text = torch.randint(model.target.vocab_size, (2 * WINDOW,), generator=torch.Generator().manual_seed(1)).tolist()
-    own.config.sliding_window = WINDOW + 1
-    assert apart(model, own, text) > 100 * NEAR
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (with_more, "model.layers.1.mlp.adapter.weight has no place in a program"),
+        (with_other_norms, "it has norms that are no RMS norms"),
+    ],
+)
+def test_what_has_other_parts_is_told(change, why: str) -> None:
+    with pytest.raises(Unfit, match=why):
+        PassProgram(change(network()).requires_grad_(False))
+
+
+def test_other_layers_are_told() -> None:
+    """Cohere's attention and MLP stand side by side."""
+    config = CohereConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0
+    )
+    assert not may_serve(config)
+    target = wrap_model(AutoModelForCausalLM.from_config(config).eval(), "m", "native")
+    assert execution_note(target) == "eager, as CohereDecoderLayer has parts that have no program"

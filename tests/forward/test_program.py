@@ -11,15 +11,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.conftest import make_checkpoint
@@ -34,9 +48,11 @@ from tswift.drafting.heads import HeadSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward import adapting, products
+from tswift.forward import products
+from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
-from tswift.forward.program import PackedLinear, PassProgram, Unfit
+from tswift.forward.parts import Unfit
+from tswift.forward.program import PackedLinear, PassProgram
 from tswift.forward.target import Target
 from tswift.loading import load
 from tswift.native_build import Unbuilt, widest_vectors
@@ -48,11 +64,31 @@ REASON = why_not("native", torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 VOCAB = 97
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+WINDOW = 40
+WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+TWO_ROTARIES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+SCALES = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.5,
+}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {**WINDOWED, "attn_logit_softcapping": 3.0}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {**WINDOWED, "rope_parameters": TWO_ROTARIES}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": WINDOW, "rope_parameters": HALF}),
+    "granite": (GraniteConfig, GraniteForCausalLM, SCALES),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, WINDOWED),
     "rotary": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
     # sizes that fill no vector
     **{f"of {inner}": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": inner}) for inner in (50, 57, 172)},
@@ -141,14 +177,19 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif("-mavx512f" not in widest_vectors(), reason="no AVX-512")
 @pytest.mark.parametrize(
-    "kv_dtype", [KINDS_OF_KV[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS_OF_KV[1:])]
+    ("kind", "kv_dtype"),
+    [
+        ("qwen3", KINDS_OF_KV[0]),
+        *(pytest.param("qwen3", dtype, marks=pytest.mark.slow) for dtype in KINDS_OF_KV[1:]),
+        pytest.param("gemma2", torch.int16, marks=pytest.mark.slow),
+    ],
 )
-def test_avx2_has_the_bits_of_avx512(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_avx2_has_the_bits_of_avx512(kind: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for vectors in (widest_vectors(), ()):
         for module in (products, native):
             monkeypatch.setattr(module, "widest_vectors", lambda vectors=vectors: vectors)
-        target = target_of("qwen3", kv_dtype=kv_dtype)
+        target = target_of(kind, kv_dtype=kv_dtype)
         assert target.program is not None
         assert products.library().tswift_lanes() == (16 if vectors else 8)
         target.width = target.program.most_nodes
@@ -298,18 +339,14 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
         found.hidden.mul_(1.01)
         return found
 
-    def unbuilt(network: PreTrainedModel) -> PassProgram:
+    def unbuilt(*given: Any) -> PassProgram:
         raise Unbuilt("needs a C compiler")
 
     monkeypatch.setattr(PassProgram, "__call__", wrong)
     target = target_of()
-    assert (target.program, execution_note(target)) == (None, "eager")
-    monkeypatch.setattr(adapting, "PassProgram", unbuilt)
-    assert target_of().program is None
-    monkeypatch.undo()
-    # the text that is tried when a model is loaded is shorter than any window
-    model = target_of("mistral", sliding_window=40)
-    assert (bool(model.attention_features), model.program) == (True, None)
+    assert (target.program, execution_note(target)) == (None, "eager, as a C program gave other logits")
+    monkeypatch.setattr(target_module, "PassProgram", unbuilt)
+    assert execution_note(target_of()) == "eager, as a C program needs a C compiler"
 
 
 @pytest.mark.parametrize("direct", [True, False])

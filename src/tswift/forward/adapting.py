@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,10 @@ from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.forward.fused_layers import fuse, is_fused, separate_layers
-from tswift.forward.hf import UnsupportedModel, join, separate, use_onednn, watched
+from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, use_onednn, watched
 from tswift.forward.integers import finely_rounded
+from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
-from tswift.forward.program import PassProgram, Unfit
 from tswift.forward.target import Target
 from tswift.models.codes import holds_codes
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
@@ -270,7 +269,7 @@ def wrap_model(
     with finely_rounded(network):
         target = _compared(network, model, backend, joined, kv_dtype, usual)
     if holds_codes(network) and target.program is not None:  # with the inputs as they are to be rounded
-        target.set_program(PassProgram(target.model, target.kv_shape.dtype))
+        target.set_program(target.packed(target.kv_shape.dtype))
     return target
 
 
@@ -283,6 +282,9 @@ def _compared(
     network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
     with torch.inference_mode():
         expected = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
+        far = max(0, max_positions(config) - count) if backend == "native" else 0
+        places = torch.arange(far, far + count, device=network.device).unsqueeze(0)
+        expected_far = network(ids.unsqueeze(0), position_ids=places, use_cache=False).logits[0] if far else expected
     if joined or (joined is None and network.device.type == "cuda"):
         join(network)
     use_onednn(network)
@@ -312,16 +314,21 @@ def _compared(
         apart = _apart(target, ids, expected)
     if not apart <= allowed:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
-    if backend == "native" and not (target.attention_features or target.split):
-        # the program has no windows, soft caps and sinks, and a text as short as this shows none
-        with suppress(Unfit, Unbuilt):
-            target.set_program(PassProgram(target.model))
-            if not _apart(target, ids, expected) <= allowed:
-                target.set_program(None)
+    if backend == "native" and not target.split:
+        try:
+            target.set_program(target.packed(target.dtype))
+            tried = _apart(target, ids, expected), _apart(target, ids, expected_far.double(), far)
+            if not all(apart <= allowed for apart in tried):
+                raise Unfit("a C program gave other logits")
+        except (Unfit, Unbuilt) as error:
+            target.set_program(None)
+            target.fall_back("layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error))
     if kv_dtype not in (None, target.dtype) and not (usual and target.program is None):
         try:
             target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
         except Unfit as error:
+            if usual:
+                return target
             raise InputError(f"{model} cannot have a cache in int16: {error}", "kv_dtype") from None
         # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
         if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
@@ -337,17 +344,20 @@ def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
 
 
 @torch.inference_mode()
-def _apart(target: Target, ids: Tensor, expected: Tensor) -> float:
+def _apart(target: Target, ids: Tensor, expected: Tensor, far: int = 0) -> float:
     """How far a text's logits are from those expected, at most, in units of their spread.
 
-    The text's first half is a chunk, the rest a tree with wrong tokens beside it.
+    The text's first half is a chunk, the rest a tree with wrong tokens beside it. It begins at the position ``far``,
+    where what depends on positions may come to something else than at the beginning.
     """
     kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
-    before = [chunk.hidden for chunk in target.chunks(ids[:half].tolist(), kv)]
+    start = torch.arange(far, far + half, device=ids.device)
+    before = [target.forward(ids[:half], start, kv, None).hidden]
+    kv.commit(range(half))
     nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
     right = nodes % 2 == 0  # the text; an odd node stands beside the next one
     tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
     ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
-    hidden = target.forward(tokens, half + (nodes + 1) // 2, kv, ancestors).hidden
+    hidden = target.forward(tokens, far + half + (nodes + 1) // 2, kv, ancestors).hidden
     ours = target.logits(torch.cat([*before, hidden[right]])).double()
     return (ours - expected).abs().max().item() / max(expected.std().item(), 1e-6)

@@ -214,24 +214,30 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
     return probe
 
 
-def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype.
+def output_rule(config: Any) -> tuple[float, float]:
+    """A factor of the LM head's output, and a cap to which that is squeezed by a tangent; 0 for none.
 
-    Known rules beyond the LM head are ``logit_scale`` (Cohere), ``logits_scaling`` (Granite) and
-    ``final_logit_softcapping`` (Gemma); any other shows when logits are compared at loading.
+    Known rules are ``logit_scale`` (Cohere), ``logits_scaling`` (Granite, a divisor) and ``final_logit_softcapping``
+    (Gemma); any other shows when logits are compared at loading.
     """
-    lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
-    config = model.config.get_text_config()
+    text = config.get_text_config()
     scale, divisor, cap = (
-        getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
+        getattr(text, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
     )
     if cap:
-        return lambda hidden: torch.tanh(lm_head(hidden) / cap) * cap
+        return 0.0, float(cap)
     if scale not in (None, 0, 1):
-        return lambda hidden: lm_head(hidden) * scale
-    if divisor not in (None, 0, 1):
-        return lambda hidden: lm_head(hidden) / divisor
-    return lm_head
+        return float(scale), 0.0
+    return (0.0 if divisor in (None, 0, 1) else 1 / divisor), 0.0
+
+
+def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype."""
+    lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+    scale, cap = output_rule(model.config)
+    if cap:
+        return lambda hidden: torch.tanh(lm_head(hidden) / cap) * cap
+    return lm_head if not scale else lambda hidden: lm_head(hidden) * scale
 
 
 def final_norm(decoder: Any) -> nn.Module:

@@ -133,6 +133,8 @@ typedef struct {
     int64_t block; /* inputs of a block of codes: 16 or 32 */
     int64_t centre; /* the code that stands for 0, so that no minima are kept; 0 for none */
     int64_t input_bits; /* of rounded inputs: 8 or 16 */
+    float scale;   /* a factor of the outputs, which come before the cap; 0 for none */
+    float softcap; /* outputs are squeezed to between minus and plus this by a hyperbolic tangent; 0 for none */
 } Linear;
 
 /* A product of rows and the matrices of neighbouring layers, of which threads take portions. */
@@ -156,11 +158,41 @@ INLINE const char *weights(const Linear *l, int64_t block) {
     return (const char *)l->weight + block * l->inputs * BLOCK * (l->kind == FLOAT32 ? 4 : 2);
 }
 
+/* The exponential; the polynomial is that of 2^x on [-0.5, 0.5] in native.c. */
+INLINE float power(float x) {
+    const float shift = 0x1.8p23f, two = x * 1.442695041f, bound = two < -126 ? -126 : two > 127 ? 127 : two;
+    const float shifted = bound + shift, rest = bound - (shifted - shift);
+    float y = 0.00015353362f;
+    y = y * rest + 0.0013398875f;
+    y = y * rest + 0.009618437f;
+    y = y * rest + 0.055503324f;
+    y = y * rest + 0.24022648f;
+    y = y * rest + 0.6931472f;
+    y = y * rest + 1.0f;
+    int32_t exponent, bits;
+    memcpy(&exponent, &shifted, 4);
+    memcpy(&bits, &y, 4);
+    bits += (int32_t)((uint32_t)exponent << 23);
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+/* Squeeze numbers to between minus and plus a cap by a hyperbolic tangent; NaN stays NaN. */
+static void squeeze(float *x, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i++) {
+        const float size = fabsf(x[i]), rest = power(-2 * (size / cap));
+        x[i] = x[i] / (size > 0x1p-100f ? size : 0x1p-100f) * (cap * ((1 - rest) / (1 + rest)));
+    }
+}
+
 /* Write some of a layer's outputs. */
 INLINE void finish(const Linear *l, float *to, float *found, int64_t first, int64_t size) {
     const int64_t count = least(l->outputs - first, size);
     if (l->bias)
         for (int64_t o = 0; o < count; o++) found[o] += l->bias[first + o];
+    if (l->scale)
+        for (int64_t o = 0; o < count; o++) found[o] *= l->scale;
+    if (l->softcap) squeeze(found, count, l->softcap);
     memcpy(to + first, found, count * sizeof *to);
 }
 

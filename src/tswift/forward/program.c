@@ -1,4 +1,4 @@
-/* A pass of a Llama-like decoder over a few tokens, on x86 processors with AVX2 and FMA.
+/* A pass of a decoder over a few tokens, which has the parts that program.py reads, on x86 processors with AVX2 and FMA.
 
    A row is one token. Whatever other rows are in the pass, a row has the same bits: every sum of a row is taken in an
    order that depends on nothing but the layer's sizes. Attention is that of native.c, whose rows are exact, too; the
@@ -17,29 +17,38 @@ typedef struct {
     float *out, *scratch;
     parallel_region *parallel;
     const float *key_steps, *value_steps;
-    int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads;
-    float scale;
+    int64_t keys_head, values_head, kv_heads, rows, prefix, nodes, threads, window;
+    float scale, softcap;
 } Attention;
 
 typedef struct {
     Linear queries, keys, values; /* these one after the other, as they are one product, */
-    Linear gate, let;             /* and these: what lets through, and what it does */
+    Linear gate, let;             /* and these: what lets through, and what it does. The first may have the rows of all */
     Linear output, down;
-    const float *before, *after;        /* weights of the norms */
-    const float *query_norm, *key_norm; /* of every head, or none */
+    const float *before, *attended, *between, *fed; /* weights of norms: before and after attention and the MLP; or none */
+    const float *query_norm, *key_norm;             /* of every head, or of all as one; or none */
+    int64_t joint;         /* whether they are of all heads as one */
+    int64_t rotary;        /* which rotary embedding turns queries and keys; -1 for none */
+    int64_t window;        /* as for attention */
+    float scale, softcap;
 } Layer;
 
 typedef struct {
     const Layer *layers;
     const Linear *embeddings; /* a row for every token; floats lie row after row */
     const float *norm;        /* weights of the last one */
-    const float *rates;       /* [width / 2] of the rotary embedding */
+    const float *rates;       /* [rotaries, turned / 2] of the rotary embeddings */
+    const float *rotary_scales; /* [rotaries] */
     void (*attend)(const Attention *);
     int64_t (*attention_scratch)(const Attention *);
     parallel_region *parallel; /* tswift_parallel of pool.c */
     int64_t count, hidden, inner, heads, kv_heads, width, kind; /* of keys and values, as in native.c */
     int64_t most;              /* nodes that attention takes at a time */
-    float epsilon, rotary_scale, scale;
+    int64_t rotaries, turned;  /* so many first dimensions of a head are turned */
+    int64_t widest;            /* window of a layer */
+    int64_t gelu;              /* whether this lets through, by a tangent, and not the SiLU */
+    float epsilon;
+    float embedding_scale, residual_scale; /* of embeddings, and of what is added to a state */
 } Model;
 
 typedef struct {
@@ -100,28 +109,15 @@ void tswift_norm(const float *x, const float *weight, float *out, int64_t count,
     for (i = 0; i < count; i++) out[i] = weight[i] * (x[i] * by);
 }
 
-/* The exponential; the polynomial is that of 2^x on [-0.5, 0.5] in native.c. */
-INLINE float power(float x) {
-    const float shift = 0x1.8p23f, two = x * 1.442695041f, bound = two < -126 ? -126 : two > 127 ? 127 : two;
-    const float shifted = bound + shift, rest = bound - (shifted - shift);
-    float y = 0.00015353362f;
-    y = y * rest + 0.0013398875f;
-    y = y * rest + 0.009618437f;
-    y = y * rest + 0.055503324f;
-    y = y * rest + 0.24022648f;
-    y = y * rest + 0.6931472f;
-    y = y * rest + 1.0f;
-    int32_t exponent, bits;
-    memcpy(&exponent, &shifted, 4);
-    memcpy(&bits, &y, 4);
-    bits += (int32_t)((uint32_t)exponent << 23);
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
 /* NaN stays NaN: what is broken has to show. */
 void tswift_silu(const float *x, float *out, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = x[i] / (1 + power(-x[i]));
+}
+
+/* The GELU with a tangent in place of the error function: x times the logistic function of twice its argument. */
+static void gelu(const float *x, float *out, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        out[i] = x[i] / (1 + power(-1.595769122f * (x[i] + 0.044715f * (x[i] * x[i] * x[i]))));
 }
 
 INLINE void rotate(float *head, const float *cosines, const float *sines, int64_t half) {
@@ -171,12 +167,12 @@ typedef struct Run {
     int64_t next;
 } Run;
 
-/* Attention of some neighbouring nodes. */
-static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t nodes) {
+/* Attention of some neighbouring nodes in a layer with a window, or with none. */
+static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t nodes, int64_t window) {
     return (Attention){
         .ancestors = p->ancestors, .parallel = m->parallel, .keys_head = p->by_head,
         .values_head = p->by_head, .kv_heads = m->kv_heads, .rows = m->heads / m->kv_heads * nodes,
-        .prefix = p->prefix + first, .nodes = nodes, .threads = p->threads, .scale = m->scale,
+        .prefix = p->prefix + first, .nodes = nodes, .threads = p->threads, .window = window,
     };
 }
 
@@ -196,8 +192,8 @@ static int64_t lay_out(Run *run) {
         {&run->queries, some * heads},
         {&run->seen, some * heads},
         {&run->turned, n * heads},
-        {&run->cosines, n * m->width / 2},
-        {&run->sines, n * m->width / 2},
+        {&run->cosines, m->rotaries * n * m->turned / 2},
+        {&run->sines, m->rotaries * n * m->turned / 2},
         {(float **)&run->depths, p->ancestors ? n * (int64_t)(sizeof(int64_t) / sizeof(float)) : 0},
     };
     const int64_t start = p->space ? aligned((uintptr_t)p->space / sizeof(float)) - (uintptr_t)p->space / sizeof(float) : 0;
@@ -206,10 +202,11 @@ static int64_t lay_out(Run *run) {
         at += aligned(parts[i].size);
     }
     run->scratch = p->space ? p->space + start + at : 0;
-    for (int64_t first = 0; first < n; first += m->most) {
-        const Attention a = attention(m, p, first, least(n - first, m->most));
-        scratch = most(scratch, m->attention_scratch(&a));
-    }
+    for (int64_t first = 0; first < n; first += m->most)
+        for (int windowed = 0; windowed <= (m->widest > 0); windowed++) {
+            const Attention a = attention(m, p, first, least(n - first, m->most), windowed * m->widest);
+            scratch = most(scratch, m->attention_scratch(&a));
+        }
     return at + scratch + ALIGNED;
 }
 
@@ -239,39 +236,51 @@ static void multiply_rows(const Run *run, const Linear *layers, int64_t count, c
 
 static void begin_row(const Run *run, int64_t row) {
     const Model *m = run->model;
-    const int64_t half = m->width / 2;
-    embed(m->embeddings, run->pass->tokens[row], run->pass->raw + row * m->hidden);
-    for (int64_t i = 0; i < half; i++) {
-        const float angle = (float)run->pass->positions[row] * m->rates[i];
-        run->cosines[row * half + i] = cosf(angle) * m->rotary_scale;
-        run->sines[row * half + i] = sinf(angle) * m->rotary_scale;
-    }
+    const int64_t half = m->turned / 2;
+    float *state = run->pass->raw + row * m->hidden;
+    embed(m->embeddings, run->pass->tokens[row], state);
+    for (int64_t i = 0; i < m->hidden; i++) state[i] *= m->embedding_scale;
+    for (int64_t rotary = 0; rotary < m->rotaries; rotary++)
+        for (int64_t i = 0, at = (rotary * run->pass->nodes + row) * half; i < half; i++, at++) {
+            const float angle = (float)run->pass->positions[row] * m->rates[rotary * half + i];
+            run->cosines[at] = cosf(angle) * m->rotary_scales[rotary];
+            run->sines[at] = sinf(angle) * m->rotary_scales[rotary];
+        }
 }
 
-static void norm_row(const Run *run, int64_t row) {
+/* A row of the states, normed by weights if there are any, for the next product. */
+INLINE void give(const Run *run, const float *weights, int64_t row) {
     const Model *m = run->model;
-    const int64_t at = row * m->hidden;
-    tswift_norm(run->pass->raw + at, run->layer->before, run->normed + at, m->hidden, m->epsilon);
+    const float *state = run->pass->raw + row * m->hidden;
+    float *to = run->normed + row * m->hidden;
+    if (weights) tswift_norm(state, weights, to, m->hidden, m->epsilon);
+    else memcpy(to, state, m->hidden * sizeof *to);
 }
+
+static void norm_row(const Run *run, int64_t row) { give(run, run->layer->before, row); }
 
 /* Norm and turn queries and keys, and put keys and values into the cache. */
 static void split_row(const Run *run, int64_t row) {
     const Model *m = run->model;
     const Pass *p = run->pass;
-    const int64_t width = m->width, half = width / 2, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
-    const float *cosines = run->cosines + row * half, *sines = run->sines + row * half;
-    float *from = run->wide + row * (m->heads + 2 * m->kv_heads) * width;
+    const Layer *l = run->layer;
+    const int64_t width = m->width, half = m->turned / 2, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
+    const int64_t turned = (most(l->rotary, 0) * n + row) * half;
+    const float *cosines = run->cosines + turned, *sines = run->sines + turned;
+    float *from = run->wide + row * (m->heads + 2 * m->kv_heads) * width, *keys = from + m->heads * width;
+    if (l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, m->heads * width, m->epsilon);
+    if (l->joint && l->key_norm) tswift_norm(keys, l->key_norm, keys, m->kv_heads * width, m->epsilon);
     for (int64_t h = 0; h < m->heads; h++, from += width) {
-        if (run->layer->query_norm) tswift_norm(from, run->layer->query_norm, from, width, m->epsilon);
-        rotate(from, cosines, sines, half);
+        if (!l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, width, m->epsilon);
+        if (l->rotary >= 0) rotate(from, cosines, sines, half);
         memcpy(p->queries + ((run->index * m->heads + h) * n + row) * width, from, width * sizeof *from);
     }
     for (int64_t h = 0; h < 2 * m->kv_heads; h++, from += width) {
         const int64_t value = h >= m->kv_heads, head = h % m->kv_heads;
         const int64_t at = run->index * p->by_layer + head * p->by_head + (p->prefix + row) * width;
         const float *steps = p->steps + ((value * m->count + run->index) * m->kv_heads + head) * width;
-        if (!value && run->layer->key_norm) tswift_norm(from, run->layer->key_norm, from, width, m->epsilon);
-        if (!value) rotate(from, cosines, sines, half);
+        if (!value && !l->joint && l->key_norm) tswift_norm(from, l->key_norm, from, width, m->epsilon);
+        if (!value && l->rotary >= 0) rotate(from, cosines, sines, half);
         keep((value ? p->values : p->keys) + at * size, from, steps, width, m->kind);
     }
 }
@@ -285,7 +294,8 @@ static void attend(Run *run) {
     float *queries = p->queries + run->index * m->heads * n * width;
     for (int64_t first = 0, some; first < n; first += some) {
         some = least(n - first, m->most);
-        Attention a = attention(m, p, first, some);
+        Attention a = attention(m, p, first, some, run->layer->window);
+        a.scale = run->layer->scale, a.softcap = run->layer->softcap;
         a.query = queries, a.out = run->seen, a.scratch = run->scratch;
         a.depths = p->ancestors ? run->depths : 0;
         a.key_steps = p->steps + run->index * m->kv_heads * width;
@@ -304,23 +314,26 @@ static void attend(Run *run) {
     }
 }
 
-static void add_row(const Run *run, int64_t row) {
-    const int64_t hidden = run->model->hidden;
-    float *state = run->pass->raw + row * hidden;
-    for (int64_t i = 0; i < hidden; i++) state[i] += run->normed[row * hidden + i];
+/* Add what attention or the MLP puts out, normed by weights if there are any, to a row of the states. */
+INLINE void add(const Run *run, const float *weights, int64_t row) {
+    const Model *m = run->model;
+    float *state = run->pass->raw + row * m->hidden, *put = run->normed + row * m->hidden;
+    if (weights) tswift_norm(put, weights, put, m->hidden, m->epsilon);
+    for (int64_t i = 0; i < m->hidden; i++) state[i] += m->residual_scale * put[i];
 }
 
-static void after_row(const Run *run, int64_t row) {
-    const Model *m = run->model;
-    const int64_t at = row * m->hidden;
-    add_row(run, row);
-    tswift_norm(run->pass->raw + at, run->layer->after, run->normed + at, m->hidden, m->epsilon);
+static void between_row(const Run *run, int64_t row) {
+    add(run, run->layer->attended, row);
+    give(run, run->layer->between, row);
 }
+
+static void add_row(const Run *run, int64_t row) { add(run, run->layer->fed, row); }
 
 static void gate_row(const Run *run, int64_t row) {
     const int64_t inner = run->model->inner;
     float *gate = run->wide + row * 2 * inner, *let = gate + inner, *out = run->inner + row * inner;
-    tswift_silu(gate, gate, inner);
+    if (run->model->gelu) gelu(gate, gate, inner);
+    else tswift_silu(gate, gate, inner);
     for (int64_t i = 0; i < inner; i++) out[i] = gate[i] * let[i];
 }
 
@@ -342,7 +355,7 @@ void tswift_forward(const Model *m, const Pass *p) {
         each_row(&run, split_row);
         attend(&run);
         multiply_rows(&run, &layer->output, 1, run.turned, run.normed);
-        each_row(&run, after_row);
+        each_row(&run, between_row);
         multiply_rows(&run, &layer->gate, 2, run.normed, run.wide);
         each_row(&run, gate_row);
         multiply_rows(&run, &layer->down, 1, run.inner, run.normed);

@@ -1,4 +1,4 @@
-"""Passes of a Llama-like model on the CPU as one C function, compiled where the user has a C compiler.
+"""Passes of a decoder on the CPU as one C function, compiled where the user has a C compiler.
 
 Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators, each through Python and
 PyTorch. Weights that lost nothing in bfloat16 are read as that, which halves the bytes and changes no product. A row's
@@ -8,6 +8,7 @@ bits depend on no other row, so every pass is exact, whatever its width.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -17,15 +18,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tswift.attention import native
-from tswift.attention.sdpa import MAX_WIDTH
-from tswift.caches import KVBuffer
+from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
+from tswift.caches import FullKV, KVBuffer
 from tswift.forward.integers import IntegerEmbedding, IntegerLinear, lay_together
+from tswift.forward.parts import LayerParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import KINDS, C, library, multiply
+from tswift.models.shapes import skeleton
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # theirs
-_ROTARY = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
 _FLOATS = nn.Parameter, torch.float32
 CHUNK = 512  # prompt tokens forwarded at a time, as a chain
 MAX_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
@@ -40,10 +40,6 @@ class _Verification(ctypes.Structure):
 
 
 T = TypeVar("T")
-
-
-class Unfit(Exception):
-    """Why a model's passes cannot be such a program, in one line."""
 
 
 def weights_state(network: nn.Module) -> list[tuple[int, int]]:
@@ -98,6 +94,7 @@ class PassProgram:
     Args:
         network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
         kv_dtype: of the KV caches.
+        specs: of the layers' attention; empty for nothing but softmax over scaled products.
 
     Raises:
         Unfit: it is no such model.
@@ -106,57 +103,55 @@ class PassProgram:
 
     most_nodes: ClassVar[int] = MAX_WIDTH  # of a pass
 
-    def __init__(self, network: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        kv_dtype: torch.dtype = torch.float32,
+        specs: Sequence[AttentionSpec] = (),
+    ) -> None:
+        parts = read_parts(network, specs)
         _refuse_unfit(network)
         lay_together(network)
         self._kv_dtype = kv_dtype
         self._packed_state = weights_state(network)
-        config, decoder = network.config, network.get_decoder()
-        layers, width = decoder.layers, decoder.layers[0].self_attn.head_dim
+        config, heads = network.config, network.config.num_attention_heads
+        width = network.get_decoder().layers[0].self_attn.head_dim
         attention = native.library(width, kv_dtype)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
-        self._layers = (C.Layer * len(layers))()
-        for layer, made in zip(layers, self._layers, strict=True):
-            own, mlp = layer.self_attn, layer.mlp
-            made.queries = self._pack(own.q_proj)
-            made.keys = self._pack(own.k_proj)
-            made.values = self._pack(own.v_proj)
-            made.output = self._pack(own.o_proj)
-            made.gate = self._pack(mlp.gate_proj)
-            made.let = self._pack(mlp.up_proj)
-            made.down = self._pack(mlp.down_proj)
-            made.before = self._pointer(layer.input_layernorm.weight)
-            made.after = self._pointer(layer.post_attention_layernorm.weight)
-            made.query_norm, made.key_norm = (
-                self._pointer(getattr(own, name).weight) if hasattr(own, name) else 0 for name in ("q_norm", "k_norm")
-            )
-        self.lm_head = _packed(network.get_output_embeddings())  # hidden states to logits
-        self.lm_head_c = self.lm_head.c
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._shape = len(layers), heads, width, config.hidden_size
-        self.embeddings = self._embeddings(decoder.embed_tokens)
-        rotary = decoder.rotary_emb
+        self._layers = (C.Layer * len(parts.layers))()
+        for layer, made in zip(parts.layers, self._layers, strict=True):
+            self._fill(made, layer)
+        self._windowed = any(layer.spec.window for layer in parts.layers)
+        self.lm_head_c = self._pack(parts.lm_head)
+        self.lm_head_c.scale, self.lm_head_c.softcap = parts.output_scale, parts.output_cap
+        self._shape = len(parts.layers), heads, width, config.hidden_size
+        self.embeddings = self._embeddings(parts.embeddings)
         self._model = C.Model(
-            ctypes.addressof(self._layers),
-            ctypes.addressof(self.embeddings),
-            self._pointer(decoder.norm.weight),
-            self._pointer(rotary.inv_freq.float()),
-            _address(attention.tswift_attend),
-            _address(attention.tswift_scratch),
-            native.parallel_region(),
-            len(layers),
-            config.hidden_size,
-            config.intermediate_size,
-            heads,
-            kv_heads,
-            width,
-            native.KINDS[kv_dtype],
-            MAX_WIDTH,
-            config.rms_norm_eps,
-            rotary.attention_scaling,
-            layers[0].self_attn.scaling * 1.4426950408889634,  # powers of two: see native.c
+            layers=ctypes.addressof(self._layers),
+            embeddings=ctypes.addressof(self.embeddings),
+            norm=self._pointer(norm_weight(parts.norm)),
+            rates=self._pointer(torch.stack([rates for rates, _ in parts.rotaries])),
+            rotary_scales=self._pointer(torch.tensor([scale for _, scale in parts.rotaries])),
+            attend=_address(attention.tswift_attend),
+            attention_scratch=_address(attention.tswift_scratch),
+            parallel=native.parallel_region(),
+            count=len(parts.layers),
+            hidden=config.hidden_size,
+            inner=parts.layers[0].linears["down"].in_features,
+            heads=heads,
+            kv_heads=config.num_key_value_heads,
+            width=width,
+            kind=native.KINDS[kv_dtype],
+            most=MAX_WIDTH,
+            rotaries=len(parts.rotaries),
+            turned=2 * len(parts.rotaries[0][0]),
+            widest=max(layer.spec.window or 0 for layer in parts.layers),
+            gelu=parts.gelu,
+            epsilon=parts.eps,
+            embedding_scale=parts.embedding_scale,
+            residual_scale=parts.residual_scale,
         )
         self._verification = _Verification(
             forward=_address(self._library.tswift_forward),
@@ -164,6 +159,23 @@ class PassProgram:
             multiply=_address(self._library.tswift_multiply),
             lm_head=ctypes.addressof(self.lm_head_c),
         )
+
+    def _fill(self, made: Any, layer: LayerParts) -> None:
+        """A layer's C structure."""
+        for name, linear in layer.linears.items():
+            if linear is not None:
+                setattr(made, name, self._pack(linear))
+        for name, norm in layer.norms.items():
+            setattr(made, name, 0 if norm is None else self._pointer(norm_weight(norm)))
+        made.joint = layer.joint
+        made.rotary = -1 if layer.rotary is None else layer.rotary
+        made.window = layer.spec.window or 0
+        made.softcap = layer.spec.softcap or 0
+        made.scale = layer.scale * math.log2(math.e)  # scores are powers of two: see native.c
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        return multiply(self.lm_head_c, hidden)
 
     def _pack(self, layer: nn.Module) -> Any:
         packed = _packed(layer)
@@ -190,7 +202,8 @@ class PassProgram:
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
         """Whether a pass over so many nodes, a tree's or a chain's, can be the program's."""
         fits = 0 < nodes <= (CHUNK if chain else self.most_nodes) and kv.length + nodes <= kv.capacity
-        return fits and kv.shape.dtype == self._kv_dtype
+        ordered = not self._windowed or isinstance(kv, FullKV)  # a window is cut by slots, which have to be positions
+        return fits and ordered and kv.shape.dtype == self._kv_dtype
 
     def __call__(self, *given: Any) -> Forwarded:
         """As :meth:`~tswift.forward.target.Target.forward`; for the arguments see :meth:`begin`."""
@@ -372,7 +385,7 @@ class HeadProgram:
 def slower_than_float32(network: PreTrainedModel) -> bool:
     """Whether a model on the CPU has no program for its dtype alone, and would have one in float32."""
     narrow = network.device.type == "cpu" and network.dtype in (torch.bfloat16, torch.float16)
-    return narrow and type(network).__name__ in MODELS and _float32_bytes(network) <= MAX_COPIED
+    return narrow and may_serve(network.config) and _float32_bytes(network) <= MAX_COPIED
 
 
 def _float32_bytes(network: PreTrainedModel) -> int:
@@ -381,29 +394,20 @@ def _float32_bytes(network: PreTrainedModel) -> int:
 
 def may_serve(config: Any) -> bool:
     """Whether the program takes models of a configuration, as far as that tells."""
-    if config.model_type not in _TYPES or not _computes(config):
+    try:
+        network = skeleton(config)
+        read_parts(network)
+    except Unfit:
         return False
-    windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return not windows and native.takes(width)
-
-
-def _computes(config: Any) -> bool:
-    """Whether the program knows a model's activation and position encoding."""
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return getattr(config, "hidden_act", None) == "silu" and rotary in _ROTARY
+    return native.takes(network.get_decoder().layers[0].self_attn.head_dim)
 
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
-    kind = type(network).__name__
-    if kind not in MODELS:
-        raise Unfit(f"{kind} has no program")
-    weights, config = list(network.parameters()), network.config
+    weights = list(network.parameters())
     for reason, wrong in {
         "its weights are not plain float32": {(type(each), each.dtype) for each in weights} != {_FLOATS},
         "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
         "its weights are too large to be held twice": _float32_bytes(network) > MAX_COPIED,
-        "its activation or position encoding has no program": not _computes(config),
         "its heads are of a size that native attention does not take": not native.takes(
             network.get_decoder().layers[0].self_attn.head_dim
         ),
@@ -421,28 +425,35 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     Raises:
         Unfit: the modeling code is not known to put them together from a norm, a linear layer and a rotation.
     """
-    if type(network).__name__ not in MODELS:
-        raise Unfit(f"{type(network).__name__} has no bounds")
-    config, layers = network.config, network.get_decoder().layers
-    turned = float(network.get_decoder().rotary_emb.attention_scaling)
+    config, parts = network.config, read_parts(network)
+    width = network.get_decoder().layers[0].self_attn.head_dim
+    turned = max(abs(scale) for _, scale in parts.rotaries)
+    share = 2 * len(parts.rotaries[0][0])  # of a head, which rotation mixes
+    queries, rows = config.num_attention_heads * width, config.num_key_value_heads * width
 
-    def most(linear: Any, norm: Tensor) -> Tensor:
+    def most(layer: LayerParts, name: str, before: int) -> Tensor:
         # what a norm puts out is at most the root of its size times its weights, and its product with a row follows
+        own = layer.linears[name]
+        mine = slice(None) if own is not None else slice(queries + before, queries + before + rows)
+        linear, norm = own or layer.linears["queries"], layer.norms["before"]
+        if norm is None:
+            raise Unfit("there are no bounds of its keys and values")
+        if not (isinstance(linear, IntegerLinear) or type(linear.weight) is nn.Parameter):
+            raise Unfit("its weights are quantised or split")
         weight = linear.codes().dequantized() if isinstance(linear, IntegerLinear) else _plain(linear.weight)
-        bound = (weight * _plain(norm)).norm(dim=1) * config.hidden_size**0.5
-        return bound if linear.bias is None else bound + _plain(linear.bias).abs()
+        bound = (weight[mine] * norm_weight(norm)).norm(dim=1) * config.hidden_size**0.5
+        if linear.bias is not None:
+            bound = bound + _plain(linear.bias)[mine].abs()
+        return bound.view(-1, width)
 
     bounds = []
-    for layer in layers:
-        own, norm = layer.self_attn, layer.input_layernorm.weight
-        linears = own.k_proj, own.v_proj
-        if not all(isinstance(each, IntegerLinear) or type(each.weight) is nn.Parameter for each in linears):
-            raise Unfit("its weights are quantised or split")
-        keys, values = (most(each, norm).view(config.num_key_value_heads, -1) for each in (own.k_proj, own.v_proj))
-        if hasattr(own, "k_norm"):
-            keys = (_plain(own.k_norm.weight).abs() * own.head_dim**0.5).expand_as(keys)
-        pair = keys.unflatten(1, (2, -1)).norm(dim=1) * turned  # which rotation mixes
-        bounds.append(torch.stack([torch.cat([pair, pair], 1), values]))
+    for layer in parts.layers:
+        keys, values, norm = most(layer, "keys", 0), most(layer, "values", rows), layer.norms["key_norm"]
+        if norm is not None:
+            weight = norm_weight(norm)
+            keys = (weight.abs() * len(weight) ** 0.5).view(-1, width).expand_as(keys)
+        pair = keys[:, :share].unflatten(1, (2, -1)).norm(dim=1) * turned
+        bounds.append(torch.stack([torch.cat([pair, pair, keys[:, share:]], 1), values]))
     return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
 
 

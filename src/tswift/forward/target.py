@@ -37,8 +37,9 @@ from tswift.forward.hf import (
     probe_attention,
     watched,
 )
+from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
-from tswift.forward.program import CHUNK, PassProgram, Unfit, integer_steps, weights_state
+from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
@@ -136,6 +137,15 @@ class Target:
         """Let a C program make passes, or PyTorch again."""
         self.program = program
 
+    def packed(self, kv_dtype: torch.dtype) -> PassProgram:
+        """A C program that makes the passes over caches in a dtype.
+
+        Raises:
+            Unfit: there is none for the model.
+            Unbuilt: there is none here.
+        """
+        return PassProgram(self.model, kv_dtype, self.layer_specs)
+
     def set_speculator(self, speculator: BlockSpeculator | EagleSpeculator) -> None:
         """Have a published drafter, which reads states of its layers."""
         self.speculator = speculator
@@ -154,7 +164,7 @@ class Target:
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
         if self.program is not None:
             try:
-                self.program = PassProgram(self.model, kv_dtype)
+                self.program = self.packed(kv_dtype)
             except Unbuilt:
                 self.program = None
         self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
@@ -251,7 +261,7 @@ class Target:
             self._bounded = now
         if self.program is not None and self.program.outdated(self.model):
             try:
-                self.program = PassProgram(self.model, self.kv_shape.dtype)
+                self.program = self.packed(self.kv_shape.dtype)
             except Unfit:
                 self.program = self.width = None  # rows that PyTorch computes have not been found to be exact
 

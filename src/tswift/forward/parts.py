@@ -1,0 +1,239 @@
+"""What a decoder is made of, as far as the C program of passes knows the parts.
+
+A model is read by the names of its modules, not by its class: which norms stand where, which linear layers are one,
+what turns queries and keys, what lets the MLP through, and by what it is multiplied on the way. A model fits if all its
+weights have a place. Whether they are put together as the program does is seen by comparing logits, near and far into a
+text (see adapting.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from tswift.attention.sdpa import AttentionSpec
+from tswift.forward.hf import output_rule
+
+_ROTARY = ("default", "linear", "llama3", "yarn")  # types whose rates are the same at every length
+# where a layer's norms stand: before attention, after it, before the MLP, after it
+_NORMS = {
+    "Llama": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "OLMo 2": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "Gemma": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+_GATES: dict[bool, Callable[[Tensor], Tensor]] = {False: F.silu, True: lambda x: F.gelu(x, approximate="tanh")}
+
+
+class Unfit(Exception):
+    """Why a model's passes cannot be such a program, in one line."""
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer's modules; linear layers that are one matrix are there once, the others of them are None.
+
+    Attributes:
+        linears: by the name in program.c's ``Layer``: queries, keys, values, output, gate, let, down.
+        norms: likewise: before, attended, between, fed, query_norm, key_norm; None where there is none.
+        joint: whether queries (and keys) are normed over all heads at once.
+        rotary: which rotary embedding turns queries and keys; None for none.
+        spec: of its attention.
+        scale: of the scores.
+    """
+
+    linears: Mapping[str, Any]
+    norms: Mapping[str, Any]
+    joint: bool
+    rotary: int | None
+    spec: AttentionSpec
+    scale: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A decoder's modules.
+
+    Attributes:
+        layers: one by one.
+        norm: the last one.
+        embeddings, lm_head: before and after them.
+        rotaries: rates ``[turned / 2]`` and scale of each rotary embedding.
+        gelu: whether the MLP lets through by the GELU's tangent form, and not by the SiLU.
+        embedding_scale, residual_scale: factors of embeddings, and of what layers add.
+        output_scale, output_cap: of the logits; 0 for none.
+        eps: of all norms.
+    """
+
+    layers: Sequence[LayerParts]
+    norm: Any
+    embeddings: Any
+    lm_head: Any
+    rotaries: Sequence[tuple[Tensor, float]]
+    gelu: bool
+    embedding_scale: float
+    residual_scale: float
+    output_scale: float
+    output_cap: float
+    eps: float
+
+
+def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) -> Parts:
+    """The parts of a causal language model of transformers, which may be on the meta device.
+
+    Args:
+        network: the model.
+        specs: of its layers' attention; empty where they are not known.
+
+    Raises:
+        Unfit: it has others.
+    """
+    kind, decoder = type(network).__name__, getattr(network, "get_decoder", lambda: None)()
+    if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
+        raise Unfit(f"{kind} has no program")
+    _refuse_other_turns(network.config)
+    rates = _Rates(decoder.rotary_emb)
+    specs = specs or [AttentionSpec()] * len(decoder.layers)
+    layers = [
+        _layer(layer, rates.index(network.config, index), spec)
+        for index, (layer, spec) in enumerate(zip(decoder.layers, specs, strict=True))
+    ]
+    mlps = [layer.mlp for layer in decoder.layers]
+    residual = {float(getattr(layer, "residual_multiplier", 1)) for layer in decoder.layers}
+    norms = [decoder.norm, *(norm for layer in layers for norm in layer.norms.values() if norm is not None)]
+    eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
+    if len(residual) > 1 or len(eps) > 1 or len({layer.linears["down"].in_features for layer in layers}) > 1:
+        raise Unfit("its layers differ in ways that have no program")
+    scale, cap = output_rule(network.config)
+    parts = Parts(
+        layers=layers,
+        norm=decoder.norm,
+        embeddings=decoder.embed_tokens,
+        lm_head=network.get_output_embeddings(),
+        rotaries=rates.found,
+        gelu=_gate(mlps[0]),
+        embedding_scale=float(getattr(decoder.embed_tokens, "scalar_embed_scale", 1))
+        * float(getattr(decoder, "embedding_multiplier", 1)),
+        residual_scale=residual.pop(),
+        output_scale=scale,
+        output_cap=cap,
+        eps=eps.pop(),
+    )
+    _refuse_left_over(network, parts, norms)
+    return parts
+
+
+def norm_weight(norm: Any) -> Tensor:
+    """What a norm multiplies by, in float32: its weights, or one more than these.
+
+    Raises:
+        Unfit: it is no RMS norm.
+    """
+    weight = norm.weight.detach().float()
+    given = torch.linspace(-1, 2, len(weight))
+    found = norm(given.to(norm.weight.dtype)).float()
+    plain = F.rms_norm(given, (len(weight),))
+    for added in (0.0, 1.0):
+        if torch.allclose(found, plain * (weight + added), rtol=2e-2, atol=1e-3):
+            return weight + added
+    raise Unfit("it has norms that are no RMS norms")
+
+
+def _layer(layer: Any, rotary: int | None, spec: AttentionSpec) -> LayerParts:
+    own, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    norms = next((each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None)
+    if own is None or mlp is None or norms is None:
+        raise Unfit(f"{type(layer).__name__} has parts that have no program")
+    if spec.sinks is not None:
+        raise Unfit("attention sinks have no program")
+    if _has(own, "qkv_proj"):
+        linears = {"queries": own.qkv_proj, "keys": None, "values": None}
+    elif _has(own, "q_proj", "k_proj", "v_proj"):
+        linears = {"queries": own.q_proj, "keys": own.k_proj, "values": own.v_proj}
+    else:
+        raise Unfit(f"{type(own).__name__} has no program")
+    if _has(mlp, "gate_up_proj", "down_proj"):
+        linears |= {"gate": mlp.gate_up_proj, "let": None}
+    elif _has(mlp, "gate_proj", "up_proj", "down_proj"):
+        linears |= {"gate": mlp.gate_proj, "let": mlp.up_proj}
+    else:
+        raise Unfit(f"{type(mlp).__name__} has no program")
+    linears |= {"output": getattr(own, "o_proj", None), "down": mlp.down_proj}
+    found = {
+        name: getattr(layer, norm) if norm else None
+        for name, norm in zip(("before", "attended", "between", "fed"), norms, strict=True)
+    }
+    found |= {"query_norm": getattr(own, "q_norm", None), "key_norm": getattr(own, "k_norm", None)}
+    heads = [norm for norm in (found["query_norm"], found["key_norm"]) if norm is not None]
+    return LayerParts(
+        linears=linears,
+        norms=found,
+        joint=any(len(norm.weight) != own.head_dim for norm in heads),
+        rotary=rotary if getattr(own, "use_rope", True) else None,
+        spec=spec,
+        scale=float(own.scaling),
+    )
+
+
+def _has(module: Any, *names: str) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+
+class _Rates:
+    """Rates and scales of a model's rotary embedding: one for all layers, or one for each type of layer."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._names: list[str] = []
+        self.found: list[tuple[Tensor, float]] = []
+
+    def index(self, config: Any, layer: int) -> int:
+        """Which of those found is a layer's."""
+        kind = (getattr(config, "layer_types", None) or [""] * (layer + 1))[layer]
+        name = f"{kind}_" if hasattr(self._rotary, f"{kind}_inv_freq") else ""
+        if name not in self._names:
+            if not hasattr(self._rotary, f"{name}inv_freq"):
+                raise Unfit("its position encoding has no program")
+            rates = getattr(self._rotary, f"{name}inv_freq")
+            if self.found and len(rates) != len(self.found[0][0]):
+                raise Unfit("its layers turn other shares of their heads, which has no program")
+            self._names.append(name)
+            self.found.append((rates, float(getattr(self._rotary, f"{name}attention_scaling"))))
+        return self._names.index(name)
+
+
+def _refuse_other_turns(config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if each is not None]
+    if not kinds or any(each.get("rope_type") not in _ROTARY for each in kinds):
+        raise Unfit("its position encoding has no program")
+
+
+def _gate(mlp: Any) -> bool:
+    """What lets an MLP through, see ``gelu`` of :class:`Parts`; seen by what it makes of some numbers."""
+    activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+    given = torch.linspace(-4, 4, 33)
+    for gelu, known in _GATES.items():
+        if activation is not None and torch.allclose(activation(given), known(given), atol=1e-5):
+            return gelu
+    raise Unfit("its activation has no program")
+
+
+def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[Any]) -> None:
+    """Refuse a model with weights that have no place among its parts."""
+    linears = (linear for layer in parts.layers for linear in layer.linears.values() if linear is not None)
+    modules = [*norms, *linears, parts.embeddings, parts.lm_head]
+    known = {id(weight) for module in modules for weight in module.parameters(recurse=False)}
+    for name, weight in network.named_parameters():
+        if id(weight) not in known:
+            raise Unfit(f"{name} has no place in a program")
