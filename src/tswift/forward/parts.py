@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
 from tswift.forward.hf import output_rule
+from tswift.forward.integers import IntegerLinear
 
 _ROTARY = ("default", "linear", "llama3", "yarn")  # types whose rates are the same at every length
 # where a layer's norms stand: before attention, after it, before the MLP, after it
@@ -169,6 +170,9 @@ def _layer(layer: Any, rotary: int | None, spec: AttentionSpec) -> LayerParts:
     else:
         raise Unfit(f"{type(mlp).__name__} has no program")
     linears |= {"output": getattr(own, "o_proj", None), "down": mlp.down_proj}
+    for linear in linears.values():
+        if not isinstance(linear, nn.Linear | IntegerLinear | None):
+            raise Unfit(f"{type(linear).__name__} has no program")
     found = {
         name: getattr(layer, norm) if norm else None
         for name, norm in zip(("before", "attended", "between", "fed"), norms, strict=True)
