@@ -397,9 +397,9 @@ def may_serve(config: Any) -> bool:
     try:
         network = skeleton(config)
         read_parts(network)
-    except Unfit:
+        return native.takes(network.get_decoder().layers[0].self_attn.head_dim)
+    except Exception:  # what is wrong with a configuration is told when the model is loaded
         return False
-    return native.takes(network.get_decoder().layers[0].self_attn.head_dim)
 
 
 def _refuse_unfit(network: PreTrainedModel) -> None:
