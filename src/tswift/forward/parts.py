@@ -99,7 +99,8 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     Raises:
         Unfit: it has others.
     """
-    kind, decoder = type(network).__name__, getattr(network, "get_decoder", lambda: None)()
+    kind = type(network).__name__
+    decoder: Any = network.get_decoder() if hasattr(network, "get_decoder") else None
     if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
         raise Unfit(f"{kind} has no program")
     _refuse_other_turns(network.config)
