@@ -48,7 +48,7 @@ _TYPES = {
     int: "i32",
     float: "fp32",
 }
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
 def compiled_launch(kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any], capability: int) -> Any:
@@ -88,7 +88,7 @@ def assembled(ptx: str) -> dict[str, int]:
 
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
-LAYER_NAMES = ("add_norm_rows", "rotate_rows", "silu_mul_rows", "quantize_row")
+LAYER_NAMES = ("add_norm_rows", "rotate_rows", "silu_mul_rows", "multiply_rows", "multiply_silu_rows")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
 SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
@@ -202,8 +202,8 @@ def compiled_layer(
         length = torch.zeros((), dtype=torch.int32)
         layer_kernels.rotate(query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32)
         layer_kernels.silu_mul(*torch.zeros(32, 2 * inner, **made).split(inner, 1))
-        if dtype == "bfloat16" and capability >= 89:
-            layer_kernels.quantize_rows(torch.zeros(32, inner, **made), 16)
+        if dtype != "float32":
+            kernels += compiled_products(capability, made["dtype"], hidden, sum(sizes), inner)
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
 

@@ -23,7 +23,7 @@ from tests.helpers import random_tree
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
-from tswift.forward import adapting, fused_layers
+from tswift.forward import adapting, draft_weights, fused_layers
 from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
 from tswift.forward.fused_layers import (
     fuse,
@@ -35,6 +35,7 @@ from tswift.forward.fused_layers import (
     separate_layers,
     tree_sum,
 )
+from tswift.forward.hf import join
 from tswift.forward.target import Target
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
@@ -130,6 +131,92 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
     assert same_bits(fresh[:, 0], second[-1])
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in tiles that tiny models have."""
+    monkeypatch.setattr(kernels, "_TILE", 16)
+    monkeypatch.setattr(kernels, "_STEP", 8)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 12)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("inputs", "outputs", "parts"), [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
+    """Close to float64; a row has its bits wherever it is, and whatever is beside it."""
+    given = random(1, rows, inputs + 3, dtype=dtype)[:, :inputs]
+    weights = random(2, outputs, inputs, dtype=dtype) / 16
+    bias = random(3, outputs, dtype=dtype)
+    made = kernels.multiply(given, weights, None, bias)
+    assert made.shape == (parts, rows, outputs)
+    exact = given.double() @ weights.double().T
+    assert ((made.double().sum(0) - exact - bias.double()).abs() <= 1e-5 * exact.abs().max()).all()
+    active = kernels.multiply_silu(given, weights)
+    gate, up = exact.chunk(2, 1)
+    wide = F.silu(gate) * up
+    assert ((active - wide).abs() <= 4 * torch.finfo(dtype).eps * wide.abs().max()).all()
+    row = given[-1:]
+    around = torch.cat([row.expand(2, -1), given[:1], row, torch.full_like(row, torch.inf)])
+    for at, among in ((0, row), (3, around)):
+        assert same_bits(kernels.multiply(among, weights, None, bias)[:, at], made[:, -1])
+        assert same_bits(kernels.multiply_silu(among, weights)[at], active[-1])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_with_weights_in_fp8(small, rows: int) -> None:
+    given, whole = random(1, rows, 64, dtype=torch.bfloat16), random(2, 32, 64, dtype=torch.float32)
+    scale = whole.abs().amax(1) / 448
+    weights = (whole / scale[:, None]).to(torch.float8_e4m3fn)
+    known = weights.double() * scale.double()[:, None]
+    made = kernels.multiply(given, weights, scale)
+    exact = given.double() @ known.T
+    assert ((made.double().sum(0) - exact).abs() <= 1e-5 * exact.abs().max()).all()
+    gate, up = exact.chunk(2, 1)
+    wide = F.silu(gate) * up
+    assert ((kernels.multiply_silu(given, weights, scale) - wide).abs() <= 0.02 * wide.abs().max()).all()
+
+
+def test_products_of_other_sizes_are_not_ours() -> None:
+    assert kernels.product_parts(4096, 6144) == 4
+    assert kernels.product_parts(14_336, 4096) == 4
+    assert kernels.product_parts(4096, 28_672) == 1
+    assert kernels.product_parts(576, 960) == 0  # 960 is no multiple of a tile
+    assert kernels.product_parts(100, 1024) == 0
+
+
+def whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product of its parts, added in their order, and rounded."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from(HALVES), st.booleans(), st.integers(0, 1000))
+def test_parts_are_added_where_they_are_read(parts, rows, dtype, normed, seed) -> None:
+    head, heads, kv_heads = 8, 4, 2
+    made = random(seed, parts, rows, (heads + 2 * kv_heads) * head, dtype=torch.float32)
+    split = [heads * head, kv_heads * head, kv_heads * head]
+    angles = (random(seed + 1, rows, head, dtype=dtype), random(seed + 2, rows, head, dtype=dtype))
+    weights = tuple(random(seed + 3, 2, head, dtype=dtype)) if normed else (None, None)
+    found = []
+    for query, key, value in (made.split(split, -1), whole(made, dtype).split(split, -1)):
+        cache = torch.full((2, kv_heads, rows, head), torch.nan, dtype=dtype)
+        out = kernels.rotate(query, key, value, angles, weights, EPS, (cache[0], cache[1], None), rows)
+        found.append((out, cache))
+    assert same_bits(found[0][0], found[1][0])
+    assert same_bits(found[0][1], found[1][1])
+    hidden, weight = random(seed + 4, rows, split[0], dtype=dtype), random(seed + 5, split[0], dtype=dtype)
+    added = made[..., : split[0]]
+    ours, plain = (kernels.add_norm(hidden, each, weight, EPS) for each in (added, whole(added, dtype)))
+    assert same_bits(ours[0], plain[0])
+    assert same_bits(ours[1], plain[1])
+
+
 def test_a_sum_is_a_tree_of_pairs() -> None:
     big = 2.0**24  # where an addition of 1 is lost
     assert tree_sum(torch.tensor([big, 1.0, 1.0, 0.0])).item() == big
@@ -188,6 +275,66 @@ def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) ->
     assert not is_fused(target.model)
 
 
+def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def count(*given: Any, **named: Any) -> Tensor:
+        made[name] += 1
+        return right(*given, **named)
+
+    return count
+
+
+@pytest.mark.parametrize("name", [FIT[2], *(pytest.param(name, marks=pytest.mark.slow) for name in (FIT[1], FIT[3]))])
+def test_layers_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All products of a narrow pass are ours, and those of a prompt PyTorch's; together they are transformers' layers.
+
+    Also with weights in FP8, for drafts.
+    """
+    made = Counter[str]()
+    for each in ("multiply", "multiply_silu"):
+        right = getattr(kernels, each)
+        monkeypatch.setattr(kernels, each, counted(made, each, right))
+    target = wrapped(name, torch.bfloat16)
+    assert (execution_note(target), target.fallbacks) == (FUSED, {})
+    made.clear()
+    ours, cache = tree_pass(target)
+    assert made == {"multiply": 2 * 3 * target.kv_shape.layers, "multiply_silu": 2 * target.kv_shape.layers}
+    theirs, _ = tree_pass(Target(network(name, torch.bfloat16), TreeAttention))
+    assert ((ours - theirs).norm() / theirs.norm()) < 0.05
+    replayed, written = tree_pass(target, static=True)
+    assert torch.equal(replayed, ours)
+    assert torch.equal(written.keys[:, :, :15], cache.keys[:, :, :15])
+    monkeypatch.setattr(kernels, "MOST_ROWS", 5)
+    made.clear()
+    tree_pass(target)
+    assert not made
+    monkeypatch.setattr(kernels, "MOST_ROWS", 64)
+    monkeypatch.setattr(draft_weights, "_DEVICES", ("cpu",))
+    cheap = Target(draft_weights.cheaper_copy(target.model, "fp8"), BACKENDS["triton"]())
+    assert is_fused(cheap.model)
+    made.clear()
+    drafted, _ = tree_pass(cheap)
+    assert made["multiply_silu"] == 2 * target.kv_shape.layers
+    assert ((drafted - ours).norm() / ours.norm()) < 0.3
+
+
+@pytest.mark.slow
+def test_rows_are_exact_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
+    monkeypatch.setattr(adapting, "_OTHERS", (0,))
+    target = wrapped("Qwen2.5", torch.bfloat16)
+    target.width = 6
+    fingerprint(target)  # raises where a row's bits depend on anything else
+
+
+@pytest.mark.parametrize(("name", "word"), [("multiply", "products"), ("multiply_silu", "products with SiLU")])
+def test_products_that_lie_are_not_used(small, lying, name: str, word: str) -> None:
+    made = network("Qwen3", torch.bfloat16)
+    join(made)
+    lying(name)
+    assert fuse(made) == f"the kernel of {word} computes something else than PyTorch"
+    assert not is_fused(made)
+
+
 @pytest.mark.slow
 def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
@@ -195,6 +342,19 @@ def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     target = wrapped("Qwen3", torch.bfloat16)
     target.width = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
+
+
+def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
+    """A layer that is called alone hands its sum to the next norm, which may be asked for another one."""
+    target = wrapped("Llama, GQA", torch.float32)
+    norm, hidden = target.model.get_decoder().layers[0].following[0], random(1, 1, 2, 32, dtype=torch.float32)
+    with torch.no_grad():
+        expected = norm(hidden)
+        norm.handed = (hidden + 1, hidden)
+        assert torch.equal(norm(hidden), expected)
+        norm.handed = (hidden, hidden + 1)
+        assert torch.equal(norm(hidden), hidden + 1)
+        assert torch.equal(norm(hidden), expected)
 
 
 def test_a_call_without_our_cache_goes_the_old_way() -> None:
@@ -237,9 +397,9 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def lie(name: str) -> None:
         right = getattr(kernels, name)
 
-        def wrong(*given):
-            out = right(*given)
-            (out[-1] if isinstance(out, tuple) else out)[-1, -1].mul_(1.01)
+        def wrong(*given, **named):
+            out = right(*given, **named)
+            (out[-1] if isinstance(out, tuple) else out)[-1, -1].mul_(1.5)
             return out
 
         monkeypatch.setattr(kernels, name, wrong)

@@ -43,11 +43,35 @@ from torch import Tensor
 
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton
+    gdc_launch_dependents = gdc_wait = None
+
 # Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the second, then the third.
 NEAR = 16
 MIDDLE = 24
 _NEAR = tl.constexpr(NEAR)
 _MIDDLE = tl.constexpr(MIDDLE)
+
+
+@triton.jit
+def after_the_one_before():
+    """In a kernel that is launched early: let the next one be, and wait for all that the one before has written.
+
+    As every kernel waits before it writes, what the ones before that one have written is there, too.
+    """
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+def launched_early(near: Tensor, early: bool) -> dict[str, bool]:
+    """Options of a launch that need not wait until the kernel before has ended (programmatic dependent launch).
+
+    That kernel has to be one of ours. From compute capability 9 on; no GPU has confirmed it yet.
+    """
+    early = early and gdc_wait is not None and _generation(near.device) >= _EARLIEST
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}
 
 
 @triton.jit
@@ -124,13 +148,15 @@ def attend_chunk(
     values_slot, scale, cap, nodes,
     GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     REACH: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of rows over one chunk of the keys of one KV head, or the rows of one node over its tail.
 
     Grid ``(kv heads, row blocks * chunks + tails)``. The newest chunks, which are the longest, go first, so that short
     ones and tails fill the gaps that they leave at the end. Of the partial results, tails are the first, chunks follow.
     """
+    if EARLY:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     parts: tl.constexpr = (GROUPS + ROWS - 1) // ROWS  # of a node's rows
     tail = tl.program_id(1) - tl.num_programs(1) + nodes * parts  # negative in programs of chunks
@@ -220,11 +246,14 @@ def combine_chunks(
     outs, lses, out, depths, sinks, length, out_head, out_node, nodes,
     GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     REACH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weigh what tail and chunks found for a block of rows by their log-sum-exps; grid ``(row blocks, kv heads)``.
 
     ``CHUNKS`` are read at a time, always the same ones together. Those that a row does not see were not written.
     """
+    if EARLY:
+        after_the_one_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     node = row // GROUPS
@@ -291,6 +320,7 @@ def store_new(
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EARLIEST = 9  # compute capability
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
 _NOTHING = AttentionSpec()
 
@@ -338,6 +368,7 @@ class TritonAttention(Attention):
             "WINDOW": spec.window or 0,
             "enable_fp_fusion": False,  # left to the compiler, what is rounded once and what twice is not known
         }
+        early = launched_early(query, True)
         factor, cap = scale * math.log2(math.e), 0.0
         if spec.softcap is not None:  # the kernel's hyperbolic tangent takes powers of two as well
             factor, cap = 2 * factor / spec.softcap, spec.softcap * math.log2(math.e)
@@ -349,13 +380,13 @@ class TritonAttention(Attention):
             attend_chunk[self._kv_heads, programs](
                 query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
                 *keys.stride()[:2], *values.stride()[:2], factor, cap, self._nodes, ROWS=run.rows,
-                SOFTCAP=spec.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
-                maxnreg=run.registers, **shared,
+                SOFTCAP=spec.softcap is not None, WIDE=self._wide, EARLY=early["EARLY"], num_warps=run.warps,
+                num_stages=run.stages, maxnreg=run.registers, **shared,
             )  # fmt: skip
             block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
                 outs, lses, out, self._depths, spec.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
-                CHUNKS=32, **shared,
+                CHUNKS=32, **early, **shared,
             )  # fmt: skip
         return out.to(query.dtype)
 

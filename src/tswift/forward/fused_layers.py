@@ -1,4 +1,4 @@
-"""Decoder layers whose element-wise parts are Triton kernels: ten kernels a layer, and the same bits in every process.
+"""Decoder layers by Triton kernels: nine or ten kernels a layer, and the same bits in every process.
 
 The modeling code stays in transformers. Of the layers listed here, whose forward is known, the class is exchanged for
 one that does the same with kernels, in passes of ours; a call without such a pass goes the old way. Each layer adds its
@@ -8,7 +8,7 @@ return is what they took and returned before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tswift.forward.hf import UnsupportedModel, final_norm
+from tswift.forward.draft_weights import Float8Linear
+from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm
 from tswift.forward.passes import Pass
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRIED = 5  # rows that kernels are tried with
+_ROUNDED = 1e-4  # of the largest number, that sums in float32 may be off by
+_REPEATS = 8
 
 
 class FusedNorm(nn.Module):
@@ -45,10 +48,10 @@ class FusedNorm(nn.Module):
         return add_norm(rows, None, self.weight, self.variance_epsilon)[1].view_as(hidden_states)
 
     def added(self, hidden: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of two ``[1, n, H]``, and its norm."""
+        """The sum of ``[1, n, H]`` and a product ``[n, H]``, perhaps in parts; and its norm."""
         from tswift.forward.layer_kernels import add_norm
 
-        total, normed = add_norm(hidden[0], more[0], self.weight, self.variance_epsilon)
+        total, normed = add_norm(hidden[0], more, self.weight, self.variance_epsilon)
         return total.unsqueeze(0), normed.unsqueeze(0)
 
 
@@ -66,35 +69,78 @@ class FusedLayer(nn.Module):
         run = named.get("tswift")
         if not isinstance(run, Pass) or torch.is_grad_enabled():
             return super().forward(hidden_states, *given, **named)
-        from tswift.forward.layer_kernels import silu_mul
-
-        normed = self.input_layernorm(hidden_states)
-        mixed = self.self_attn.o_proj(_attended(self.self_attn, normed, named["position_embeddings"], run))
-        hidden, normed = self.post_attention_layernorm.added(hidden_states, mixed)
-        active = silu_mul(self.mlp.gate_proj(normed)[0], self.mlp.up_proj(normed)[0])
-        hidden, normed = self.following[0].added(hidden, self.mlp.down_proj(active.unsqueeze(0)))
+        normed = self.input_layernorm(hidden_states)[0]
+        mixed = _attended(self.self_attn, normed, named["position_embeddings"], run)
+        # what runs before this product is one of our kernels, unless another attention serves, or rows are added
+        early = run.special is None and run.attend.PADDED
+        hidden, normed = self.post_attention_layernorm.added(
+            hidden_states, _multiplied([self.self_attn.o_proj], mixed, early)[0]
+        )
+        active = _activated(self.mlp, normed[0])
+        hidden, normed = self.following[0].added(hidden, _multiplied([self.mlp.down_proj], active)[0])
         self.following[0].handed = (hidden, normed)
         return hidden
 
 
+def _weights(layers: Sequence[nn.Module], rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Weights, scales and bias of linear layers with the same input, if a kernel multiplies so few rows by them."""
+    from tswift.forward.layer_kernels import MOST_ROWS, product_parts
+
+    first = layers[0]
+    whole = first.product if isinstance(first, JoinedLinear) else first if len(layers) == 1 else None
+    if type(whole) is Float8Linear:
+        found = whole.weight, whole.scale[0], whole.bias
+    elif type(whole) is nn.Linear and whole.weight.dtype == rows.dtype and rows.dtype.itemsize == 2:
+        found = whole.weight, None, whole.bias
+    else:
+        return None
+    outputs, inputs = found[0].shape
+    return found if len(rows) <= MOST_ROWS and product_parts(inputs, outputs) else None
+
+
+def _multiplied(layers: Sequence[nn.Module], rows: Tensor, early: bool = True) -> list[Tensor]:
+    """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``, or parts ``[parts, n, out]``."""
+    known = _weights(layers, rows)
+    if known is None:
+        shared = rows.unsqueeze(0)  # one object: joined layers know their input by it
+        return [each(shared)[0] for each in layers]
+    from tswift.forward.layer_kernels import multiply
+
+    weights, scales, bias = known
+    parts = multiply(rows, weights, scales, bias, early)
+    return list(parts.split([each.out_features for each in layers], -1))
+
+
+def _activated(mlp: Any, rows: Tensor) -> Tensor:
+    """What the last product of an MLP takes: ``[n, m]`` from ``[n, H]``."""
+    from tswift.forward.layer_kernels import multiply_silu, silu_mul
+
+    known = _weights([mlp.gate_proj, mlp.up_proj], rows)
+    if known is not None and known[2] is None:
+        return multiply_silu(rows, known[0], known[1])
+    shared = rows.unsqueeze(0)
+    return silu_mul(mlp.gate_proj(shared)[0], mlp.up_proj(shared)[0])
+
+
 def _attended(module: Any, normed: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
-    """Attention of one layer: ``[1, n, query heads * d]`` from normalised hidden states."""
+    """Attention of one layer: ``[n, query heads * d]`` from normalised hidden states."""
     from tswift.forward.layer_kernels import rotate
 
-    query, key, value = (each(normed)[0] for each in (module.q_proj, module.k_proj, module.v_proj))
+    query, key, value = _multiplied([module.q_proj, module.k_proj, module.v_proj], normed)
     cosines, sines = (each[0].contiguous() for each in angles)
     weights, eps = _head_norms(module)
-    index, scale = module.layer_idx, module.scaling
-    if run.slots is None or run.slots[0].shape.dtype != query.dtype:
-        keys = key.new_empty(len(key), key.shape[1] // module.head_dim, module.head_dim).transpose(0, 1)
-        query = rotate(query, key, None, (cosines, sines), weights, eps, (keys, None, None), len(key))
-        out = run.layer(index, query, keys, value.unflatten(1, (-1, module.head_dim)).transpose(0, 1), scale)
+    index, scale, head = module.layer_idx, module.scaling, module.head_dim
+    if run.slots is None or run.slots[0].shape.dtype != normed.dtype:
+        heads = key.shape[-1] // head
+        keys, values = normed.new_empty(2, len(normed), heads, head).transpose(1, 2)
+        query = rotate(query, key, value, (cosines, sines), weights, eps, (keys, values, None), len(normed))
+        out = run.layer(index, query, keys, values, scale)
     else:
         kv, length = run.slots
         cache = (kv.keys[index], kv.values[index])
         query = rotate(query, key, value, (cosines, sines), weights, eps, (*cache, length), run.nodes)
         out = run.attended(index, query, *cache, scale)
-    return out.transpose(0, 1).reshape(1, len(query[0]), -1)
+    return out.transpose(0, 1).reshape(len(normed), -1)
 
 
 def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
@@ -235,6 +281,38 @@ class Wrong(Exception):
     """Kernels computed something else than plain PyTorch."""
 
 
+def _try_products(layers: Sequence[Any], rows: Tensor) -> None:
+    """Compare products of some rows, which are rounded once, with those in float64.
+
+    Raises:
+        Wrong: they are far apart, or others the second time.
+    """
+    from tswift.forward import layer_kernels as kernels
+
+    known = _weights(layers, rows)
+    if known is None:
+        return
+    weights, scales, bias = known
+    parts = kernels.multiply(rows, weights, scales, bias)
+    exact = F.linear(rows.double(), weights.double(), None if bias is None else bias.double())
+    if not (parts.double().sum(0) - exact).abs().max() <= _ROUNDED * exact.abs().max():
+        raise Wrong("the kernel of products computes something else than PyTorch")
+    whole = parts[0].clone()
+    for part in parts[1:]:
+        whole += part
+    if len(layers) == 2 and bias is None:
+        gate, up = whole.to(rows.dtype).chunk(2, 1)
+        ours, plain = kernels.multiply_silu(rows, weights, scales).double(), plain_silu_mul(gate, up).double()
+        if not (ours - plain).abs().max() <= 4 * torch.finfo(rows.dtype).eps * plain.abs().max():
+            raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
+    for _ in range(_REPEATS):  # launched early behind others, where that is done: nothing may be read too soon
+        norm = torch.ones_like(rows[0])
+        total, _ = kernels.add_norm(rows, None, norm, 1.0)
+        again = kernels.multiply(total, weights, scales, bias, early=True)
+        if not torch.equal(again, parts):
+            raise Wrong("the kernel of products gives other bits the second time")
+
+
 @torch.inference_mode()
 def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
     """Compare the kernels with plain PyTorch on random rows of a layer's sizes.
@@ -260,6 +338,8 @@ def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
     compare("norms", normed, plain_norm(total, norm.weight, norm.variance_epsilon))
     gate, up = random(2, _TRIED, layer.mlp.gate_proj.out_features)
     compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
+    for linears in ([layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]):
+        _try_products(linears, random(_TRIED, linears[0].in_features))
     kv_heads = attention.k_proj.out_features // head
     query = random(_TRIED, attention.q_proj.out_features)
     key, value = random(2, _TRIED, kv_heads * head)

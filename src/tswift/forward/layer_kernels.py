@@ -1,8 +1,13 @@
-"""Triton kernels for what stands between the matrix products of a layer; only ``fused_layers`` imports this module.
+"""Triton kernels of a layer, but for its attention; only ``fused_layers`` imports this module.
 
-A layer of Llama's kind takes ten kernels with them: four products, the attention's two, and four of these. That are
-residual addition with RMSNorm (twice), rotation of queries and keys with the store into the cache, and SiLU with its
-product.
+A layer of Llama's kind takes nine: four products, the second of which ends with SiLU, the attention's two, residual
+addition with RMSNorm (twice), and rotation of queries and keys with the store into the cache. A pass of many rows,
+and a layer whose sizes do not fit, leave the products to PyTorch, and SiLU is a kernel of its own then.
+
+**Products of few rows** read each weight once, and that is what they take. Weights stand where matrix units take many
+rows, and rows where they take few. As many programs as fit side by side share the outputs and, where these are few, the
+inputs: then each leaves a part of the sum in float32, and the kernel behind adds the parts up, always in one order, and
+rounds. How a sum is cut follows from the layer's sizes alone.
 
 **Bits are the same everywhere.** A program computes one row (or a few heads of one row) from that row alone, so a row's
 place in a pass and the pass's width decide nothing. A sum over a row is a tree of pairs: neighbours are added, then
@@ -19,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tswift.attention.triton import after_the_one_before, launched_early
 
 @triton.jit
 def _rounded(numbers, kind: tl.constexpr, INTERPRETED: tl.constexpr):
@@ -58,18 +64,111 @@ def _exponential(numbers):
 
 
 @triton.jit
+def _of_product(at, mask, part_size, PARTS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Numbers that a product made, in float32: rounded already where there are no parts, else their sum, rounded."""
+    numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if PARTS:
+        for part in tl.static_range(1, PARTS):
+            numbers += tl.load(at + part * part_size, mask=mask, other=0.0)
+        numbers = _rounded(numbers, kind, INTERPRETED)
+    return numbers
+
+
+@triton.jit
+def _ask_for(rows, STEP: tl.constexpr):
+    """Have the first numbers behind each pointer brought near, in 4 steps: the L2 cache keeps them for later loads."""
+    at = rows[:, None] + tl.arange(0, 4)[None, :] * STEP
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def multiply_rows(
+    rows, weights, scales, bias, parts, nodes, rows_row,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A part of a product of some rows; grid ``(tiles of outputs, parts)``. Weights in FP8 have scales."""
+    part = tl.program_id(1)
+    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    used = (row < nodes)[None, :]
+    inputs = part * SPAN + tl.arange(0, STEP)
+    weight_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
+    row_at = rows + row[None, :] * rows_row + inputs[:, None]
+    if EARLY:
+        _ask_for(weights + outputs.to(tl.int64) * SIZE + part * SPAN, STEP)
+        after_the_one_before()
+    total = tl.zeros([TILE, ROWS], tl.float32)
+    for step in range(SPAN // STEP):
+        taken = tl.load(row_at + step * STEP, mask=used, other=0.0)
+        if WIDE:
+            taken = taken.to(tl.float32)
+        weight = tl.load(weight_at + step * STEP).to(taken.dtype)
+        total = tl.dot(weight, taken, total, input_precision="ieee")
+    if scales is not None:
+        total = total * tl.load(scales + outputs)[:, None]
+    if bias is not None:
+        if part == 0:
+            total = total + tl.load(bias + outputs).to(tl.float32)[:, None]
+    at = parts + (part * nodes + row).to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
+    tl.store(at, total, mask=used)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def multiply_silu_rows(
+    rows, weights, scales, out, nodes, rows_row,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Two products of some rows, and SiLU of the first times the second; grid ``(tiles of outputs,)``.
+
+    The second one's weights and scales stand behind the first one's.
+    """
+    kind: tl.constexpr = out.dtype.element_ty
+    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.arange(0, ROWS)
+    used = (row < nodes)[None, :]
+    inputs = tl.arange(0, STEP)
+    first_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
+    second_at = weights + (outputs + OUTPUTS).to(tl.int64)[:, None] * SIZE + inputs[None, :]
+    row_at = rows + row[None, :] * rows_row + inputs[:, None]
+    if EARLY:
+        _ask_for(weights + outputs.to(tl.int64) * SIZE, STEP)
+        _ask_for(weights + (outputs + OUTPUTS).to(tl.int64) * SIZE, STEP)
+        after_the_one_before()
+    gate = tl.zeros([TILE, ROWS], tl.float32)
+    up = tl.zeros([TILE, ROWS], tl.float32)
+    for step in range(SIZE // STEP):
+        taken = tl.load(row_at + step * STEP, mask=used, other=0.0)
+        if WIDE:
+            taken = taken.to(tl.float32)
+        gate = tl.dot(tl.load(first_at + step * STEP).to(taken.dtype), taken, gate, input_precision="ieee")
+        up = tl.dot(tl.load(second_at + step * STEP).to(taken.dtype), taken, up, input_precision="ieee")
+    if scales is not None:
+        gate = gate * tl.load(scales + outputs)[:, None]
+        up = up * tl.load(scales + OUTPUTS + outputs)[:, None]
+    active = _active(_rounded(gate, kind, INTERPRETED), _rounded(up, kind, INTERPRETED), kind, INTERPRETED)
+    at = out + row.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
+    tl.store(at, active.to(kind), mask=used)
+
+
+@triton.jit
 def add_norm_rows(
-    hidden, added, weight, total, normed, hidden_row, added_row, eps,
-    SIZE: tl.constexpr, LEVELS: tl.constexpr, INTERPRETED: tl.constexpr,
+    hidden, added, weight, total, normed, hidden_row, added_row, part_size, eps,
+    SIZE: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One row's sum with what is added to it, if anything is, and the RMSNorm of that; grid ``(rows,)``."""
+    if EARLY:
+        after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     kind: tl.constexpr = normed.dtype.element_ty
     places = tl.arange(0, 1 << LEVELS)
     inside = places < SIZE
     numbers = tl.load(hidden + row * hidden_row + places, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        numbers += tl.load(added + row * added_row + places, mask=inside, other=0.0).to(tl.float32)
+        numbers += _of_product(added + row * added_row + places, inside, part_size, PARTS, kind, INTERPRETED)
         numbers = _rounded(numbers, kind, INTERPRETED)
         tl.store(total + row * SIZE + places, numbers.to(kind), mask=inside)
     squares = _tree_sum(tl.reshape(numbers * numbers, [1, 1 << LEVELS]), 1, LEVELS)
@@ -96,8 +195,8 @@ def _normed_heads(
 
 @triton.jit
 def _rotated_heads(
-    source, target, weight, cosines, sines, heads, count, source_head, target_head, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, INTERPRETED: tl.constexpr,
+    source, target, weight, cosines, sines, heads, count, source_head, target_head, part_size, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Normalise, if there is a weight, and rotate some heads of a row; those from ``count`` on do not exist."""
     kind: tl.constexpr = target.dtype.element_ty
@@ -105,8 +204,8 @@ def _rotated_heads(
     inside = places < HALF
     exist = (heads < count)[:, None] & inside[None, :]
     source_at = source + heads[:, None] * source_head + places[None, :]
-    first = tl.load(source_at, mask=exist, other=0.0).to(tl.float32)
-    second = tl.load(source_at + HALF, mask=exist, other=0.0).to(tl.float32)
+    first = _of_product(source_at, exist, part_size, PARTS, kind, INTERPRETED)
+    second = _of_product(source_at + HALF, exist, part_size, PARTS, kind, INTERPRETED)
     if weight is not None:
         first, second = _normed_heads(
             first, second, weight, places, inside, eps, HEADS, HALF, LEVELS, kind, INTERPRETED
@@ -127,15 +226,17 @@ def _rotated_heads(
 @triton.jit(do_not_specialize=["nodes", "capacity"])
 def rotate_rows(
     query, key, value, cosines, sines, query_weight, key_weight, rotated, keys, values, length, query_row, key_row,
-    value_row, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
+    value_row, part_size, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, HEADS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Rotate a row's queries and keys, and put its keys and values into their slot; grid ``(rows, parts)``.
 
     A part is ``HEADS`` query heads, or behind those ``HEADS`` KV heads. Rows from ``nodes`` on are padding, whose keys
     and values go nowhere. Without a length slots are counted from 0; without ``values`` these are left where they are.
     """
+    if EARLY:
+        after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cosines += row * 2 * HALF
@@ -145,7 +246,7 @@ def rotate_rows(
         heads = part * HEADS + tl.arange(0, HEADS)
         _rotated_heads(
             query + row * query_row, rotated + row * QUERY_HEADS * 2 * HALF, query_weight, cosines, sines, heads,
-            QUERY_HEADS, 2 * HALF, 2 * HALF, eps, HEADS, HALF, LEVELS, INTERPRETED,
+            QUERY_HEADS, 2 * HALF, 2 * HALF, part_size, eps, HEADS, HALF, LEVELS, PARTS, INTERPRETED,
         )  # fmt: skip
         return
     heads = (part - query_parts) * HEADS + tl.arange(0, HEADS)
@@ -157,13 +258,22 @@ def rotate_rows(
     heads = heads.to(tl.int64)
     _rotated_heads(
         key + row * key_row, keys + slot * keys_slot, key_weight, cosines, sines, heads, KV_HEADS, 2 * HALF, keys_head,
-        eps, HEADS, HALF, LEVELS, INTERPRETED,
+        part_size, eps, HEADS, HALF, LEVELS, PARTS, INTERPRETED,
     )  # fmt: skip
     if values is not None:
         places = tl.arange(0, 2 << LEVELS)
         exist = (heads < KV_HEADS)[:, None] & (places < 2 * HALF)[None, :]
-        numbers = tl.load(value + row * value_row + heads[:, None] * 2 * HALF + places[None, :], mask=exist)
+        kind: tl.constexpr = values.dtype.element_ty
+        value_at = value + row * value_row + heads[:, None] * 2 * HALF + places[None, :]
+        numbers = _of_product(value_at, exist, part_size, PARTS, kind, INTERPRETED).to(kind)
         tl.store(values + slot * values_slot + heads[:, None] * values_head + places[None, :], numbers, mask=exist)
+
+
+@triton.jit
+def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``silu(gate) * up`` of float32 numbers."""
+    active = _rounded(tl.div_rn(gate, 1.0 + _exponential(-gate)), kind, INTERPRETED)
+    return _rounded(active * up, kind, INTERPRETED)
 
 
 @triton.jit
@@ -173,27 +283,21 @@ def silu_mul_rows(gate, up, out, gate_row, up_row, SIZE, BLOCK: tl.constexpr, IN
     kind: tl.constexpr = out.dtype.element_ty
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < SIZE
-    numbers = tl.load(gate + row * gate_row + places, mask=inside, other=0.0).to(tl.float32)
-    active = _rounded(tl.div_rn(numbers, 1.0 + _exponential(-numbers)), kind, INTERPRETED)
-    active = active * tl.load(up + row * up_row + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + places, _rounded(active, kind, INTERPRETED).to(kind), mask=inside)
-
-
-@triton.jit
-def quantize_row(source, target, scales, source_row, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row in FP8, and what 1 stands for in it; rows from ``rows`` on are empty; grid ``(padded rows,)``."""
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, BLOCK)
-    inside = places < SIZE
-    numbers = tl.load(source + row * source_row + places, mask=inside & (row < rows), other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(numbers), 0), 1e-12) / 448.0
-    tl.store(scales + row, scale)
-    tl.store(target + row * SIZE + places, (numbers / scale).to(target.dtype.element_ty), mask=inside)
+    first = tl.load(gate + row * gate_row + places, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(up + row * up_row + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + places, _active(first, second, kind, INTERPRETED).to(kind), mask=inside)
 
 
 _INTERPRETED = not isinstance(add_norm_rows, triton.JITFunction)
 _HEADS = 4  # of a program that rotates
 _BLOCK = 1024  # numbers of a program of SiLU
+# Of products: outputs of a program, inputs that it takes at a time, and how many programs there should be at least, for
+# some 130 processors. Chosen by what the compiler makes of them (results/cuda-offline); no GPU has timed them yet.
+_TILE = 128
+_STEP = 64
+_PROGRAMS = 120
+_MOST_PARTS = 8
+MOST_ROWS = 64
 _UNFUSED = {"enable_fp_fusion": False}  # what is rounded once and what twice is said by the kernels alone
 
 
@@ -201,17 +305,79 @@ def _levels(size: int) -> int:
     return (size - 1).bit_length()
 
 
+def product_parts(inputs: int, outputs: int) -> int:
+    """In how many parts the inputs of a product are summed; 0 where it is left to PyTorch."""
+    if outputs % _TILE or inputs % _STEP:
+        return 0
+    parts = 1
+    while outputs // _TILE * parts < _PROGRAMS and parts < _MOST_PARTS and inputs % (2 * parts * _STEP) == 0:
+        parts *= 2
+    return parts
+
+
+def _padded(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows))
+
+
+def multiply(
+    rows: Tensor, weights: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, early: bool = False
+) -> Tensor:
+    """The product of up to ``MOST_ROWS`` rows ``[n, in]`` with weights ``[out, in]``, in parts ``[parts, n, out]``.
+
+    The parts' sum is the product. Scales ``[out]`` are of weights in FP8. ``early`` is for a launch right behind one of
+    the kernels here or in the attention.
+    """
+    (nodes, size), outputs = rows.shape, len(weights)
+    parts = product_parts(size, outputs)
+    out = rows.new_empty(parts, nodes, outputs, dtype=torch.float32)
+    with torch.cuda.device_of(rows):
+        multiply_rows[outputs // _TILE, parts](
+            rows, weights, scales, bias, out, nodes, rows.stride(0),
+            SIZE=size, OUTPUTS=outputs, SPAN=size // parts, TILE=_TILE, STEP=_STEP, ROWS=_padded(nodes),
+            WIDE=_INTERPRETED, num_warps=4, num_stages=4, **launched_early(rows, early),
+        )  # fmt: skip
+    return out
+
+
+def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` ``[n, m]`` of up to ``MOST_ROWS`` rows ``[n, in]``; both one's weights are ``[2 * m, in]``.
+
+    Only right behind another kernel of these.
+    """
+    (nodes, size), outputs = rows.shape, len(weights) // 2
+    out = rows.new_empty(nodes, outputs)
+    tile = _TILE // 2
+    with torch.cuda.device_of(rows):
+        multiply_silu_rows[outputs // tile,](
+            rows, weights, scales, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs, TILE=tile, STEP=_STEP,
+            ROWS=_padded(nodes), WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=4, num_stages=4,
+            **launched_early(rows, True), **_UNFUSED,
+        )  # fmt: skip
+    return out
+
+
+def _layout(rows: Tensor | None) -> tuple[int, int, int]:
+    """From a row to the next, from a part to the next, and how many parts there are: 0 for a whole ``[n, m]``."""
+    if rows is None:
+        return 0, 0, 0
+    return (rows.stride(1), rows.stride(0), len(rows)) if rows.dim() == 3 else (rows.stride(0), 0, 0)
+
+
 def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``hidden + added`` and its RMSNorm, of ``[n, H]`` rows that are contiguous each; ``added`` None adds nothing."""
+    """``hidden + added`` and its RMSNorm, of ``[n, H]`` rows that are contiguous each; ``added`` None adds nothing.
+
+    It may also be the parts of a product ``[parts, n, H]``.
+    """
     rows, size = hidden.shape
     normed = hidden.new_empty(rows, size)
     total = hidden if added is None else hidden.new_empty(rows, size)
     levels = _levels(size)
+    added_row, part_size, parts = _layout(added)
     with torch.cuda.device_of(hidden):
         add_norm_rows[rows,](
-            hidden, added, weight, total, normed, hidden.stride(0), 0 if added is None else added.stride(0), eps,
-            SIZE=size, LEVELS=levels, INTERPRETED=_INTERPRETED, num_warps=min(16, max(1, 1 << max(0, levels - 10))),
-            **_UNFUSED,
+            hidden, added, weight, total, normed, hidden.stride(0), added_row, part_size, eps,
+            SIZE=size, LEVELS=levels, PARTS=parts, INTERPRETED=_INTERPRETED,
+            num_warps=min(16, max(1, 1 << max(0, levels - 10))), **launched_early(hidden, parts > 0), **_UNFUSED,
         )  # fmt: skip
     return total, normed
 
@@ -229,7 +395,8 @@ def rotate(
     """Rotate queries and keys; the first ``nodes`` rows' keys and values go into a cache.
 
     Args:
-        query, key, value: ``[n, heads * d]``, rows contiguous each; the value only where the cache has values.
+        query, key, value: ``[n, heads * d]``, rows contiguous each; the value only where the cache has values. They may
+            also be the parts of one product, ``[parts, n, heads * d]``.
         angles: cosines and sines ``[n, d]``, contiguous.
         norms: weights ``[d]`` of the norms of queries and of keys; None for no norm.
         eps: of these norms.
@@ -241,17 +408,18 @@ def rotate(
         The queries ``[query heads, n, d]``, normalised and rotated, in memory ``[n, heads, d]``.
     """
     keys, values, length = cache
-    rows, size = query.shape[0], keys.shape[2]
-    query_heads, kv_heads = query.shape[1] // size, keys.shape[0]
-    rotated = query.new_empty(rows, query_heads, size)
+    rows, size = query.shape[-2], keys.shape[2]
+    query_heads, kv_heads = query.shape[-1] // size, keys.shape[0]
+    rotated = keys.new_empty(rows, query_heads, size)
+    query_row, part_size, count = _layout(query)
     parts = triton.cdiv(query_heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)
     values_strides = (0, 0) if values is None else values.stride()[:2]
     with torch.cuda.device_of(query):
         rotate_rows[rows, parts](
-            query, key, value, *angles, *norms, rotated, keys, values, length, query.stride(0), key.stride(0),
-            0 if value is None else value.stride(0), *keys.stride()[:2], *values_strides, eps, nodes, keys.shape[1],
+            query, key, value, *angles, *norms, rotated, keys, values, length, query_row, _layout(key)[0],
+            _layout(value)[0], part_size, *keys.stride()[:2], *values_strides, eps, nodes, keys.shape[1],
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HALF=size // 2, LEVELS=_levels(size // 2), HEADS=_HEADS,
-            INTERPRETED=_INTERPRETED, num_warps=1, **_UNFUSED,
+            PARTS=count, INTERPRETED=_INTERPRETED, num_warps=1, **launched_early(query, count > 0), **_UNFUSED,
         )  # fmt: skip
     return rotated.transpose(0, 1)
 
@@ -267,16 +435,3 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         )  # fmt: skip
     return out
 
-
-def quantize_rows(rows: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """``[n, m]`` rows in FP8, with empty ones up to a multiple; and what 1 stands for in each, ``[n, 1]`` float32."""
-    count, size = rows.shape
-    padded = triton.cdiv(count, multiple) * multiple
-    small = rows.new_empty(padded, size, dtype=torch.float8_e4m3fn)
-    scales = rows.new_empty(padded, 1, dtype=torch.float32)
-    block = triton.next_power_of_2(size)
-    with torch.cuda.device_of(rows):
-        quantize_row[padded,](
-            rows, small, scales, rows.stride(0), count, SIZE=size, BLOCK=block, num_warps=min(16, max(1, block // 1024))
-        )
-    return small, scales

@@ -1,0 +1,250 @@
+"""Estimated time of passes, steps and texts on an H200: a cost model, nothing of it measured.
+
+A pass is priced by the bytes that it reads, its operations and its launches; a step by its passes, its sampler and the
+time in which the device waits for the host. Default nodes and tiles are read from the code. What is guessed stands in
+the constants and in :data:`DESIGNS`.
+
+    python -m benchmarks.gpu.estimate --shape llama3.1-8b --alpha 0.9
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks import tables
+from tswift.attention import triton
+from tswift.attention.sdpa import MAX_WIDTH
+from tswift.benchmarking.roofline import MACHINES, pass_seconds
+from tswift.drafting.methods import usual_nodes
+from tswift.forward.passes import sizes
+from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
+
+# Rates of an H200, bytes or operations per second. All but the published ones are guesses from an H100's.
+PUBLISHED = MACHINES["h200"]
+ACHIEVED = 4.3e12  # of the memory, by a good kernel
+KEYS = 3.9e12  # of the memory, by the attention of one node
+L2 = 6.0e12  # least certain of all; of partial results, and of keys that several blocks of rows read
+ATTENTION_FLOPS = 560e12
+PRODUCT_FLOPS = 600e12  # of products over many rows
+EXPOSED = 0.3  # share of a product's operations that reading weights does not hide
+FLOAT64_RATE = 3.8e12  # of the memory, by the sampler's float64 kernels
+# Seconds.
+SMALL = 0.7e-6  # a kernel that is neither a product nor attention, beyond its gap
+LEAST_ATTENTION = 8e-6  # attention of a layer over few keys
+LM_HEAD_SHARE = 0.94  # of ACHIEVED
+IDLE = 0.1e-3  # from the end of one program to the launch of the next: aimed at
+# Kernels, counted by a dispatch mode on a CPU, views apart; those of a pass stand outside its layers.
+BESIDE = 19
+PACKING = 5  # of a tree's ancestors
+HEADS = 3
+DEPTH = 4  # most tokens drafted along a path
+SAMPLER_BYTES = 20.0  # per logit: two bytes read twice; noise in float64 takes as long as 16 more
+SAMPLER_KERNELS = 3
+DRAFT_TAIL = 26 + 3  # after the draft pass, in its graph: heads, warping, and the ranking of candidates
+COMMIT = 98  # that complete the tree, walk it and commit
+PLAIN_COMMIT = 26  # the same in plain decoding
+BUDGET = 4096  # keys that a draft pass reads
+# Of a published block drafter: its layers, and kernels of a draft as REVIEW.md counted them. The host's tree is a guess.
+BLOCK_LAYERS = 5
+BLOCK_KERNELS = 600
+BLOCK_HOST = 0.3e-3
+PROMPT_ROWS = 512
+PROMPT_HOST = 6e-3  # that the host takes to launch such a pass: 9.2 ms were measured with 17 kernels a layer
+
+
+@dataclass(frozen=True)
+class Design:
+    """How a pass is made of kernels.
+
+    Attributes:
+        shares: of ACHIEVED that products of attention and MLP reach; None where ``ramp`` says what they take.
+        ramp: seconds of a product in which memory is not read yet, or no longer.
+        parts: sums in float32 that a product of queries, keys and values, of attention's output, and of MLP's leaves
+            for the kernel behind it.
+    small: kernels of a layer that are neither products nor attention.
+    gap: seconds between dependent kernels of a graph.
+    """
+
+    name: str
+    shares: tuple[float, float] | None = None
+    ramp: float = 0.0
+    parts: tuple[int, int, int] = (0, 0, 0)
+    small: int = 4
+    gap: float = 1.1e-6
+
+    @property
+    def gaps(self) -> int:
+        """Of a layer: one for each kernel; within a single one all programs wait for each other as often."""
+        return 4 + 2 + max(self.small, 3)
+
+
+NOW = Design("today, products at 80%", (0.80, 0.92))
+DESIGNS = (
+    Design("17 kernels, 77%", (0.72, 0.90), small=11),
+    Design("today, 77%", (0.72, 0.90)),
+    NOW,
+    Design("own products", ramp=2.5e-6, parts=(4, 4, 4), small=3),
+    Design("own products, launched early", ramp=0.8e-6, parts=(4, 4, 4), small=3, gap=0.5e-6),
+    Design("one kernel a layer", ramp=0.8e-6, parts=(4, 4, 4), small=0, gap=1.3e-6),
+)
+
+
+def products(shape: Shape, design: Design, rows: int, bits: int) -> float:
+    """Seconds of the four products of a layer."""
+    whole = (shape.read - shape.lm_head) / shape.layers
+    queries = shape.query_heads * shape.head_dim
+    joined = queries + 2 * shape.kv_heads * shape.head_dim
+    narrow = (joined + queries) * shape.hidden_size
+    wide = whole - narrow  # of the MLP
+    if design.shares is not None:
+        return bits / 8 / ACHIEVED * (narrow / design.shares[0] + wide / design.shares[1])
+    outputs = zip(design.parts, (joined, shape.hidden_size, shape.hidden_size), strict=True)
+    sums = sum(2 * 4 * max(16, rows) * parts * count for parts, count in outputs)  # written and read, in float32
+    return bits / 8 * whole / ACHIEVED + 4 * design.ramp + sums / L2
+
+
+def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: int = 16) -> dict[str, float]:
+    """Seconds of the parts of a pass over ``nodes`` nodes and ``context`` tokens, its logits included.
+
+    ``bits`` are of the layers' weights.
+    """
+    floor = (shape.weight_bytes - shape.spared_bytes(bits)) / PUBLISHED.bandwidth
+    lm_head = shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
+    weights = shape.layers * products(shape, design, nodes, bits) + lm_head
+    rows = nodes * shape.query_heads // shape.kv_heads
+    tile = triton.configuration(rows, triton.head_width(shape.head_dim), shape.itemsize, 9)  # of a Hopper
+    reads = -(-rows // tile.rows)  # blocks of rows, each of which reads all keys
+    keys = context * shape.kv_bytes / shape.layers
+    reading = keys / KEYS if reads == 1 else max(keys / KEYS, reads * keys / L2)
+    multiplying = 4 * context * nodes * shape.query_heads * shape.head_dim / ATTENTION_FLOPS
+    _, chunks = triton.chunking(shape.kv_heads, nodes, int(context))
+    merging = 2 * chunks * rows * shape.kv_heads * shape.head_dim * 4 / L2  # partial results, written and read
+    attention = max(LEAST_ATTENTION, reading, multiplying) + merging
+    beside = BESIDE + (PACKING if nodes > 1 else 0)
+    return {
+        "bytes of weights": floor,
+        "weights beyond": weights - floor,
+        "operations not hidden": EXPOSED * (nodes - 1) * 2 * shape.read / PRODUCT_FLOPS,
+        "bytes of keys and values": shape.layers * keys / PUBLISHED.bandwidth,
+        "attention beyond": shape.layers * (attention - keys / PUBLISHED.bandwidth),
+        "gaps in layers": shape.layers * design.gaps * design.gap,
+        "small kernels in layers": shape.layers * (design.small + 1) * SMALL,
+        "kernels outside layers": beside * (design.gap + SMALL),
+    }
+
+
+def sampler(vocabulary: int, rows: int, design: Design) -> float:
+    """Seconds of drawing a token for each row."""
+    return rows * vocabulary * SAMPLER_BYTES / FLOAT64_RATE + SAMPLER_KERNELS * (design.gap + SMALL)
+
+
+def plain_parts(shape: Shape, vocabulary: int, design: Design, context: float) -> dict[str, float]:
+    """Seconds of the parts of a step of plain decoding."""
+    beside = sampler(vocabulary, 1, design) + PLAIN_COMMIT * (design.gap + SMALL)
+    return pass_parts(shape, design, context, 1) | {"sampler, commit": beside, "idle": IDLE}
+
+
+def verification(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> float:
+    """Seconds of a program that verifies a tree."""
+    size = next(size for size in sizes(nodes) if size >= nodes)
+    beside = sampler(vocabulary, nodes, design) + COMMIT * (design.gap + SMALL)
+    return sum(pass_parts(shape, design, context, size).values()) + beside
+
+
+def drafting(shape: Shape, design: Design, context: float, bits: int = 16) -> float:
+    """Seconds of a draft by heads: a pass over the partial cache, and what follows."""
+    heads = HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED
+    tail = DRAFT_TAIL * (design.gap + SMALL) + 0.02e-3 + heads
+    return sum(pass_parts(shape, design, min(BUDGET, context), 1, bits).values()) + tail
+
+
+def block_step(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> tuple[float, float]:
+    """Seconds of a step of ``block`` with a drafter of DSpark's, and what its bytes take at the published rate."""
+    layer = (shape.read - shape.lm_head) / shape.layers
+    drafter = (BLOCK_LAYERS * layer + shape.lm_head) * shape.itemsize
+    draft = drafter / (0.85 * ACHIEVED) + BLOCK_KERNELS * (design.gap + SMALL) + IDLE
+    floor = drafter / PUBLISHED.bandwidth + float(pass_seconds(shape, PUBLISHED, context, 1))
+    return draft + verification(shape, vocabulary, design, context, nodes) + IDLE + BLOCK_HOST, floor
+
+
+def forwarded(shape: Shape, design: Design, start: int, stop: int, rows: int) -> float:
+    """Seconds of forwarding a text from ``start`` to ``stop`` in passes of so many rows, launched in one go each."""
+    middle = (start + stop) / 2
+    one = pass_parts(shape, design, middle, rows)
+    reading = sum(one.values()) - one["operations not hidden"]
+    if rows > MAX_WIDTH:  # a prompt's, bound by operations
+        multiplying = 2 * shape.read * rows / PRODUCT_FLOPS
+        attention = 4 * middle * rows * shape.query_heads * shape.head_dim * shape.layers / ATTENTION_FLOPS
+        return (stop - start) / rows * max(multiplying + attention, PROMPT_HOST)
+    return (stop - start) / rows * (reading + one["operations not hidden"])
+
+
+def table_of_parts(shape: Shape, vocabulary: int, context: int) -> list[dict[str, Any]]:
+    """Milliseconds of a plain step by part, for every design."""
+    floor = 1e3 * float(pass_seconds(shape, PUBLISHED, context, 1))
+    columns = {each.name: plain_parts(shape, vocabulary, each, context) for each in DESIGNS}
+    rows: list[dict[str, Any]] = [
+        {"part": part} | {name: f"{1e3 * parts[part]:.2f}" for name, parts in columns.items()}
+        for part in columns[NOW.name]
+    ]
+    whole = {name: 1e3 * sum(parts.values()) for name, parts in columns.items()}
+    rows.append({"part": "together"} | {name: f"{each:.2f}" for name, each in whole.items()})
+    return [*rows, {"part": "of the floor"} | {name: f"{each / floor:.2f}" for name, each in whole.items()}]
+
+
+def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, prefill: int) -> list[dict[str, Any]]:
+    """What a text takes, and what targets ask of it, for every design."""
+    nodes = usual_nodes(torch.device("cuda"), shape.query_heads // shape.kv_heads)
+    contexts = [prefill + tokens * (index + 0.5) / 100 for index in range(100)]
+    steps = tokens / (alpha * DEPTH + 1)
+    columns: dict[str, dict[str, float]] = {}
+    for design in DESIGNS:
+        verify = mean(verification(shape, vocabulary, design, each, nodes) for each in contexts)
+        plain = mean(sum(plain_parts(shape, vocabulary, design, each).values()) for each in contexts)
+        draft, cheap = (mean(drafting(shape, design, each, bits) for each in contexts) for bits in (16, 8))
+        block, floor = block_step(shape, vocabulary, design, mean(contexts), nodes)
+        columns[design.name] = {
+            "draft, ms": 1e3 * draft,
+            "draft of FP8, ms": 1e3 * cheap,
+            "verification, ms": 1e3 * verify,
+            "plain step, ms": 1e3 * plain,
+            f"ar, {tokens:,} tokens, s": tokens * plain,
+            f"tokenswift, {tokens:,} tokens, s": steps * (draft + verify + IDLE),
+            "the same, FP8 drafts, s": steps * (cheap + verify + IDLE),
+            "block, of its bytes": block / floor,
+            f"prompt of {prefill:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS),
+            f"resume at {tokens:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS)
+            + forwarded(shape, design, prefill, tokens, nodes),
+        }
+    return [
+        {"estimate": row} | {name: f"{column[row]:.3g}" for name, column in columns.items()}
+        for row in columns[NOW.name]
+    ]
+
+
+def main() -> None:
+    """Parse, estimate, print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.estimate", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
+    parser.add_argument("--alpha", type=float, default=0.9)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--prefill", type=int, default=4096)
+    args = parser.parse_args()
+    config = shape_config(args.shape)
+    shape = shape_of(skeleton(config), 2)
+    ends = (args.prefill, args.prefill + args.tokens)
+    print(f"{args.shape} on an H200, bfloat16, alpha {args.alpha:g}. Nothing of it is measured.")
+    for context in ends:
+        print(f"\nA plain step over {context:,} tokens, ms\n")
+        print(tables.markdown(table_of_parts(shape, config.vocab_size, context)))
+    print("\nTexts; means over their length\n")
+    print(tables.markdown(table_of_texts(shape, config.vocab_size, args.alpha, args.tokens, args.prefill)))
+
+
+if __name__ == "__main__":
+    main()
