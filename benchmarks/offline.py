@@ -139,7 +139,8 @@ class Compiler:
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
             | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
-            | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx))}
+            | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx)), "early": touched_early(ptx)}
+            | {"weights": str(named["weights"].dtype).removeprefix("torch.") if "weights" in named else None}
             | {"arithmetic": arithmetic(ptx)}
         )
 
@@ -152,6 +153,14 @@ def arithmetic(ptx: str) -> str:
     operators = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
     kept = [name for name in operators if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", name)]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+
+
+def touched_early(ptx: str) -> list[str] | None:
+    """What a kernel reads and writes before it waits for the one before it; None if it never waits."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return None
+    return sorted({*re.findall(r"\b(?:ld|st|atom|red|cp\.async)\.(?:global|bulk|c[ag])[\w.]*", before)})
 
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
@@ -186,26 +195,50 @@ def compiled(
 def compiled_layer(
     capability: int, dtype: str, kv_heads: int, groups: int, size: int, hidden: int, inner: int, kind: str, *more: str
 ) -> list[dict[str, Any]]:
-    """The kernels between a layer's products; of the FP8 product, too, where there is one."""
+    """The kernels of a layer without its attention: with PyTorch's products, and with ours where the sizes fit."""
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
-    with patch.multiple(layer_kernels, **compilers):
-        made = {"dtype": getattr(torch, dtype)}
-        rows, weight = torch.zeros(32, hidden, **made), torch.ones(hidden, **made)
+    made = {"dtype": getattr(torch, dtype)}
+    rows, weight = torch.zeros(32, hidden, **made), torch.ones(hidden, **made)
+    sizes = [kv_heads * groups * size, kv_heads * size, kv_heads * size]
+    angles = (torch.zeros(32, size, **made), torch.zeros(32, size, **made))
+    norms = (angles[0][0], angles[0][0]) if "norms" in more else (None, None)
+    cache = torch.zeros(2, kv_heads, 1024, size, **made)
+    length = torch.zeros((), dtype=torch.int32)
+
+    def rotate(joined: Tensor) -> None:
+        query, key, value = joined.split(sizes, -1)
+        layer_kernels.rotate(query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32)
+
+    with (
+        patch.multiple(layer_kernels, **compilers),
+        patch.object(backend, "_generation", lambda device: capability // 10),
+    ):
         for added in (None, rows):
             layer_kernels.add_norm(rows, added, weight, 1e-5)
-        sizes = [kv_heads * groups * size, kv_heads * size, kv_heads * size]
-        query, key, value = torch.zeros(32, sum(sizes), **made).split(sizes, 1)
-        angles = (torch.zeros(32, size, **made), torch.zeros(32, size, **made))
-        norms = (angles[0][0], angles[0][0]) if "norms" in more else (None, None)
-        cache = torch.zeros(2, kv_heads, 1024, size, **made)
-        length = torch.zeros((), dtype=torch.int32)
-        layer_kernels.rotate(query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32)
+        rotate(torch.zeros(32, sum(sizes), **made))
         layer_kernels.silu_mul(*torch.zeros(32, 2 * inner, **made).split(inner, 1))
-        if dtype != "float32":
-            kernels += compiled_products(capability, made["dtype"], hidden, sum(sizes), inner)
+        if dtype != "float32" and layer_kernels.product_parts(hidden, sum(sizes)):
+            types = [made["dtype"], *([torch.float8_e4m3fn] if capability >= 89 and dtype == "bfloat16" else [])]
+            for type_ in types:
+                compile_products(type_, rows, inner, sum(sizes))
+            layer_kernels.add_norm(rows, torch.zeros(4, 32, hidden), weight, 1e-5)
+            rotate(torch.zeros(4, 32, sum(sizes)))
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
+
+
+def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) -> None:
+    """Products with weights of a type, over one row and over all."""
+    hidden = rows.shape[1]
+    scales = torch.ones(2 * inner) if type_.itemsize == 1 else None
+
+    def weights(outputs: int, inputs: int) -> Tensor:
+        return torch.empty(outputs, inputs, dtype=type_, device="meta")
+
+    for few in (rows[:1], rows):
+        layer_kernels.multiply(few, weights(joined, hidden), scales, None, early=True)
+        layer_kernels.multiply_silu(few, weights(2 * inner, hidden), scales)
 
 
 def main() -> None:

@@ -222,6 +222,8 @@ FAULTS = [
           "        slot += tl.load(length).to(tl.int64)\n", "        slot += 0\n"),
     Fault("a sum is not rounded before its norm", "forward/layer_kernels.py", "forward/test_fused_layers.py",
           "        numbers = _rounded(numbers, kind, INTERPRETED)\n        tl.store", "        tl.store"),
+    Fault("an early launch does not wait", "attention/triton.py", "attention/test_offline_compile.py",
+          "    gdc_wait()\n", "    gdc_launch_dependents()\n"),
     Fault("a product's parts are not rounded", "forward/layer_kernels.py", "forward/test_fused_layers.py",
           "        numbers = _rounded(numbers, kind, INTERPRETED)\n    return", "    return"),
     Fault("a product's last part is left out", "forward/layer_kernels.py", "forward/test_fused_layers.py",

@@ -49,7 +49,7 @@ DRAFT_TAIL = 26 + 3  # after the draft pass, in its graph: heads, warping, and t
 COMMIT = 98  # that complete the tree, walk it and commit
 PLAIN_COMMIT = 26  # the same in plain decoding
 BUDGET = 4096  # keys that a draft pass reads
-# Of a published block drafter: its layers, and kernels of a draft as REVIEW.md counted them. The host's tree is a guess.
+# Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's tree is a guess.
 BLOCK_LAYERS = 5
 BLOCK_KERNELS = 600
 BLOCK_HOST = 0.3e-3

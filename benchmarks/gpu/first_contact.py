@@ -9,6 +9,7 @@ notes it as figures. In a dry run the model is tiny and on the CPU, and what nee
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tswift.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX
 
 _METHODS = ("ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall")
+_DRAFTERS = {"dspark": _METHODS, "eagle3": ("ar", "eagle")}  # a model has one; texts are compared within
 _PRODUCTS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -56,6 +58,10 @@ class Asked:
         """A shape with random weights."""
         started = time.perf_counter()
         model = load(PREFIX + ("tiny-llama" if self.dry else shape), device=str(self.device), **how)
+        if self.dry:  # decode as on a GPU, by programs, without the slow interpreter
+            from tests.forward.test_passes import LengthOnDevice
+
+            model.target._attention = LengthOnDevice
         about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
         why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.graph_fault}
         self.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)
@@ -63,33 +69,43 @@ class Asked:
 
 
 def model(asked: Asked) -> None:
-    """The 8B shape with a published drafter's: its own checks, and 120 tokens by every kind of draft."""
+    """The 8B shape with published drafters' shapes: its own checks, and 120 tokens by every kind of draft."""
     tokens, prompt = (12, 60) if asked.dry else (120, 4096)
-    loaded = asked.load("llama3.1-8b", drafter="dspark")
-    ids = [index * 7919 % (loaded.target.vocab_size - 256) for index in range(prompt + 1)]
-    texts: dict[str, list[int]] = {}
-    for method in _METHODS:
-        try:
-            decode = begin(loaded, Request(ids, tokens, method=method, seed=1))
-            prefill = decode.decoding.prefill()
-            text, seconds = [], []
-            for step in decode.steps():
-                text += step.tokens
-                seconds.append(step.seconds)
-        except Exception as error:
-            traceback.print_exc()
-            asked.note("methods", method=method, error=f"{type(error).__name__}: {str(error)[:200]}")
-            continue
-        texts[method] = text[:tokens]
-        asked.note(
-            "methods",
-            method=method,
-            prefill_and_capture_s=prefill,
-            ms_per_step=1e3 * median(seconds),
-            tokens_per_s=len(text) / sum(seconds),
-            same_as_ar=texts[method] == texts.get("ar"),
-            graphs=loaded.target.graph_fault,
-        )
+    for drafter, methods in _DRAFTERS.items():
+        loaded = asked.load("llama3.1-8b", drafter=drafter)
+        ids = [index * 7919 % (loaded.target.vocab_size - 256) for index in range(prompt + 1)]
+        texts: dict[str, list[int]] = {}
+        for method in methods:
+            try:
+                texts[method] = _decoded(asked, loaded, Request(ids, tokens, method=method, seed=1), texts.get("ar"))
+            except Exception as error:
+                traceback.print_exc()
+                asked.note("methods", method=method, error=f"{type(error).__name__}: {str(error)[:200]}")
+        del loaded
+        if not asked.dry:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _decoded(asked: Asked, loaded: LoadedModel, request: Request, plain: list[int] | None) -> list[int]:
+    """A text, whose figures are noted beside whether it is plain decoding's."""
+    decode = begin(loaded, request)
+    prefill = decode.decoding.prefill()
+    text: list[int] = []
+    seconds = []
+    for step in decode.steps():
+        text += step.tokens
+        seconds.append(step.seconds)
+    asked.note(
+        "methods",
+        method=request.method,
+        prefill_and_capture_s=prefill,
+        ms_per_step=1e3 * median(seconds),
+        tokens_per_s=len(text) / sum(seconds),
+        same_as_ar=plain is None or text[: request.length] == plain,
+        graphs=loaded.target.graph_fault,
+    )
+    return text[: request.length]
 
 
 def _on_cuda(probe: Callable[[Asked], None]) -> Callable[[Asked], None]:
@@ -186,17 +202,19 @@ def commit(asked: Asked) -> None:
 
 
 def products(asked: Asked) -> None:
-    """What skinny products reach by rows, and whether split sums are reduced in bfloat16."""
+    """What skinny products reach by rows, cuBLAS's and ours, and whether split sums are reduced in bfloat16."""
     made = {"dtype": torch.bfloat16, "device": asked.device}
     for name, (out, width) in _PRODUCTS.items():
         if asked.dry:
-            out, width = 64, 32
+            out, width = 128, 64
         count = max(1, (0 if asked.dry else _BEYOND_CACHE) // (2 * out * width))
         weights = torch.randn(count, out, width, **made)
         rates = {}
         for rows in _ROWS:
-            seconds = replayed(partial(_multiply, torch.randn(rows, width, **made), weights), asked.device)
-            rates[f"{rows} rows, TB/s"] = 2 * out * width * count / seconds / 1e12
+            given = torch.randn(rows, width, **made)
+            for whose, multiply in (("", _multiply), (", ours", _multiply_ours)):
+                seconds = replayed(partial(multiply, given, weights), asked.device)
+                rates[f"{rows} rows{whose}, TB/s"] = 2 * out * width * count / seconds / 1e12
         given, outs = torch.randn(32, width, **made), []
         for allowed in (True, False):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
@@ -207,6 +225,13 @@ def products(asked: Asked) -> None:
 def _multiply(rows: Tensor, weights: Tensor) -> None:
     for weight in weights:
         linear(rows, weight)
+
+
+def _multiply_ours(rows: Tensor, weights: Tensor) -> None:
+    from tswift.forward.layer_kernels import multiply
+
+    for weight in weights:
+        multiply(rows, weight, early=True)
 
 
 def bits(asked: Asked) -> None:

@@ -87,13 +87,42 @@ def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(kernels, p
     assert kernels[PLAIN][0]["arithmetic"] != kernels[OLDER][0]["arithmetic"]
 
 
-def test_between_the_products_nothing_spills_and_nothing_is_fused(lines: list[dict]) -> None:
-    """A product fused with a sum is rounded once, and no longer what PyTorch computes."""
+BETWEEN = ["add_norm_rows", "add_norm_rows", "rotate_rows", "silu_mul_rows"]
+PRODUCTS = ["multiply_rows", "multiply_silu_rows"]
+BEHIND = ["add_norm_rows", "rotate_rows"]  # they add parts up
+
+
+@pytest.fixture(scope="module")
+def layers(lines: list[dict]) -> list[dict]:
+    """The kernels of layers."""
     made = lines[3 * len(CASES) :]
-    names = ["add_norm_rows", "add_norm_rows", "rotate_rows", "silu_mul_rows"]
-    assert [kernel["kernel"] for kernel in made] == [*[*names, "quantize_row"] * 2, *names * 3]
-    for kernel in made:
+    hopper = [*BETWEEN, *PRODUCTS * 4, *BEHIND]  # over one row and many, in bfloat16 and FP8
+    older = [*BETWEEN, *PRODUCTS * 2, *BEHIND]
+    assert [kernel["kernel"] for kernel in made] == [*hopper * 2, *BETWEEN, *older, *BETWEEN]
+    return made
+
+
+def test_in_layers_nothing_spills_and_nothing_is_fused(layers: list[dict]) -> None:
+    """A product fused with a sum is rounded once, and no longer what PyTorch computes."""
+    for kernel in layers:
         assert kernel["spills"] == 0, kernel
-        if kernel["kernel"] != "quantize_row":  # whose product is not exact anyway
-            assert kernel["programs"] >= 2, kernel
+        assert kernel["programs"] >= 2, kernel
+        if kernel["kernel"] != "multiply_rows":
             assert kernel["fused"] == 0, kernel
+
+
+def test_products_of_layers_are_done_by_tensor_cores_and_weights_copied_ahead(layers: list[dict]) -> None:
+    for kernel in layers:
+        if kernel["kernel"] in PRODUCTS:
+            assert kernel["wgmma" if kernel["capability"] == 90 else "mma"] > 0, kernel
+            assert kernel["copies"] > 0, kernel
+
+
+def test_kernels_that_are_launched_early_wait_before_they_read_and_write(kernels, layers: list[dict]) -> None:
+    """Else they would take what the kernel before has not written yet. On older GPUs there is no such launch."""
+    launched = [kernels[TREE][1], *(kernel for kernel in layers if kernel["kernel"] in PRODUCTS)]
+    behind = [kernel for kernel in layers if kernel["kernel"] in BEHIND and kernel["early"] is not None]
+    assert len(behind) == 4
+    for kernel in (*launched, *behind):
+        assert kernel["early"] == ([] if kernel["capability"] == 90 else None), kernel
+    assert kernels[OLDER_TREE][1]["early"] is None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tswift.attention.triton import after_the_one_before, launched_early
 
+
 @triton.jit
 def _rounded(numbers, kind: tl.constexpr, INTERPRETED: tl.constexpr):
     """Float32 numbers rounded to a dtype, and back to float32.
@@ -109,7 +110,7 @@ def multiply_rows(
         total = tl.dot(weight, taken, total, input_precision="ieee")
     if scales is not None:
         total = total * tl.load(scales + outputs)[:, None]
-    if bias is not None:
+    if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
         if part == 0:
             total = total + tl.load(bias + outputs).to(tl.float32)[:, None]
     at = parts + (part * nodes + row).to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
@@ -434,4 +435,3 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
             **_UNFUSED,
         )  # fmt: skip
     return out
-
