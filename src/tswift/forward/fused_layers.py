@@ -88,6 +88,7 @@ def _weights(layers: Sequence[nn.Module], rows: Tensor) -> tuple[Tensor, Tensor 
 
     first = layers[0]
     whole = first.product if isinstance(first, JoinedLinear) else first if len(layers) == 1 else None
+    found: tuple[Tensor, Tensor | None, Tensor | None]
     if type(whole) is Float8Linear:
         found = whole.weight, whole.scale[0], whole.bias
     elif type(whole) is nn.Linear and whole.weight.dtype == rows.dtype and rows.dtype.itemsize == 2:
