@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs would find it. Test
-# processes that run side by side share it, as each head size takes the compiler two seconds.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
+# processes that run side by side or that tests start share it, as each head size takes the compiler two seconds.
+if "TSWIFT_TESTS_CACHE" not in os.environ:
+    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
     os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "datasets")
 
 import torch

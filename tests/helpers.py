@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tswift.attention.backends import why_not
 from tswift.caches import FullKV, KVBuffer, KVShape
 from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import Decoding
@@ -26,10 +28,17 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, Heads, MedusaHeads
 
-# all but those of published drafters, which need a model of their own: tests/drafting/test_networks.py
-METHODS = {name: method for name, method in _METHODS.items() if not method.networks}
-
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
+
+# Why there is no C program: no compiler, or no AVX2. PyTorch computes instead of it then, and texts are not recalled.
+NO_PROGRAM = why_not("native", torch.float32, torch.device("cpu"))
+needs_program = pytest.mark.skipif(NO_PROGRAM is not None, reason=str(NO_PROGRAM))
+# All but those of published drafters, which need a model of their own: tests/drafting/test_networks.py
+METHODS = {
+    name: method
+    for name, method in _METHODS.items()
+    if not method.networks and (NO_PROGRAM is None or name != "recall")
+}
 
 VOCAB = 97
 HIDDEN = 32

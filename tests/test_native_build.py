@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import make_checkpoint
+from tests.helpers import needs_program
 from tests.rows import every_row
 from tswift import native_build
 from tswift.attention import native
@@ -21,8 +22,7 @@ from tswift.loading import load
 from tswift.native_build import Unbuilt, build, cache_folder
 
 CPU = torch.device("cpu")
-REASON = why_not("native", torch.float32, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_program
 
 
 @pytest.fixture(autouse=True)

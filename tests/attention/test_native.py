@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.oracle import NOTHING, by, case, chain, dense, odd_nodes, tree_of
+from tests.helpers import needs_program
 from tswift.attention import native
-from tswift.attention.backends import choose, why_not
+from tswift.attention.backends import choose
 from tswift.attention.native import NativeAttention, parallel_region
 from tswift.attention.sdpa import AttentionSpec, TreeAttention
 from tswift.native_build import Unbuilt
 
 CPU = torch.device("cpu")
-REASON = why_not("native", torch.float32, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_program
 
 TOLERANCE = 4e-6  # as for TreeAttention in float32
 HALVES = (torch.bfloat16, torch.float16)

@@ -15,6 +15,7 @@ from tests.forward.test_passes import LengthOnDevice, static_target
 from tests.helpers import (
     decode_steps,
     medusa_heads,
+    needs_program,
     random_prompt,
     random_tree,
     tiny_draft,
@@ -73,7 +74,7 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method, k
     assert sum(step.source == "reuse" for step in device) > 1 or params is not GREEDY
 
 
-@pytest.mark.parametrize("method", ["tokenswift", "recall"])
+@pytest.mark.parametrize("method", ["tokenswift", pytest.param("recall", marks=needs_program)])
 def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
     host, device = (

@@ -20,6 +20,7 @@ from tests.helpers import (
     decode_steps,
     drafter_of,
     exact_joint,
+    needs_program,
     random_prompt,
     tiny_target,
     tokens_of,
@@ -323,6 +324,7 @@ def test_decoded_texts_have_their_exact_joint_distribution(name: str, draft: str
 RECALL = DraftOptions(costs="nominal")  # the same trees whatever the clock says
 
 
+@needs_program
 def test_decodes_of_the_same_text_are_prefilled_together() -> None:
     target, prompt = tiny_target(), random_prompt(50, 2)
     wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)

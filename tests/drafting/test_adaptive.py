@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from tests.forward.test_passes import static_target
 from tests.fuzzing import few
 from tests.helpers import (
+    NO_PROGRAM,
     context_of,
     decode_method,
     decode_steps,
+    needs_program,
     random_prompt,
     take_turns,
     tiny_draft,
@@ -127,6 +129,7 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
     assert arms["one"].kept_up[:2] == [1, 3]
 
 
+@needs_program
 def test_its_arms_are_what_is_there() -> None:
     def arms(*, heads=None, draft=None, costs=NOMINAL, **options) -> list[str]:
         made = make_drafter("auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs)
@@ -167,7 +170,7 @@ def test_the_text_is_plain_decodings(prompt, params: SamplingParams, heads: str 
     st.sampled_from([1, 3]),
     st.sampled_from(["streaming", "dynamic", "partial", "snapkv"]),
     st.sampled_from([2, 5, 32]),
-    st.sampled_from([0, 8]),
+    st.sampled_from([0, 8] if NO_PROGRAM is None else [0]),
     st.sampled_from([1, 24]),
     st.integers(0, 99),
     st.integers(1, 80),

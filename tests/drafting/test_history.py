@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import PLAIN, VOCAB, context_of, decode, path_to, tiny_target
+from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_to, tiny_target
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.tree import DraftTree
@@ -24,6 +24,8 @@ from tswift.errors import InputError
 from tswift.forward.passes import NOMINAL, Forwarded
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
+
+pytestmark = needs_program
 
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:

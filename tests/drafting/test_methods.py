@@ -15,6 +15,7 @@ from tests.helpers import (
     METHODS,
     decode_method,
     decode_steps,
+    needs_program,
     random_prompt,
     take_turns,
     tiny_draft,
@@ -68,8 +69,15 @@ def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | Non
         ("recall", {"recall": 0}, r"recall: must be at least 1 for recall"),
         ("reuse", {"ngrams": 0}, r"ngrams: must be at least 1 for reuse"),
         ("magicdec", {"gamma": 0}, r"gamma: must be at least 1 for magicdec"),
-        ("tokenswift", {"tree": "auto", "ngrams": 3}, r"ngrams: not used by tokenswift with tree auto"),
-        ("tokenswift", {"tree": "auto", "reuse_recent": True}, r"reuse_recent: not used by tokenswift"),
+        *(
+            pytest.param(
+                "tokenswift",
+                {"tree": "auto", name: value},
+                rf"{name}: not used by tokenswift with tree auto",
+                marks=needs_program,
+            )
+            for name, value in (("ngrams", 3), ("reuse_recent", True))
+        ),
         ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
         ("medusa", {"tree": (1, 1, 1, 1)}, r"tree: medusa can draft 3 levels with these heads, got 4"),
         ("medusa", {"nodes": 17}, r"nodes: must be at most 16 with this attention, got 17"),
@@ -193,7 +201,8 @@ def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(method: str, h
         ("medusa", {"gamma": 2}, 2),
         ("medusa", {"tree": "auto", "recall": 0}, 3),
         ("medusa", {"tree": "auto", "gamma": 2, "recall": 0}, 2),
-        ("medusa", {"tree": "auto", "nodes": 12}, 11),  # recalled as deep as there are nodes
+        # recalled as deep as there are nodes
+        pytest.param("medusa", {"tree": "auto", "nodes": 12}, 11, marks=needs_program),
         ("tokenswift", {"tree": (1, 3, 3, 3)}, 4),
         ("tokenswift", {"tree": (1, 3)}, 4),  # reused n-grams reach further than these heads
         ("tokenswift", {"tree": (1, 3), "ngrams": 0}, 2),

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 import tswift
 from benchmarks import architectures
 from benchmarks.architectures import ARCHITECTURES
-from tests.helpers import tiny_target, tokens_of
+from tests.helpers import needs_program, tiny_target, tokens_of
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.attention import backends
@@ -133,10 +133,7 @@ def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.Monk
 # Attention that is not to be trusted: their twins take over, and the records say why
 
 
-native = pytest.mark.skipif(why_not("native", torch.float32, torch.device("cpu")) is not None, reason="no compiler")
-
-
-@native
+@needs_program
 def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NativeAttention.__call__
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import tswift  # noqa: F401
-from tests.helpers import decode, drafter_of, options_for, random_prompt, tiny_heads, tiny_llama
-from tswift.attention.backends import why_not
+from tests.helpers import decode, drafter_of, needs_program, options_for, random_prompt, tiny_heads, tiny_llama
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
@@ -25,7 +24,6 @@ from tswift.models.devices import kv_dtype_for
 from tswift.sampling.parameters import SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-needs_compiler = pytest.mark.skipif(why_not("native", torch.float32, CPU) is not None, reason="no C compiler")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_memory_counts_its_bytes() -> None:
     assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
 
 
-@needs_compiler
+@needs_program
 def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
     """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
     words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet"]
@@ -132,7 +130,7 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
     assert "the arithmetic here differs" in found.out.decode()
 
 
-@needs_compiler
+@needs_program
 def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
     words = ["generate", "--prompt-text", "The ship", "--method", "ar", "--kv-dtype", "float32", "--quiet"]
     assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0

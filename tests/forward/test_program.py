@@ -37,9 +37,8 @@ from transformers import (
 )
 
 from tests.conftest import make_checkpoint
-from tests.helpers import decode, decode_method, random_tree
+from tests.helpers import decode, decode_method, needs_program, random_tree
 from tswift.attention import native
-from tswift.attention.backends import why_not
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
 from tswift.decoding.loop import NotFinite
@@ -60,8 +59,7 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, prepare
 
-REASON = why_not("native", torch.float32, torch.device("cpu"))
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_program
 VOCAB = 97
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
 WINDOW = 40

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers import needs_program
 from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError, InputError
@@ -319,7 +320,7 @@ def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
     assert in_folder(asked.out) == text
 
 
-@pytest.mark.parametrize(("recall", "reuses"), [(None, False), (0, True)])
+@pytest.mark.parametrize(("recall", "reuses"), [pytest.param(None, False, marks=needs_program), (0, True)])
 def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
     folder = interrupted(changed(asked, {"tree": "auto", "recall": recall}))
     message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"

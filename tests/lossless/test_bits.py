@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.cli.conftest import prompt, tswift  # noqa: F401
 from tests.fuzzing import few
-from tests.helpers import random_prompt
+from tests.helpers import needs_program, random_prompt
 from tests.lossless.models import (
     DTYPES,
     KINDS,
@@ -90,7 +90,7 @@ def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
     assert same(target, 90, 3, prepared=11)
 
 
-@pytest.mark.skipif(why_not("native", torch.float32, CPU) is not None, reason="no C compiler")
+@needs_program
 @pytest.mark.parametrize(
     ("held", "dtype"),
     [

@@ -133,8 +133,8 @@ def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> No
     asked = {"params": params, "seed": 5, "logprobs": 3}
     plain = list(begin(model, Request(prompt, 40, method="ar", **asked)).steps())
     tokens, rows = [step.tokens[0] for step in plain], [step.logprobs.tobytes() for step in plain]
-    for method, cut in (("tokenswift", 0), ("recall", 17), ("ar", 30)):
-        options = DraftOptions(budget=64, costs="nominal") if method == "tokenswift" else DraftOptions()
+    for method, cut in (("tokenswift", 0), ("cascade", 17), ("ar", 30)):  # the second recalls
+        options = DraftOptions() if method == "ar" else DraftOptions(budget=64, costs="nominal")
         run = begin(model, Request(prompt, 40, method=method, written=tokens[:cut], options=options, **asked))
         assert b"".join(step.logprobs.tobytes() for step in run.steps()) == b"".join(rows[cut:]), (method, cut)
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import random_tree
+from tests.helpers import needs_program, random_tree
 from tswift.decoding.tree import DraftTree
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler, _best, gumbel, seed_stream
 from tswift.sampling.sampler_c import c_sampler
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(c_sampler(SamplingParams(), 0, 4) is None, reason="no C compiler")
+pytestmark = needs_program
 
 PARAMS = st.builds(
     SamplingParams,
