@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tswift.benchmarking.roofline as module
 from tests.benchmarking.helpers import MACHINE as RATES
+from tests.helpers import needs_program
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
@@ -113,6 +114,7 @@ def test_a_floor_is_the_sum_of_its_stretches() -> None:
     assert floor.seconds("ar", 7, [mark(20, 20, 20)]) == [decode_seconds(SMALL, MACHINE, 7, 20, 20, 20)]
 
 
+@needs_program
 def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec", "cascade", "recall", "auto")
     config = configure(BenchOptions(methods, drafting={"budget": 128}, model=str(checkpoint)))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import typed
-from tests.helpers import PLAIN, drafter_of, random_prompt, random_tree, tiny_target
+from tests.helpers import PLAIN, drafter_of, needs_program, random_prompt, random_tree, tiny_target
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking import workloads
@@ -284,6 +284,7 @@ def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
     assert typed(json.loads(json.dumps(to_json(record)))) == record
 
 
+@needs_program
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     """The workload of ``make gate`` has the hash in ``results/baseline.json``, or the gate would refuse to compare."""
     baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())["workload"]
