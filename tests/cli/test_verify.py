@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.cli.conftest import TEXT, Tswift
+from tests.helpers import round_single_rows
 from tests.rows import every_row
 from tswift.cli import main
 from tswift.cli.verify import verdict
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding, Level
-from tswift.forward.target import Target
 from tswift.jobs.folder import CHECKSUM, checksum
 
 LENGTH = 90
@@ -71,14 +70,7 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # without exact passes a row alone is rounded otherwise, as it is on some processors only
-    right = Target.logits
-
-    def rounded(self: Target, hidden: Tensor) -> Tensor:
-        logits = right(self, hidden)
-        return logits.nextafter(logits.abs() + 1) if self.width is None and len(hidden) == 1 else logits
-
-    monkeypatch.setattr(Target, "logits", rounded)
+    round_single_rows(monkeypatch)
     out = tmp_path / "run"
     words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
     assert tswift("generate", *words, "--out", out, "--quiet").code == 0

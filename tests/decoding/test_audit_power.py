@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tswift
+from tests.helpers import round_single_rows
 from tswift.caches import FullKV
 from tswift.decoding.audit import Audit, audit
 from tswift.engine import Request, begin
@@ -102,6 +103,7 @@ FAULTS: dict[str, Callable[[Text], list[int]]] = {
     "another seed from the middle": lambda text: text.decode(text.tokens[:MIDDLE], seed=text.seed + 1000),
     "another prompt token": lambda text: text.decode(prompt=[*text.prompt[:128], 7, *text.prompt[129:]]),
 }
+CERTAIN = ("the runner-up", EDGE, CLOSEST, "noise of the next position", "another seed from the middle")
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "exact bfloat16"])
@@ -116,12 +118,12 @@ def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
         if changed[fault]:
             assert found.findings[0].index == next(at for at in range(80) if tokens[at] != text.tokens[at]), fault
     assert not changed["none"]
-    assert sum(changed.values()) >= 8
-    assert changed[EDGE]
-    assert changed[CLOSEST]
+    assert all(changed[fault] for fault in CERTAIN)
+    assert exact or sum(changed.values()) >= 8  # exact texts are each processor's own, and slight faults may spare one
 
 
-def test_without_exact_passes_some_are_not_seen() -> None:
+def test_without_exact_passes_some_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_single_rows(monkeypatch)
     text = Text(2, dtype="bfloat16", exact=False)
     assert text.audit(text.tokens).ok
     tokens = FAULTS[CLOSEST](text)
