@@ -1,14 +1,17 @@
 """What the code costs its reader: ``PYTHONPATH=src python -m tests.house``, from the root of the repository.
 
-It prints the size of the sources in tokens (without comments and docstrings), how often a type is ``Any``, the longest
-functions, circles of imports, the modules that ``tswift generate`` runs through, and how many functions a parameter
+It prints the size of the sources in tokens (without comments and docstrings), how often ``Any`` is used (its imports
+are not counted), the longest functions, circles of imports, the methods of ``Target`` and its fields that other modules
+set, the modules that ``tswift generate`` runs through, the files of a steady step, and how many functions a parameter
 passes on its way from the command line to where it acts.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
+import itertools
 import sys
 import tempfile
 import threading
@@ -17,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import tswift
 from tests.walk import ROOT, walk
 from tswift.cli import main
 from tswift.tables import Table
@@ -33,6 +37,9 @@ PARAMETERS = {
     "--method": "tokenswift",
 }
 _LONGEST = 8  # functions that are listed
+_METHODS = ("ar", "medusa", "tokenswift", "recall", "cascade", "auto")  # whose steady steps are looked at
+_WARM, _STEADY = 120, 12  # steps that are skipped, and looked at
+_SETTERS = ("setattr", "__setattr__")
 
 
 def tokens_of(path: Path) -> int:
@@ -58,6 +65,52 @@ def functions_of(path: Path) -> Iterator[tuple[int, str]]:
             body = node.body[ast.get_docstring(node) is not None :]
             lines = 0 if not body else (body[-1].end_lineno or 0) - body[0].lineno + 1
             yield lines, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+
+
+def uses_of_any(path: Path) -> int:
+    """How often a file says ``Any``, other than to import it."""
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(path.read_text())))
+
+
+def methods_of(name: str, path: Path) -> list[str]:
+    """The methods and properties of a class."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    body = next(node.body for node in found if node.name == name)
+    return [node.name for node in body if isinstance(node, ast.FunctionDef)]
+
+
+def set_from_outside(name: str, path: Path) -> list[str]:
+    """Where a field of what is called so, or ends so, is set in a file: ``target.width = None``."""
+
+    def is_one(node: ast.expr) -> bool:
+        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[-1].endswith(name)
+
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)) and is_one(node.value):
+            found.append(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            held = node.value
+            if isinstance(held, ast.Attribute) and is_one(held.value):
+                found.append(held)
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in _SETTERS:
+            found += [node] if is_one(node.args[0]) else []
+    return [f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}" for node in found]
+
+
+def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
+    """The files whose functions a steady step of a method calls."""
+    seen = set()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
+            seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+
+    with contextlib.closing(tswift.generate(model, _TEXT, 2000, method=method)) as steps:
+        for _ in itertools.islice(steps, _WARM):
+            pass
+        _watched(look, lambda: [*itertools.islice(steps, _STEADY)])
+    return sorted(seen)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -128,26 +181,39 @@ def _sizes() -> Table:
     rows = []
     for name, root in (("src", ROOT), ("tests", Path(__file__).parent)):
         files = sorted(root.rglob("*.py"))
-        sources = [path.read_text() for path in files]
-        words = [token.string for text in sources for token in tokenize.generate_tokens(io.StringIO(text).readline)]
-        counts = [sum(map(tokens_of, files)), sum(text.count("\n") for text in sources), len(files), words.count("Any")]
+        lines = sum(path.read_text().count("\n") for path in files)
+        counts = [sum(map(tokens_of, files)), lines, len(files), sum(map(uses_of_any, files))]
         rows.append([name, *(f"{count:,}" for count in counts)])
-    return Table("Size", ("", "tokens", "lines", "files", "Any"), rows, left=1)
+    return Table("Size", ("", "tokens", "lines", "files", "uses of Any"), rows, left=1)
 
 
 def _report() -> Iterator[str]:
     yield _sizes().plain()
     longest = sorted((each for path in ROOT.rglob("*.py") for each in functions_of(path)), reverse=True)[:_LONGEST]
     yield Table("Longest functions", ("lines", ""), [[str(lines), name] for lines, name in longest]).plain()
-    found = circles()
-    yield f"circles of imports: {len(found)}" + "".join(f"\n  {' <-> '.join(pair)}" for pair in found) + "\n"
-    with tempfile.TemporaryDirectory() as folder:
+    yield _listed("circles of imports", [" <-> ".join(pair) for pair in circles()])
+    yield f"methods of Target: {len(methods_of('Target', ROOT / 'forward/target.py'))}\n"
+    outside = [each for path in sorted(ROOT.rglob("*.py")) for each in set_from_outside("target", path)]
+    yield _listed("its fields that are set from outside", outside)
+    with tempfile.TemporaryDirectory() as folder, _without_text():
         modules = walk(["generate", "--len", "100", "--quiet", "--out", f"{folder}/walk"])
-        yield f"modules that generate --len 100 runs through: {len(modules)}\n"
+    yield _listed("modules that generate --len 100 runs through", modules)
+    model = tswift.load()
+    for method in _METHODS:
+        yield _listed(f"files of a steady step of {method}", step_files(method, model))
     for name, value in PARAMETERS.items():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _without_text():
             passed = stops(value, command_of(folder))
-        yield f"{name}: {len(passed)} stops" + "".join(f"\n  {each}" for each in passed) + "\n"
+        yield _listed(f"stops of {name}", passed)
+
+
+def _listed(title: str, names: list[str]) -> str:
+    return f"{title}: {len(names)}" + "".join(f"\n  {name}" for name in names) + "\n"
+
+
+def _without_text() -> contextlib.AbstractContextManager[object]:
+    """The text that a command prints is no part of the report."""
+    return contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
 
 
 if __name__ == "__main__":
