@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tswift.forward.target import chunks
+
 FLASH = {"llama.cpp": False, "llama.cpp, flash attention": True}
 LOOKUP = "llama.cpp, prompt lookup"
 _WAITING = "OMP_WAIT_POLICY"
@@ -154,7 +156,7 @@ def divergences(model: Any, other: Peer, ids: list[int]) -> None:
 
     kv = FullKV(model.target.kv_shape, len(ids))
     with torch.inference_mode():
-        ours = torch.cat([model.target.logits(chunk.hidden) for chunk in model.target.chunks(ids, kv)])
+        ours = torch.cat([model.target.logits(chunk.hidden) for chunk in chunks(model.target, ids, kv)])
         right = in_floats(model.target.model)(torch.tensor([ids]), use_cache=False).logits[0]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/logits.npy"

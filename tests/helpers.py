@@ -200,12 +200,15 @@ class ToyTarget:
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
-        self.replays = False
+        self.replays = self.wide_prompts = False
+        self.width = self.program = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor) -> Forwarded:
+    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
         values = tokens.double().view(1, -1, 1)
         kv.write(0, values, values)
         self.forwarded_nodes.append(len(tokens))
+        if ancestors is None:
+            ancestors = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         before = []
         for node, position in enumerate(positions.tolist()):
             parent = [n for n in ancestors[node].nonzero().flatten().tolist() if positions[n] == position - 1]
@@ -213,22 +216,16 @@ class ToyTarget:
             before.append(int(tokens[parent[0]]) if parent else committed)
         return Forwarded(torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
 
-    def verifies(self, kv: KVBuffer, nodes: int) -> bool:
-        return False
+    def verify(self, *given: object) -> None:
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
-    def chunks(self, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
-        values = torch.tensor(tokens, dtype=self.dtype).view(1, -1, 1)
-        kv.write(0, values, values)
-        kv.commit(range(len(tokens)))
-        return iter(())
-
-    def prepare(self, kv: KVBuffer, limit: int) -> None:
+    def renew(self) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def prepare(self, kv: KVBuffer, limit: int) -> None:
         pass
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_prompt, random_tree, tiny_target
 from tswift.caches import CHUNK, POLICIES, FullKV, KVShape, PartialKV, StreamingKV, by_attention, by_chunk, by_query
+from tswift.forward.target import prefill
 
 FULL = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 
@@ -46,7 +47,7 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
     target, random = tiny_target(kind), Random(3)
     text = random_prompt(30, 1)
     kv = FullKV(target.kv_shape, 300)
-    target.prefill(text, kv)
+    prefill(target, text, kv)
     for _ in range(15):
         tree = random_tree(random.randint(1, 14), random)
         positions = torch.tensor(tree.depths) + kv.length
@@ -57,7 +58,7 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
         kv.commit(path)
         text += [tree.tokens[node] for node in path]
     straight = FullKV(target.kv_shape, len(text))
-    last = target.prefill(text, straight)
+    last = prefill(target, text, straight)
     assert kv.length == straight.length == len(text)
     torch.testing.assert_close(kv.keys[:, :, : kv.length], straight.keys, rtol=0, atol=1e-11)
     torch.testing.assert_close(kv.values[:, :, : kv.length], straight.values, rtol=0, atol=1e-11)

@@ -53,7 +53,7 @@ def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> li
 
 def core_missing(model: LoadedModel) -> str:
     """What of the core is done without: decoding is right then, too, but slow."""
-    made = (model.attention, model.layers, model.target.graph_fault)
+    made = (model.attention, model.layers, model.target.fallbacks.graph_fault)
     return "" if made == ("triton", "fused", None) else str(made)
 
 

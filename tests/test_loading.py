@@ -20,6 +20,7 @@ from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
 from tswift.errors import InputError
+from tswift.forward.target import chunks
 from tswift.loading import inspect_model, load
 from tswift.models.checkpoint import hub, read_config
 from tswift.models.config import ModelConfig
@@ -80,7 +81,7 @@ def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
     assert len(text) > 4200
     theirs = AutoModelForCausalLM.from_pretrained(stated, dtype=torch.float64)(torch.tensor([text])).logits[0]
     kv = FullKV(loaded.target.kv_shape, len(text))
-    ours = torch.cat([loaded.target.logits(part.hidden) for part in loaded.target.chunks(text, kv)])
+    ours = torch.cat([loaded.target.logits(part.hidden) for part in chunks(loaded.target, text, kv)])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     refuse(stated, "yarn: the model has rotary embeddings of type yarn$", "yarn", yarn=2)
     refuse(str(checkpoint), "yarn: must be above 1 and at most 1,024, got 1$", "yarn", yarn=1)

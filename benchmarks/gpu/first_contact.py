@@ -63,7 +63,7 @@ class Asked:
 
             model.target._attention = LengthOnDevice
         about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
-        why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.graph_fault}
+        why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
         self.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)
         return model
 
@@ -103,7 +103,7 @@ def _decoded(asked: Asked, loaded: LoadedModel, request: Request, plain: list[in
         ms_per_step=1e3 * median(seconds),
         tokens_per_s=len(text) / sum(seconds),
         same_as_ar=plain is None or text[: request.length] == plain,
-        graphs=loaded.target.graph_fault,
+        graphs=loaded.target.fallbacks.graph_fault,
     )
     return text[: request.length]
 

@@ -29,7 +29,7 @@ from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
-from tswift.models.devices import available_bytes, environment
+from tswift.models.devices import available_bytes, environment, synchronize
 from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
 from tswift.sampling.parameters import SamplingParams
 
@@ -72,8 +72,8 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
         noisy(kv)
         with patch.object(target, "width", None if kv is loose else target.width):  # as with --no-exact
             target.prepare(kv, limit)
-    target.synchronize()
-    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.graph_fault)
+    synchronize(target.device)
+    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.fallbacks.graph_fault)
     shape = shape_of(target.model, target.dtype.itemsize)
     for context in contexts:
         if run.late():

@@ -21,7 +21,9 @@ from tswift.caches import FullKV, KVBuffer
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, Request, begin
 from tswift.forward.passes import Forwarded
+from tswift.forward.target import Target, chunks
 from tswift.loading import LoadedModel, load
+from tswift.models.devices import synchronize
 from tswift.models.shapes import PREFIX, SHAPES
 
 Key = TypeVar("Key")
@@ -111,9 +113,9 @@ class Run:
             rows = model.target.model.get_output_embeddings().weight[: _words(model)]
             with torch.inference_mode():  # hidden states are as long as the root of their size
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
-            model.target.synchronize()
+            synchronize(model.target.device)
             about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact", "heads")}
-            about |= {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.graph_fault}
+            about |= {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
             self.note("loaded", **about, seconds=time.perf_counter() - started)
         return self._model
 
@@ -148,14 +150,13 @@ def at_context(
     decode = begin(
         model, Request(ids, length, method=method, options=DraftOptions(nodes=nodes), **settings), accept=walk
     )
-    forward = model.target.chunks
 
-    def chunks(tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
+    def last(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
         noisy(kv)
         kv.length = max(0, len(tokens) - _FORWARDED)
-        yield from forward(tokens[kv.length :], kv, prompt)
+        yield from chunks(target, tokens[kv.length :], kv, prompt)
 
-    with patch.object(model.target, "chunks", chunks):
+    with patch("tswift.decoding.loop.chunks", last):
         decode.decoding.prefill()
     return decode
 

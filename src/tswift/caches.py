@@ -22,6 +22,8 @@ from torch.nn.functional import avg_pool1d, pad
 
 _MOST = 2**15 - 1
 _BROKEN = -(2**15)  # stands for NaN and infinity
+_ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
+_SHALLOW = 8
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class KVShape:
     def eps(self) -> float:
         """Relative rounding of what is kept, roughly: 16-bit integers are used up to a part of their range."""
         return 2**-10 if self.dtype == torch.int16 else torch.finfo(self.dtype).eps
+
+    @property
+    def rounding(self) -> float:
+        """Relative difference that rounding may make between two passes: it grows over the layers as a random walk.
+
+        Layers that were summed otherwise gave 0.085 with 32 layers of random weights in bfloat16, and 0.11 with 48.
+        """
+        return _ROUNDING[self.dtype.itemsize] * max(1.0, self.layers / _SHALLOW) ** 0.5
 
     @property
     def bytes_per_token(self) -> int:

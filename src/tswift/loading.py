@@ -387,8 +387,8 @@ def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> H
 
 def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
     """Try a model's replayed and exact passes; returns the hash of their bits, None if they are not exact."""
-    target.fall_back("attention", note)
-    target.fall_back("exact", set_width(target, attention, exact))
+    target.fallbacks.note("attention", note)
+    target.fallbacks.note("exact", set_width(target, attention, exact))
     try_graphs(target)
     bits = None
     if target.width is not None:
@@ -396,7 +396,7 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
             bits = fingerprint(target)
         except Inexact as error:
             target.set_width(None)
-            target.fall_back("exact", str(error))
+            target.fallbacks.note("exact", str(error))
     if exact and "exact" in target.fallbacks:
         raise InputError(f"cannot be had here: {target.fallbacks['exact']}", "exact")
     return bits
@@ -405,8 +405,8 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
 def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
     with silence():
-        drafting = Target(cheaper_copy(loaded.target.model, kind), BACKENDS[loaded.attention]())
-    drafting.share_caches(loaded.target)
+        copied = cheaper_copy(loaded.target.model, kind)
+        drafting = Target(copied, BACKENDS[loaded.attention](), loaded.target)
     if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
     try_graphs(drafting)
@@ -420,7 +420,7 @@ def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
     if not loaded.simulated:
         refuse_shape(name)
     draft, note = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
-    draft.target.fall_back("attention", note)
+    draft.target.fallbacks.note("attention", note)
     try_graphs(draft.target)
     _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
     if not (draft.tokenizer is None or draft.simulated or loaded.simulated):

@@ -17,7 +17,7 @@ from tests.helpers import random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.triton")
@@ -285,7 +285,7 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
         if attention.SPECS:
             monkeypatch.setattr(MaskedAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
-        target.prefill(list(range(40)), kv)
+        prefill(target, list(range(40)), kv)
         hidden.append(target.forward(tokens, 40 + depths, kv, tree.ancestors()).hidden)
     torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
 

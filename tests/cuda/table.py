@@ -75,7 +75,7 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
                 for name, found in places.items():
                     found.update(getattr(LOG, name))
         target = decoding._target
-        assert target.graph_fault is None, target.graph_fault
+        assert target.fallbacks.graph_fault is None, target.fallbacks.graph_fault
     counts = {name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)}
     found = {name: sorted(each) for name, each in places.items()}
     same = tokens == _plain(kind in LAYOUTS)[: len(tokens)]

@@ -20,7 +20,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Graphs
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
@@ -52,8 +52,8 @@ def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, 
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     drafter = drafter_of(method, kind, options, target, draft)
     steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
-    assert target.graph_fault is None
-    assert draft.graph_fault is None
+    assert target.fallbacks.graph_fault is None
+    assert draft.fallbacks.graph_fault is None
     return steps
 
 
@@ -127,7 +127,7 @@ def test_the_audit(graphs) -> None:
     target = target_of(graphs)
     assert audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 3).ok
     assert not audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 4).ok
-    assert target.graph_fault is None
+    assert target.fallbacks.graph_fault is None
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -135,7 +135,7 @@ def test_a_capture_leaves_the_prompt_alone(graphs, nodes: int) -> None:
     """Whatever the warm-up of a capture writes, it writes behind the text."""
     target = target_of(graphs)
     kv = FullKV(target.kv_shape, 60)
-    target.prefill(random_prompt(30), kv)
+    prefill(target, random_prompt(30), kv)
     before = kv.keys[:, :, :30].clone(), kv.values[:, :, :30].clone()
     target.prepare(kv, nodes)
     assert torch.equal(kv.keys[:, :, :30], before[0])
@@ -149,7 +149,7 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     target = target_of(graphs)
     monkeypatch.setattr(capture.StaticAttention, "store", broken)
     target.prepare(FullKV(target.kv_shape, 60), 8)
-    assert re.fullmatch(r"no kernel for this \(forward/target\.py:\d+\)", target.graph_fault)
+    assert re.fullmatch(r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault)
 
 
 def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None:
@@ -233,7 +233,7 @@ def test_drafting_passes_on_a_copy(graphs, method: str, kv: str | None) -> None:
         reweighted.change(copied.model.get_decoder(), reweighted.rounded)
         drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
         found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))
-        assert target.graph_fault is copied.graph_fault is None
+        assert target.fallbacks.graph_fault is copied.fallbacks.graph_fault is None
     plain, captured = found
     assert tokens_of(captured) == tokens_of(plain)
     assert [step.accepted for step in captured] == [step.accepted for step in plain]

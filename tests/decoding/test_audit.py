@@ -36,7 +36,7 @@ from tswift.decoding.audit import (
 )
 from tswift.engine import Request, begin
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -201,7 +201,7 @@ demo = functools.cache(tswift.load)
 
 
 def logits_of(target: Target, text: list[int]) -> torch.Tensor:
-    forwarded = target.prefill(text, FullKV(target.kv_shape, len(text)))
+    forwarded = prefill(target, text, FullKV(target.kv_shape, len(text)))
     assert forwarded is not None
     return target.logits(forwarded.hidden).double()
 

@@ -220,7 +220,7 @@ def tried(dtype: torch.dtype = torch.float64) -> Target:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
     target = tried(dtype)
-    assert target.graph_fault is None
+    assert target.fallbacks.graph_fault is None
     assert target.replays
 
 
@@ -247,7 +247,7 @@ class _Broken(LengthOnDevice):
 )
 def test_a_sampler_that_is_wrong_is_found_out(part: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, part, wrong)
-    assert "drew others than the rule" in tried().graph_fault
+    assert "drew others than the rule" in tried().fallbacks.graph_fault
 
 
 def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,19 +264,19 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
         keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
 
     monkeypatch.setattr(DeviceStepper, "_verify", without)
-    assert "other keys and values" in tried().graph_fault
+    assert "other keys and values" in tried().fallbacks.graph_fault
 
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_step.ancestors_of
     monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
-    assert tried().graph_fault is not None
+    assert tried().fallbacks.graph_fault is not None
 
 
 def test_an_attention_that_misses_a_key_is_found_out() -> None:
     target = Target(tiny_llama("gqa", torch.float64), _Broken)
     try_steps(target, SamplingParams())
-    assert "other keys and values" in target.graph_fault
+    assert "other keys and values" in target.fallbacks.graph_fault
     assert not target.replays
 
 
@@ -285,4 +285,4 @@ def test_what_cannot_be_done_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel image is available\nand more")
 
     monkeypatch.setattr(LengthOnDevice, "store", fails)
-    assert re.fullmatch(r"no kernel image is available \(forward/target\.py:\d+\)", tried().graph_fault or "")
+    assert re.fullmatch(r"no kernel image is available \(forward/target\.py:\d+\)", tried().fallbacks.graph_fault or "")

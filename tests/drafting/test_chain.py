@@ -22,6 +22,7 @@ from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
+from tswift.forward.target import chunks
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
@@ -160,7 +161,7 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, obser
     steps = decode_steps(target, make_drafter("tokenswift", target, tiny_heads(), options), prompt, PARAMS, 1, 100)
     assert max(step.accepted for step in steps) > 0
     text = [*prompt, *tokens_of(steps)]
-    parts = target.chunks(text, FullKV(target.kv_shape, len(text)))
+    parts = chunks(target, text, FullKV(target.kv_shape, len(text)))
     queries = torch.cat([part.queries_of(range(len(part.hidden))) for part in parts], dim=2)
     assert len(given) >= 3
     for length, used in given:

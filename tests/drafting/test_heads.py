@@ -14,6 +14,7 @@ from tswift.decoding.tree import DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Forwarded
+from tswift.forward.target import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -81,7 +82,7 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
     target, heads, context = tiny_target(), tiny_heads(kind="conditioned"), context_of([7, 8, 9], PLAIN)
     source = HeadSource(target, heads, None, (2, 1, 3), True)
     assert len(proposed(source, context)) == 1  # there has been no pass
-    context.last, context.path = target.prefill([7, 8], FullKV(target.kv_shape, 8)), [1]
+    context.last, context.path = prefill(target, [7, 8], FullKV(target.kv_shape, 8)), [1]
     assert source.read(context) == (context.last, 1)
     tree = proposed(source, context, limit)
     state, token, spine, others = context.last.hidden[1], 9, [], []

@@ -180,7 +180,7 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
             target._graphs = Graphs(torch.device("cpu"))
         find_drafter(drafter_folder(tmp_path, layout)).load(target)
         steps.append(decode_steps(target, drafter_of(layout, target), PROMPT, PENALISED, 3, 16))
-        assert target.graph_fault is None
+        assert target.fallbacks.graph_fault is None
     host, device = ([(step.tokens, step.nodes) for step in each] for each in steps)
     assert device == host
     assert tokens_of(steps[1]) == plain(PENALISED)[:16]
@@ -200,7 +200,7 @@ def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
 def test_a_round_is_not_captured_where_passes_are_not_replayed(distrusted: bool, monkeypatch, tmp_path: Path) -> None:
     """The attention has no static passes, or steps on the device were found to differ."""
     target = Target(deepcopy(qwen3()), capture.StaticAttention if distrusted else TreeAttention)
-    target.fall_back("steps", "another text" if distrusted else None)
+    target.fallbacks.note("steps", "another text" if distrusted else None)
     capture.emulate(monkeypatch.setattr)
     target._graphs = Graphs(torch.device("cpu"))
     captures: list[object] = []

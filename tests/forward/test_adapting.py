@@ -25,7 +25,7 @@ from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
 from tswift.forward import adapting
 from tswift.forward.adapting import heads_of, wrap_model
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 from tswift.loading import LoadedModel, _with_copy, load
 from tswift.models import shapes
 
@@ -117,12 +117,12 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     assert re.fullmatch(words if lies else "eager, as no kernels are written for gemma2", model.about()["layers"])
     if lies:
         monkeypatch.setattr(Lying, "__call__", None)
-        target.prefill(list(range(60)), FullKV(target.kv_shape, 60))
+        prefill(target, list(range(60)), FullKV(target.kv_shape, 60))
 
 
 def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(device="cpu", dtype="bfloat16")
-    model.target.fall_back("features", "a fault")
+    model.target.fallbacks.note("features", "a fault")
     copied = _with_copy(model, "fp8")
     assert copied.drafting is not None
     assert copied.drafting.fallbacks == {"features": "a fault"}
@@ -172,8 +172,8 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
         kv = FullKV(target.kv_shape, len(places))
         hidden.append(target.forward(places, places, kv, None).hidden.double())
     apart = ((hidden[0] - hidden[1]).norm(dim=-1) / hidden[1].norm(dim=-1)).max()
-    assert tiny_target("gqa", torch.bfloat16).rounding < apart < narrow.rounding
-    assert wide.rounding < 0.01
+    assert tiny_target("gqa", torch.bfloat16).kv_shape.rounding < apart < narrow.kv_shape.rounding
+    assert wide.kv_shape.rounding < 0.01
 
 
 @every_row(

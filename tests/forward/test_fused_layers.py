@@ -36,7 +36,7 @@ from tswift.forward.fused_layers import (
     tree_sum,
 )
 from tswift.forward.hf import join
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
 REASON = why_not("triton", torch.float32, torch.device("cpu"))
@@ -249,7 +249,7 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     tree = random_tree(6, Random(2))
     ancestors = tree.ancestors()
     kv = FullKV(target.kv_shape, 40)
-    target.prefill([(7 * at + 3) % 97 for at in range(9)], kv)
+    prefill(target, [(7 * at + 3) % 97 for at in range(9)], kv)
     kv.keys[:, :, 9:] = kv.values[:, :, 9:] = torch.nan
     if static:
         target.prepare(kv, 6)
@@ -383,7 +383,7 @@ def test_taps_see_what_they_saw() -> None:
     target, eager = wrapped("Llama, GQA", torch.float32), Target(network("Llama, GQA"))
     for each in (target, eager):
         each.tap()
-        each.tap_layers([0, 1])
+        each.tap([0, 1])
     token = torch.tensor([5])
     passes = [each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)]
     torch.testing.assert_close(passes[0].pre_norm, passes[1].pre_norm)

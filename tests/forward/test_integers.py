@@ -32,7 +32,7 @@ from tswift.forward.integers import (
     multiply,
     rounded,
 )
-from tswift.forward.target import Target
+from tswift.forward.target import Target, chunks, prefill
 from tswift.models.codes import Codes, PackedCodes, quantize
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, prepare
@@ -213,7 +213,7 @@ def target_of(kind: str, bits: int, **options: int | bool) -> Target:
 
 def filled(target: Target, prompt: list[int], room: int) -> FullKV:
     kv = FullKV(target.kv_shape, len(prompt) + room)
-    target.prefill(prompt, kv)
+    prefill(target, prompt, kv)
     return kv
 
 
@@ -265,14 +265,14 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
     whole, slow = filled(target, text, 0), FullKV(target.kv_shape, 700)
     start = 0
     for size in (3, 64, 200, 1, 300, 131, 1):
-        last = target.prefill(text[start : start + size], slow)
+        last = prefill(target, text[start : start + size], slow)
         start += size
     assert (whole.length, slow.length) == (700, 700)
     assert torch.equal(whole.keys, slow.keys)
     assert torch.equal(whole.values, slow.values)
     assert last is not None
     again = FullKV(target.kv_shape, 700)
-    assert torch.equal(last.hidden[-1], [*target.chunks(text, again)][-1].hidden[-1])
+    assert torch.equal(last.hidden[-1], [*chunks(target, text, again)][-1].hidden[-1])
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
 from tswift.forward.adapting import wrap_model
+from tswift.forward.target import chunks
 from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum
@@ -47,7 +48,7 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
         assert decode(reference, drafter_of("ar", reference, options_for("ar")), prompt, params, 3, 50) == plain
         for read in (target, reference):
             kv = FullKV(read.kv_shape, len(prompt))
-            states += [forwarded.hidden for forwarded in read.chunks(prompt, kv)]
+            states += [forwarded.hidden for forwarded in chunks(read, prompt, kv)]
     assert torch.allclose(states[0], states[1], rtol=0, atol=1e-9)
     assert not torch.allclose(states[0], states[2], rtol=0, atol=1e-6)
 

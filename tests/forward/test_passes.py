@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -26,8 +27,8 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.passes import sizes
-from tswift.forward.target import Target
+from tswift.forward.passes import Forwarded, sizes
+from tswift.forward.target import Target, chunks, prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads
 
@@ -74,7 +75,7 @@ def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
     target = static_target()
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 4)
-    static = target._passes[kv][0]
+    static = target.passes[kv][0]
     out, run = static._run(), static._run
 
     def replay():  # as a graph does: into the same memory each time
@@ -95,14 +96,14 @@ def test_passes_go_with_their_cache() -> None:
     gone = weakref.ref(kv)
     del kv
     assert gone() is None
-    assert not target._passes
+    assert not target.passes
 
 
 @pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens", "positions", None])
 def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
     """And what is left in place from the pass before shows."""
     target, kv = static_target(), FullKV(tiny_target().kv_shape, 60)
-    target.prefill(random_prompt(20), kv)
+    prefill(target, random_prompt(20), kv)
     target.prepare(kv, 8)
     trees = [random_tree(8, Random(seed)) for seed in (1, 2)]
     for tree in trees:
@@ -112,7 +113,7 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
         assert torch.allclose(exact, replayed, atol=1e-12) == (mistake is None or tree is trees[0])
         kv.length += 1
         if mistake:
-            for static in target._passes[kv]:
+            for static in target.passes[kv]:
                 name, run = f"_{mistake}", static._run
                 kept = getattr(static, name).clone()
                 static._run = lambda static=static, name=name, kept=kept, run=run: (
@@ -162,11 +163,16 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
         target.forward(torch.arange(5), torch.arange(5), kv, None)
 
 
-def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared() -> None:
+def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or plain decoding and other methods would begin with different keys and values."""
     target = static_target()
     decoding = Decoding(target, random_prompt(30), PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60)
-    chunks, prepared = target.chunks, []
-    target.chunks = lambda tokens, kv, prompt: (prepared.append(kv in target._passes), chunks(tokens, kv))[1]
+    prepared = []
+
+    def seen(target: Target, tokens: list[int], kv: FullKV, prompt: int) -> Iterator[Forwarded]:
+        prepared.append(kv in target.passes)
+        return chunks(target, tokens, kv, prompt)
+
+    monkeypatch.setattr("tswift.decoding.loop.chunks", seen)
     decoding.prefill()
     assert prepared == [False]

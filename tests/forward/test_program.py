@@ -52,7 +52,7 @@ from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
 from tswift.forward.parts import Unfit
 from tswift.forward.program import PackedLinear, PassProgram
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 from tswift.loading import load
 from tswift.native_build import Unbuilt, widest_vectors
 from tswift.sampling.parameters import SamplingParams
@@ -141,7 +141,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
         tree, kv, passes = tree_of(nodes, held), filled(target, held, nodes), []
         untapped = target.forward(*tree[:2], kv, tree[2])
         target.tap()
-        target.tap_layers([1, 0, 1])
+        target.tap([1, 0, 1])
         for program in (target.program, None):
             kept, target.program = target.program, program
             out = target.forward(*tree[:2], kv, tree[2])
@@ -391,8 +391,8 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
             layer.self_attn.v_proj.weight.mul_(50)
     fresh = wrap_model(target.model, "m", "native", kv_dtype=torch.int16)
     after, expected = (FullKV(each.kv_shape, 59) for each in (target, fresh))
-    target.prefill(prompt, after)
-    fresh.prefill(prompt, expected)
+    prefill(target, prompt, after)
+    prefill(fresh, prompt, expected)
     assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
     assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
 

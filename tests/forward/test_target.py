@@ -11,7 +11,7 @@ from tests.helpers import random_prompt, tiny_llama, tiny_target
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
 from tswift.forward.hf import UnsupportedModel, output_of, probe_attention
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def test_logits_are_those_of_the_stock_model(kind: str, attention: str, toleranc
         expected = stock(torch.tensor([text])).logits[0]
     target = tiny_target(kind)
     kv = FullKV(target.kv_shape, 720)
-    target.prefill(text[:600], kv)
+    prefill(target, text[:600], kv)
     for at in range(600, 610):  # one by one
         one = torch.ones(1, 1, dtype=torch.bool)
         hidden = target.forward(torch.tensor(text[at : at + 1]), torch.tensor([at]), kv, one).hidden
         kv.commit([0])
         torch.testing.assert_close(target.logits(hidden)[0], expected[at], rtol=0, atol=tolerance)
-    rest = target.prefill(text[610:], kv)
+    rest = prefill(target, text[610:], kv)
     torch.testing.assert_close(target.logits(rest.hidden), expected[610:], rtol=0, atol=tolerance)
     assert kv.length == 700
 
@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_stock_model(kind: str, attention: str, toleranc
 def test_a_tree_pass_gives_every_path_its_own_logits() -> None:
     target, stock, text = tiny_target(), tiny_llama("gqa", torch.float64), random_prompt(40, 3)
     kv = FullKV(target.kv_shape, 60)
-    target.prefill(text[:-1], kv)
+    prefill(target, text[:-1], kv)
     tokens, parents = [text[-1], 5, 6, 5, 5, 9], [-1, 0, 0, 1, 2, 4]
     depths = [0, 1, 1, 2, 2, 3]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
@@ -64,19 +64,19 @@ def test_far_positions() -> None:
         expected = tiny_llama("mqa", torch.float64)(torch.tensor([text]), logits_to_keep=3).logits[0]
     target = tiny_target("mqa")
     kv = FullKV(target.kv_shape, len(text))
-    target.prefill(text[:-3], kv)
-    last = target.prefill(text[-3:], kv)
+    prefill(target, text[:-3], kv)
+    last = prefill(target, text[-3:], kv)
     torch.testing.assert_close(target.logits(last.hidden), expected, rtol=0, atol=1e-10)
 
 
 def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     target = tiny_target("gqa")
     kv = FullKV(target.kv_shape, 40)
-    last = target.prefill(random_prompt(12), kv)
+    last = prefill(target, random_prompt(12), kv)
     assert [tuple(query.shape) for query in last.queries] == [(4, 12, 8)] * 2
     assert torch.equal(last.queries_of([7])[1], last.queries[1][:, 7:8])
     # layer 0: rotated query of the same token at two positions have the same norm and different directions
-    last = target.prefill([3, 3], FullKV(target.kv_shape, 2))
+    last = prefill(target, [3, 3], FullKV(target.kv_shape, 2))
     first, second = last.queries[0].unbind(1)
     torch.testing.assert_close(first.norm(dim=-1), second.norm(dim=-1))
     assert (first - second).abs().max() > 1e-3
@@ -191,4 +191,4 @@ def test_a_model_with_windows_does_not_replay() -> None:
     assert (windowed.replays, plain.replays) == (False, True)
     kv = FullKV(windowed.kv_shape, 8)
     windowed.prepare(kv, 4)
-    assert not windowed._passes
+    assert not windowed.passes

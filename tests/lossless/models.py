@@ -18,7 +18,7 @@ from tswift.caches import FullKV
 from tswift.decoding.tree import DraftTree
 from tswift.forward.adapting import fingerprint, set_width
 from tswift.forward.hf import use_onednn
-from tswift.forward.target import Target
+from tswift.forward.target import Target, chunks
 
 POSITIONS = 4096
 WRONG = 60  # tokens from here on are in no text
@@ -125,6 +125,6 @@ def by_chunks(target: Target, text: Sequence[int], kv: FullKV, random: Random, s
     hidden, at = [], 0
     while at < len(text):
         chunk = text[at : at + random.randint(1, size)]
-        hidden += [forwarded.hidden for forwarded in target.chunks(chunk, kv)]
+        hidden += [forwarded.hidden for forwarded in chunks(target, chunk, kv)]
         at += len(chunk)
     return torch.cat(hidden), target.logits(torch.cat(hidden))

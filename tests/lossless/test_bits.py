@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -116,32 +117,36 @@ Patch = pytest.MonkeyPatch
 
 
 def wide_verification(patch: Patch) -> None:
-    right = Target._rows
-    patch.setattr(Target, "_rows", lambda self, kv, nodes: right(self, kv, nodes) + (nodes > 1))
+    right = module.rows_of
+    patch.setattr(module, "rows_of", lambda width, kv, nodes: right(width, kv, nodes) + (nodes > 1))
 
 
 def narrow_plain_passes(patch: Patch) -> None:
-    right = Target._rows
-    patch.setattr(Target, "_rows", lambda self, kv, nodes: 1 if nodes == 1 else right(self, kv, nodes))
+    right = module.rows_of
+    patch.setattr(module, "rows_of", lambda width, kv, nodes: 1 if nodes == 1 else right(width, kv, nodes))
 
 
 def large_chunks(patch: Patch) -> None:
     """A prompt's are 512 tokens, and not filled up."""
 
-    def chunks(self, tokens, kv, *given):
-        width, self.width = self.width, None
-        exact, self._pass = self._pass, lambda positions, kv, ancestors: self._unpadded(kv, len(positions), ancestors)
+    right = module.chunks
+
+    def chunks(target, tokens, kv, *given):
+        width, target.width = target.width, None
+        target.forward_eager = partial(unpadded, target)
         try:
-            yield from Target._chunks(self, tokens, kv)
+            yield from right(target, tokens, kv)
         finally:
-            self.width, self._pass = width, exact
+            target.width = width
+            del target.forward_eager
 
-    def unpadded(self, kv, nodes, ancestors):
-        return module.Pass(kv.write, self._exact(self._layout, kv.length, nodes, ancestors), None, nodes, nodes)
+    def unpadded(target, tokens, positions, kv, ancestors=None, width=None):
+        nodes = len(tokens)
+        attend = target._exact(target._layout, kv.length, nodes, ancestors)
+        return target._compute(tokens, positions, module.Pass(kv.write, attend, None, nodes, nodes))
 
-    patch.setattr(Target, "_chunks", Target.chunks, raising=False)
-    patch.setattr(Target, "_unpadded", unpadded, raising=False)
-    patch.setattr(Target, "chunks", chunks)
+    for each in ("tests.lossless.models", "tswift.forward.adapting", "tswift.decoding.loop"):
+        patch.setattr(f"{each}.chunks", chunks)
 
 
 def bare_lm_head(patch: Patch) -> None:
@@ -216,7 +221,7 @@ def test_a_module_that_looks_beyond_its_row_is_named(place: str, module: type, d
 def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(place: str, monkeypatch) -> None:
     target = with_module(place, ByNumber, torch.float32)
     fingerprint(target)
-    monkeypatch.setattr(Target, "_rows", lambda self, kv, nodes: nodes)
+    monkeypatch.setattr(module, "rows_of", lambda width, kv, nodes: nodes)
     with pytest.raises(Inexact, match="depends on"):
         fingerprint(target)
 

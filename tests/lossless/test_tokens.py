@@ -19,7 +19,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
-from tswift.forward.target import Target
+from tswift.forward.target import Target, chunks
 from tswift.loading import LoadedModel
 from tswift.models.config import DEMO_DRAFT
 from tswift.sampling.parameters import SamplingParams
@@ -156,7 +156,7 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
 def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(attention: type) -> None:
     """And what was generated has the width however long it is: a resumed run is the undisturbed one, bit for bit."""
     target, params, prompt = wide_target(attention), SamplingParams(min_p=0.02, window=24), random_prompt(LONG)
-    assert [len(part.hidden) for part in target.chunks(prompt, FullKV(target.kv_shape, LONG))] == [512, LONG - 512]
+    assert [len(part.hidden) for part in chunks(target, prompt, FullKV(target.kv_shape, LONG))] == [512, LONG - 512]
     plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 120)
     held = []
     for method, cut in (("ar", 0), ("medusa", 0), ("medusa", 1), ("reuse", 37), ("ar", 100)):
@@ -182,8 +182,8 @@ def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -
         kv = FullKV(target.kv_shape, LONG)
         eager.clear()
         if not replayed:
-            monkeypatch.setattr(Target, "_replayed", lambda self, kv: None)
-        hidden = [part.hidden for part in target.chunks(text, kv, 200)]
+            monkeypatch.setattr("tswift.forward.target._replayed", lambda target, kv: None)
+        hidden = [part.hidden for part in chunks(target, text, kv, 200)]
         found.append((torch.cat(hidden), kv.keys.clone(), kv.values.clone()))
         assert len(eager) == (1 if replayed else 25)  # 400 tokens after the prompt's 200
     assert len(captured) == 1

@@ -15,6 +15,7 @@ from tests.helpers import METHODS
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
+from tswift.forward.target import chunks
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
@@ -52,7 +53,7 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     wanted = plain(ids).logits[0]
     model = tswift.load(dtype="float64")
     run = begin(model, Request(ids[0].tolist(), 1, method="ar"))
-    hidden = torch.cat([part.hidden for part in model.target.chunks(ids[0].tolist(), run.decoding._context.kv)])
+    hidden = torch.cat([part.hidden for part in chunks(model.target, ids[0].tolist(), run.decoding._context.kv)])
     torch.testing.assert_close(model.target.logits(hidden), wanted, rtol=0, atol=1e-4)
 
 

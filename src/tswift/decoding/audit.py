@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tswift.caches import FullKV
 from tswift.decoding.loop import broken, not_finite, refuse_broken
-from tswift.forward.target import OnProgress, Target
+from tswift.forward.target import OnProgress, Target, chunks
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
 
@@ -181,7 +181,7 @@ def audit(
     kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
     target.prepare(kv, target.width or max(_WIDTHS))  # passes as narrow as those that decode are to be the same
     judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
-    for _ in target.chunks(text[: cuts[0]], kv, first):
+    for _ in chunks(target, text[: cuts[0]], kv, first):
         on_progress(kv.length, nodes)
     refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
@@ -232,7 +232,7 @@ def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int, promp
 def _logits(target: Target, tokens: Sequence[int], kv: FullKV, width: int, prompt: int) -> Tensor:
     """``[n, V]`` after tokens that follow those in the cache, forwarded and committed ``width`` at a time."""
     parts = [tokens[at : at + width] for at in range(0, len(tokens), width)]
-    passes = (forwarded for part in parts for forwarded in target.chunks(part, kv, prompt))
+    passes = (forwarded for part in parts for forwarded in chunks(target, part, kv, prompt))
     return torch.cat([target.logits(forwarded.hidden) for forwarded in passes])
 
 

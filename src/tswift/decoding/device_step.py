@@ -32,7 +32,8 @@ from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, Log
 from tswift.decoding.tree import DraftTree
 from tswift.errors import cause_of
 from tswift.forward.passes import Forwarded, sizes
-from tswift.forward.target import Target
+from tswift.forward.target import Target, prefill
+from tswift.models.devices import synchronize
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 
@@ -184,7 +185,7 @@ class DeviceStepper:
             for nodes in counts
         }
         self.state.load(context)  # a warm-up leaves its hidden states
-        target.synchronize()  # the block is free to be written again
+        synchronize(target.device)  # the block is free to be written again
 
     @torch.inference_mode()
     def step(self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None) -> Step:
@@ -354,6 +355,9 @@ class _Guesses(Source):
         tree.add(right, "guesses")
 
 
+_CHECKED: weakref.WeakSet[Target] = weakref.WeakSet()  # whose steps have been compared with the host's
+
+
 @torch.inference_mode()
 def try_steps(target: Target, params: SamplingParams) -> None:
     """Check a model's device steps, and stop using them if they differ from the host's.
@@ -363,10 +367,12 @@ def try_steps(target: Target, params: SamplingParams) -> None:
     """
     if not target.replays:
         return
-    target.check_steps(partial(_found_wrong, target))
+    if target not in _CHECKED:
+        _CHECKED.add(target)
+        target.fallbacks.note("steps", _found_wrong(target))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
     sampler.fuse(target.dtype)
-    target.fall_back("sampler", sampler.fault)
+    target.fallbacks.note("sampler", sampler.fault)
 
 
 def _found_wrong(target: Target) -> str | None:
@@ -396,7 +402,7 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
     params = SamplingParams(window=20)
     sampler, twin = (Sampler(params, seed, target.vocab_size, target.device) for _ in range(2))
     kv = FullKV(target.kv_shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)
-    target.prefill(prompt[:-1], kv)
+    prefill(target, prompt[:-1], kv)
     context = Context([*prompt], sampler, kv)
     for each in (sampler, twin):
         each.extend(prompt)
@@ -417,12 +423,12 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
             return f"a step on the device over {held:,} tokens drew others than the rule"
         twin.extend(new)
     fresh = FullKV(target.kv_shape, kv.length)
-    target.prefill(context.text[:-1], fresh, prompt=len(prompt) - 1)
+    prefill(target, context.text[:-1], fresh, len(prompt) - 1)
     for ours, theirs in ((kv.keys, fresh.keys), (kv.values, fresh.values)):
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
-        if not worst <= target.rounding:
+        if not worst <= target.kv_shape.rounding:
             return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
         if target.width is not None and not torch.equal(ours[:, :, : kv.length], theirs[:, :, : kv.length]):
             return "steps on the device leave keys and values with other bits than a prefill"

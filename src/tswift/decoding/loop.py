@@ -23,7 +23,8 @@ from tswift.decoding.drafter import AcceptFn, Context, Drafter, Step, TruncateFn
 from tswift.decoding.step import decode_step
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
-from tswift.forward.target import OnProgress, Target
+from tswift.forward.target import OnProgress, Target, chunks, first_broken
+from tswift.models.devices import synchronize
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import LogprobRecorder, NoTokenLeft, Sampler
 
@@ -95,7 +96,7 @@ class Decoding:
         for each in together:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
-        for forwarded in self._target.chunks(text, self._kv, self._prompt - 1):
+        for forwarded in chunks(self._target, text, self._kv, self._prompt - 1):
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -115,7 +116,7 @@ class Decoding:
             context.sampler.fuse(self._target.dtype)
             if self._target.replays:
                 each._stepper = DeviceStepper(self._target, context, each._drafter)
-        self._target.synchronize()
+        synchronize(self._target.device)
         return time.perf_counter() - started
 
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
@@ -153,7 +154,7 @@ class Decoding:
     def settle(self) -> float:
         """Wait for the device's work on the steps so far; returns the seconds that took."""
         started = time.perf_counter()
-        self._target.synchronize()
+        synchronize(self._target.device)
         return time.perf_counter() - started
 
     def plain(self, count: int) -> list[Step]:
@@ -215,11 +216,11 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
             f"there is nothing to draw at position {held + 1:,}: the logits are finite; {asked} leave none of them so"
         )
     what = f"the logits for position {held + 1:,} are {'NaN' if logits.isnan().any() else 'infinite'}"
-    start = _first_broken(kv)
+    start = _first_lost(kv)
     try:
         kv.length = held if start is None else start
         first = kv.length
-        found = target.first_broken(text[first : min(first + _TOKENS, held + 1)], kv)
+        found = first_broken(target, text[first : min(first + _TOKENS, held + 1)], kv)
     finally:
         kv.length = held
     if found is None:
@@ -235,11 +236,11 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
 
 def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams) -> None:
     """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a number."""
-    if kv.shape.dtype == torch.int16 and _first_broken(kv) is not None:
+    if kv.shape.dtype == torch.int16 and _first_lost(kv) is not None:
         raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
 
 
-def _first_broken(kv: KVBuffer) -> int | None:
+def _first_lost(kv: KVBuffer) -> int | None:
     """The first token in the cache whose keys or values are not finite in some layer."""
     for start in range(0, kv.length, _TOKENS):
         fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.keys.device)

@@ -73,9 +73,12 @@ def _verify(
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
     sampler, nodes, parents = context.sampler, (tokens, positions, ancestors), None if accept else tree.parents
     found: Drawn | None = None
-    if target.verifies(context.kv, len(tree)) and parents and sampler.program(torch.float32):
+    verified = None
+    if parents and sampler.program(torch.float32):
         follow = partial(sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up)
-        forwarded, logits, found = target.verify(tokens, positions, context.kv, ancestors, follow)
+        verified = target.verify(tokens, positions, context.kv, ancestors, follow)
+    if verified is not None:
+        forwarded, logits, found = verified
     else:
         forwarded = target.forward(tokens, positions, context.kv, ancestors)
         logits = target.logits(forwarded.hidden)

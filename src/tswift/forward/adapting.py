@@ -26,7 +26,7 @@ from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, u
 from tswift.forward.integers import finely_rounded
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import Target
+from tswift.forward.target import Target, chunks, first_broken
 from tswift.models.codes import holds_codes
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.models.shapes import PREFIX, is_moe
@@ -76,8 +76,8 @@ def try_graphs(target: Target) -> None:
 def execution_note(target: Target) -> str:
     """How layers run: ``fused``, ``one C program``, or ``eager``; and why what should be in use is not."""
     words = _how_layers_run(target)
-    if target.graph_fault is not None:
-        words += f"; no CUDA graphs: {target.graph_fault}"
+    if target.fallbacks.graph_fault is not None:
+        words += f"; no CUDA graphs: {target.fallbacks.graph_fault}"
     if "sampler" in target.fallbacks:
         words += f"; sampler by PyTorch: {target.fallbacks['sampler']}"
     return words
@@ -173,7 +173,7 @@ def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:
     """States of a prompt's chunks, whose products have other shapes."""
     count = min(count, target.max_positions)
     text = ids.repeat(-(-count // len(ids)))[:count].tolist()
-    return torch.cat([forwarded.hidden for forwarded in target.chunks(text, FullKV(target.kv_shape, count))])
+    return torch.cat([forwarded.hidden for forwarded in chunks(target, text, FullKV(target.kv_shape, count))])
 
 
 _Rows = tuple[Forwarded, Sequence[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
@@ -294,11 +294,11 @@ def _compared(
             kinds = {(spec.window, spec.softcap, spec.sinks is None): spec for spec in target.layer_specs if spec}
             shape, heads = target.kv_shape, (target.kv_shape.heads, target.groups)
             reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
-            target.fall_back("features", reason and f"{reason} with {target.attention_features}")
+            target.fallbacks.note("features", reason and f"{reason} with {target.attention_features}")
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
-            target.fall_back("layers", fuse(network))
+            target.fallbacks.note("layers", fuse(network))
         apart = _apart(target, ids, expected)
         separate(network)
     except UnsupportedModel as error:
@@ -310,7 +310,7 @@ def _compared(
         allowed = max(allowed, _ROUNDED)
     if not apart <= allowed and is_fused(network):
         separate_layers(network)
-        target.fall_back("layers", "kernels in their place gave other logits")
+        target.fallbacks.note("layers", "kernels in their place gave other logits")
         apart = _apart(target, ids, expected)
     if not apart <= allowed:
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
@@ -322,7 +322,7 @@ def _compared(
                 raise Unfit("a C program gave other logits")
         except (Unfit, Unbuilt) as error:
             target.set_program(None)
-            target.fall_back("layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error))
+            target.fallbacks.note("layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error))
     if kv_dtype not in (None, target.dtype) and not (usual and target.program is None):
         try:
             target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
@@ -337,7 +337,7 @@ def _compared(
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
-    broken = target.first_broken(ids, FullKV(target.kv_shape, len(ids)))
+    broken = first_broken(target, ids, FullKV(target.kv_shape, len(ids)))
     where = f"; the first output that is not finite is that of {broken[0]}" if broken else ""
     reason = f"its weights are broken, or {dtype_name(target.dtype)} is too narrow for it"
     return InputError(f"{model} gives logits that are NaN or infinite{where}: {reason}", "model")

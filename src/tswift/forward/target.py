@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,9 +46,28 @@ if TYPE_CHECKING:
     from tswift.speculators.networks import BlockSpeculator, EagleSpeculator, SpeculatorSpec
 
 OnProgress = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
-_ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
-_SHALLOW = 8
 _REPLAYED = 4  # passes that follow each other from which on it pays to capture one
+
+
+class Fallbacks(dict[str, str]):
+    """Why something slower or less exact stands in for a part of a model, by that part.
+
+    For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for kernels between the
+    "layers"' products, for "steps" on the device (then no pass is replayed), for CUDA "graphs", for the "sampler"'s
+    kernels, for "exact" passes.
+    """
+
+    def note(self, part: str, reason: str | None) -> None:
+        """Keep the reason; None if nothing stands in for the part any more."""
+        if reason:
+            self[part] = reason
+        else:
+            self.pop(part, None)
+
+    @property
+    def graph_fault(self) -> str | None:
+        """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
+        return self.get("steps") or self.get("graphs")
 
 
 class Target:
@@ -57,37 +76,38 @@ class Target:
     Args:
         model: a causal language model of transformers; its attention is replaced by ours.
         attention: the backend.
+        copied: the target of whose weights the model has a copy, and whose caches it is to read.
 
     Raises:
         UnsupportedModel: the layers need an attention that we do not have.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: type[Attention] = TreeAttention, copied: Target | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
         self._attention = attention
+        self.attention = attention.__name__
+        self.most_nodes = attention.MAX_NODES  # of a draft tree; None if there is no such limit
         self._graphs: Graphs | None = None
         self._norm_tap: Tap | None = None
+        self.has_pre_norm = False  # whether passes also return the states before the final norm
         self._layer_taps: dict[int, Tap] = {}
         self._tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
-        self._passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        self.passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         # rows that every pass over the text is padded to, so that a token's bits do not depend on how it was forwarded;
         # None if passes are as wide as they happen to be
         self.width: int | None = None
         # with a width: a prompt is forwarded in chunks of CHUNK tokens all the same, as products of few rows are slow.
         # Their bits differ from those of narrow passes, so every method has to forward the same tokens as the prompt
         self.wide_prompts = False
-        # Why something slower or less exact stands in for a part: for the "attention" that should serve here, for its
-        # "features" (windows, soft caps, sinks), for kernels between the "layers"' products, for "steps" on the device
-        # (then no pass is replayed), for CUDA "graphs", for the "sampler"'s kernels, for "exact" passes.
-        self.fallbacks: dict[str, str] = {}
-        self._steps_checked = False
+        self.fallbacks = Fallbacks()
         # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch makes them
         self.program: PassProgram | None = None
         self._bounded: list[tuple[int, int]] | None = None  # the weights that the steps of int16 follow from
-        self.speculator: BlockSpeculator | EagleSpeculator | None = (
-            None  # a published drafter that reads states of its layers
-        )
+        self.speculator: BlockSpeculator | EagleSpeculator | None = None  # it reads states of the layers
+        self.speculator_spec: SpeculatorSpec | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
         config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
@@ -102,32 +122,25 @@ class Target:
         heads, kv_heads, head_dim = probe.heads
         windowed = any(spec.window for spec in self.layer_specs)
         self.kv_shape = KVShape(len(self.layer_specs), kv_heads, head_dim, self.dtype, self.device, windowed)
-        self._layout = Layout(kv_heads, heads // kv_heads, self.dtype, self.device)
+        if copied is not None:
+            self.kv_shape = copied.kv_shape
+            self.fallbacks.note("features", copied.fallbacks.get("features"))
+        self.groups = heads // kv_heads  # query heads per KV head
+        self._layout = Layout(kv_heads, self.groups, self.dtype, self.device)
         self._exact = exact_for(attention, head_dim)
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
-        twin.fallbacks = {**self.fallbacks}
+        twin.fallbacks = Fallbacks(self.fallbacks)
         twin.width = twin.program = None
         # it reads what the others read, and converts nothing on the way
         twin.kv_shape = replace(self.kv_shape, dtype=self.dtype, rounded=self.kv_shape.dtype)
         twin._attention = ReferenceAttention
-        twin._passes = WeakKeyDictionary()
+        twin.attention = ReferenceAttention.__name__
+        twin.most_nodes = ReferenceAttention.MAX_NODES
+        twin.passes = WeakKeyDictionary()
         return twin
-
-    def fall_back(self, part: str, reason: str | None) -> None:
-        """Note why something else stands in for a part, see ``fallbacks``; None if nothing does."""
-        if reason:
-            self.fallbacks[part] = reason
-        else:
-            self.fallbacks.pop(part, None)
-
-    def check_steps(self, difference: Callable[[], str | None]) -> None:
-        """Compare steps on the device with the host's, once; where they differ, they are used no more."""
-        if not self._steps_checked:
-            self._steps_checked = True
-            self.fall_back("steps", difference())
 
     def set_width(self, width: int | None, wide_prompts: bool = False) -> None:
         """Pad every pass over the text to so many rows from now on, but for prompts' chunks if those are wide."""
@@ -149,11 +162,7 @@ class Target:
     def set_speculator(self, speculator: BlockSpeculator | EagleSpeculator) -> None:
         """Have a published drafter, which reads states of its layers."""
         self.speculator = speculator
-
-    def share_caches(self, other: Target) -> None:
-        """Read the caches of another target, of whose weights this one has a copy."""
-        self.kv_shape = other.kv_shape
-        self.fall_back("features", other.fallbacks.get("features"))
+        self.speculator_spec = speculator.spec
 
     def set_kv_dtype(self, kv_dtype: torch.dtype) -> None:
         """Keep keys and values in another dtype from now on; before any are prepared.
@@ -173,87 +182,38 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        return self._attention.STATIC and self._meets_wants and not self.split and "steps" not in self.fallbacks
-
-    @property
-    def _meets_wants(self) -> bool:
-        """Whether the attention backend does all that the layers need over a cache in the text's order."""
-        return not self.attention_features or (self._attention.SPECS and "features" not in self.fallbacks)
-
-    @property
-    def has_pre_norm(self) -> bool:
-        """Whether passes also return the states before the final norm."""
-        return self._norm_tap is not None
-
-    @property
-    def graph_fault(self) -> str | None:
-        """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
-        return self.fallbacks.get("steps") or self.fallbacks.get("graphs")
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention."""
-        return self._attention.__name__
-
-    @property
-    def rounding(self) -> float:
-        """Relative difference that rounding may make between two passes: it grows over the layers as a random walk.
-
-        Layers that were summed otherwise gave 0.085 with 32 layers of random weights in bfloat16, and 0.11 with 48.
-        """
-        return _ROUNDING[self.kv_shape.dtype.itemsize] * max(1.0, self.kv_shape.layers / _SHALLOW) ** 0.5
-
-    @property
-    def speculator_spec(self) -> SpeculatorSpec | None:
-        """Sizes of the published drafter; None for none."""
-        return None if self.speculator is None else self.speculator.spec
-
-    @property
-    def groups(self) -> int:
-        """Query heads per KV head."""
-        return self._layout.groups
-
-    @property
-    def most_nodes(self) -> int | None:
-        """Maximum nodes of a draft tree for the attention; None if there is no such limit."""
-        return self._attention.MAX_NODES
+        return self._attention.STATIC and self.serves() and not self.split and "steps" not in self.fallbacks
 
     @torch.inference_mode()
-    def tap(self) -> None:
-        """Let passes from now on also return the states before the final norm; call it before any are prepared.
+    def tap(self, layers: Sequence[int] | None = None) -> None:
+        """Let passes from now on also return the states before the final norm, or else those after layers, from 0.
+
+        Call it before any are prepared.
 
         Raises:
-            UnsupportedModel: the model has no final norm of a known name.
+            UnsupportedModel: the model has no final norm of a known name, or a layer's output is no such state.
         """
-        if self._norm_tap is not None:
+        if layers is None and self.has_pre_norm:
             return
-        norm = final_norm(self._decoder)
-        self._norm_tap = Tap(norm, before=True)
-        forwarded = self._trial()
-        if not torch.equal(norm(forwarded.pre_norm), forwarded.hidden):
-            raise UnsupportedModel("something after its final norm")
-
-    @torch.inference_mode()
-    def tap_layers(self, layers: Sequence[int]) -> None:
-        """Let passes from now on also return the states after these layers, from 0; before any are prepared.
-
-        Raises:
-            UnsupportedModel: a layer's output is no such state.
-        """
-        if not hasattr(self._decoder, "layers"):
+        norm = None if layers is not None else final_norm(self._decoder)
+        if norm is not None:
+            self._norm_tap = Tap(norm, before=True)
+            self.has_pre_norm = True
+        elif not hasattr(self._decoder, "layers"):
             raise UnsupportedModel("no layers that tswift knows of")
-        self._tapped, self._layer_taps = tuple(layers), {layer: Tap(self._decoder.layers[layer]) for layer in {*layers}}
-        taps = self._trial().layer_states
-        if taps is None or taps.shape != (1, len(layers) * self.hidden_size):
+        else:
+            self._tapped = tuple(layers or ())
+            self._layer_taps = {layer: Tap(self._decoder.layers[layer]) for layer in {*self._tapped}}
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        forwarded = self.forward_eager(zero, zero, FullKV(self.kv_shape, 1))
+        if norm is not None and not torch.equal(norm(forwarded.pre_norm), forwarded.hidden):
+            raise UnsupportedModel("something after its final norm")
+        taps = forwarded.layer_states
+        if norm is None and (taps is None or taps.shape != (1, len(self._tapped) * self.hidden_size)):
             raise UnsupportedModel("layers whose outputs are no states")
 
-    def _trial(self) -> Forwarded:
-        """A pass over one token."""
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return self._compute(zero, zero, self._pass(zero, FullKV(self.kv_shape, 1), None))
-
     @torch.inference_mode()
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Follow weights that have been changed: pack the program's, and bound keys and values, anew."""
         if self._bounded not in (None, now := weights_state(self.model)):
             assert self.kv_shape.steps is not None
@@ -272,12 +232,17 @@ class Target:
         On CUDA this captures a graph for each of a few sizes; elsewhere a static pass is run like any other. There
         must always be room for ``limit`` nodes after the cache's length.
         """
-        if self.replays and kv not in self._passes and self.serves(kv):
-            self._passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
+        if self.replays and kv not in self.passes and self.serves(kv):
+            self.passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
 
-    def serves(self, kv: KVBuffer) -> bool:
-        """Whether the attention does all that the layers need over such a cache: windows need slots in order."""
-        return not self.attention_features or (self._meets_wants and isinstance(kv, FullKV))
+    def serves(self, kv: KVBuffer | None = None) -> bool:
+        """Whether the attention does all that the layers need over such a cache: windows need slots in order.
+
+        None asks for the text's.
+        """
+        if not self.attention_features:
+            return True
+        return self._attention.SPECS and "features" not in self.fallbacks and (kv is None or isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place, as one CUDA graph where that is possible."""
@@ -286,7 +251,7 @@ class Target:
                 return run
             self._graphs = Graphs(self.device)
         captured = self._graphs.capture(run)
-        self.fall_back("graphs", self._graphs.failure)
+        self.fallbacks.note("graphs", self._graphs.failure)
         return captured
 
     def compute_static(
@@ -303,7 +268,7 @@ class Target:
 
         attend = self._attention(self._layout, length, len(tokens), ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
-        run = Pass(write, attend, special, len(tokens), self._rows(kv, len(tokens)), (kv, length))
+        run = Pass(write, attend, special, len(tokens), rows_of(self.width, kv, len(tokens)), (kv, length))
         return self._compute(tokens, positions, run)
 
     @torch.inference_mode()
@@ -321,61 +286,57 @@ class Target:
             ValueError: there are more nodes than passes over the text have rows.
         """
         nodes = len(tokens)
-        for static in self._passes.get(kv, ()):
+        for static in self.passes.get(kv, ()):
             if static.nodes >= nodes:
                 return static(tokens, positions, ancestors, kv.length)
         if self.program is not None and self.program.takes(kv, nodes, chain=ancestors is None):
             if ancestors is not None:
-                self._rows(kv, nodes)
+                rows_of(self.width, kv, nodes)
             return self.program(tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped)
-        self._rows(kv, nodes)
-        if self.width is not None and isinstance(kv, FullKV):
-            return self._compute(tokens, positions, self._exact_pass(kv, nodes, ancestors))
-        return self._compute(tokens, positions, self._pass(positions, kv, ancestors))
-
-    def verifies(self, kv: KVBuffer, nodes: int) -> bool:
-        """Whether a C function makes such passes with their logits, see :meth:`verify`."""
-        program = self.program
-        return program is not None and kv not in self._passes and program.takes(kv, nodes)
+        return self.forward_eager(tokens, positions, kv, ancestors, self.width)
 
     def verify(
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor, follow: Callable[..., T]
-    ) -> tuple[Forwarded, Tensor, T]:
+    ) -> tuple[Forwarded, Tensor, T] | None:
         """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them, all by one C function.
 
         Args:
             tokens, positions, kv, ancestors: as for :meth:`forward`.
             follow: draws, given the logits and the address of what they are computed from.
+
+        Returns:
+            None where no C function makes such passes.
         """
-        self._rows(kv, len(tokens))
-        assert self.program is not None
-        return self.program.verify(follow, tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped)
+        program, nodes = self.program, len(tokens)
+        if program is None or kv in self.passes or not program.takes(kv, nodes):
+            return None
+        rows_of(self.width, kv, nodes)
+        return program.verify(follow, tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped)
 
-    def _pass(self, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Pass:
-        nodes = len(positions)
-        attend = self._attention(self._layout, kv.length, nodes, ancestors)
+    @torch.inference_mode()
+    def forward_eager(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor | None = None,
+        width: int | None = None,
+    ) -> Forwarded:
+        """As :meth:`forward`, by PyTorch whatever is prepared; in a pass over the text of so many rows, if any."""
+        nodes = len(tokens)
+        rows = rows_of(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
-        if self.attention_features:
-            if self.serves(kv):
-                special = PerLayerAttention(attend, self.layer_specs)
-            else:
+        if width is None or not isinstance(kv, FullKV):
+            known = attend = self._attention(self._layout, kv.length, nodes, ancestors)
+            if not self.serves(kv):
                 special = MaskedAttention(self._layout, self.layer_specs, kv, positions, ancestors)
-        return Pass(kv.write, attend, special, nodes, nodes)
-
-    def _exact_pass(self, kv: FullKV, nodes: int, ancestors: Tensor | None) -> Pass:
-        """A pass of fixed width, with attention whose rows are exact."""
-        attend = self._exact(self._layout, kv.length, nodes, ancestors)
-        known = attend if self._meets_wants else BatchInvariantAttention(self._layout, kv.length, nodes, ancestors)
-        special = PerLayerAttention(known, self.layer_specs) if self.attention_features else None
-        return Pass(kv.write, attend, special, nodes, self._rows(kv, nodes))
-
-    def _rows(self, kv: KVBuffer, nodes: int) -> int:
-        """Rows of a pass: the fixed width for one over the text, if there is one; drafts need none."""
-        if self.width is None or not isinstance(kv, FullKV):
-            return nodes
-        if nodes > self.width:
-            raise ValueError(f"a pass of {nodes} nodes does not fit in {self.width} rows")
-        return self.width
+        else:  # with attention whose rows are exact
+            known = attend = self._exact(self._layout, kv.length, nodes, ancestors)
+            if not self.serves():
+                known = BatchInvariantAttention(self._layout, kv.length, nodes, ancestors)
+        if self.attention_features and special is None:
+            special = PerLayerAttention(known, self.layer_specs)
+        return self._compute(tokens, positions, Pass(kv.write, attend, special, nodes, rows))
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""
@@ -388,31 +349,6 @@ class Target:
         states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
         taps = torch.cat([states[layer] for layer in self._tapped], -1) if states else None
         return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, pre_norm, taps)
-
-    @torch.inference_mode()
-    def first_broken(self, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
-        """Where NaN or infinity first shows in a pass over tokens after the cache's; nothing is committed.
-
-        Returns:
-            The embeddings, layer, final norm or LM head whose output it is, by name, and the first such token; None if
-            all are finite.
-        """
-        broken: list[tuple[str, int]] = []
-
-        def look(name: str, inputs: object, out: Any) -> None:
-            first = out[0] if isinstance(out, tuple) else out
-            rows = (~first.reshape(len(tokens), -1).isfinite().all(-1)).nonzero()
-            if len(rows):
-                broken.append((name, int(rows[0])))
-
-        parts = [self.model.get_output_embeddings()]
-        for part in self._decoder.children():
-            parts += part if isinstance(part, nn.ModuleList) else [part]
-        positions = torch.arange(kv.length, kv.length + len(tokens), device=self.device)
-        ids = torch.tensor(tokens, device=self.device)
-        with watched({name: part for name, part in self.model.named_modules() if part in parts}, look):
-            self._output(self._compute(ids, positions, self._pass(positions, kv, None)).hidden)
-        return broken[0] if broken else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -435,71 +371,93 @@ class Target:
         """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64."""
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
-    def synchronize(self) -> None:
-        """Wait until the device is idle, so that a clock can be read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
-    def chunks(self, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
-        """Forward a text in chunks, commit each, and yield its pass.
+def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
+    """Rows of a pass: the fixed width for one over the text, if there is one; drafts need none."""
+    if width is None or not isinstance(kv, FullKV):
+        return nodes
+    if nodes > width:
+        raise ValueError(f"a pass of {nodes} nodes does not fit in {width} rows")
+    return width
 
-        With exact passes the keys and values of a text are those that decoding made, bit for bit. So a prompt is always
-        cut at the same places, if its chunks are wide, and what was generated is forwarded in passes of the width.
 
-        Args:
-            tokens: what follows the tokens in the cache.
-            kv: the cache.
-            prompt: positions below this one are the prompt's, but for its last token, from which generation starts;
-                None if all are.
-        """
-        self._renew()
-        end, replayed = kv.length + len(tokens), None
-        prompt = end if prompt is None else prompt
-        while kv.length < end:
-            start = kv.length
-            width = self._chunk(kv, start, prompt)
-            chunk = torch.tensor(tokens[: min(width, end - start)], device=self.device)
-            tokens = tokens[len(chunk) :]
-            positions = torch.arange(start, start + len(chunk), device=self.device)
-            if replayed is None and start >= prompt and end - start > _REPLAYED * width:
-                replayed = self._replayed(kv)
-            if start < prompt and self.wide_prompts:
-                run = self._pass(positions, kv, None)
-                forwarded = self._compute(chunk, positions, run)
-            elif replayed is not None and end - start > width and kv.capacity - start >= width:
-                forwarded = replayed(chunk, positions, None, start)
-            else:  # the last pass, too: what it gives must outlive the program
-                forwarded = self.forward(chunk, positions, kv, None)
-            kv.commit(range(len(chunk)))
-            yield forwarded
+@torch.inference_mode()
+def first_broken(target: Target, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
+    """Where NaN or infinity first shows in a pass over tokens after the cache's; nothing is committed.
 
-    def _chunk(self, kv: FullKV, start: int, prompt: int) -> int:
-        """How many tokens are forwarded together from a position on."""
-        in_program = self.program is not None and self.program.takes(kv, 1)
-        if self.width is None or in_program:
-            return CHUNK
-        if start < prompt and self.wide_prompts:
-            return min(CHUNK - start % CHUNK, prompt - start)
-        return min(CHUNK, self.width)
+    Returns:
+        The embeddings, layer, final norm or LM head whose output it is, by name, and the first such token; None if
+        all are finite.
+    """
+    broken: list[tuple[str, int]] = []
 
-    def _replayed(self, kv: FullKV) -> StaticPass | None:
-        """A pass of the fixed width that is launched as one program, for a long text; None where there is none."""
-        if self.width is None or kv in self._passes or not (self.replays and self.serves(kv)):
-            return None
-        return StaticPass(self.compute_static, self.capture, kv, self.width)
+    def look(name: str, inputs: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        first = out[0] if isinstance(out, tuple) else out
+        rows = (~first.reshape(len(tokens), -1).isfinite().all(-1)).nonzero()
+        if len(rows):
+            broken.append((name, int(rows[0])))
 
-    def prefill(
-        self, tokens: Sequence[int], kv: FullKV, on_progress: OnProgress | None = None, prompt: int | None = None
-    ) -> Forwarded | None:
-        """Forward a text and commit it to a cache; returns the last chunk's pass, None for an empty text.
+    model = target.model
+    parts = [model.get_output_embeddings()]
+    for part in model.get_decoder().children():
+        parts += part if isinstance(part, nn.ModuleList) else [part]
+    positions = torch.arange(kv.length, kv.length + len(tokens), device=target.device)
+    ids = torch.tensor(tokens, device=target.device)
+    with watched({name: part for name, part in model.named_modules() if part in parts}, look):
+        output_of(model)(target.forward_eager(ids, positions, kv).hidden)
+    return broken[0] if broken else None
 
-        ``on_progress`` is called after every chunk; the device may still be at work on it. ``prompt`` is as for
-        :meth:`chunks`.
-        """
-        last: Forwarded | None = None
-        held = kv.length
-        for forwarded in self.chunks(tokens, kv, prompt):
-            last = forwarded
-            if on_progress is not None:
-                on_progress(kv.length - held, len(tokens))
-        return last
+
+def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
+    """Forward a text in chunks, commit each, and yield its pass.
+
+    With exact passes the keys and values of a text are those that decoding made, bit for bit. So a prompt is always cut
+    at the same places, if its chunks are wide, and what was generated is forwarded in passes of the width.
+
+    Args:
+        target: the model.
+        tokens: what follows the tokens in the cache.
+        kv: the cache.
+        prompt: positions below this one are the prompt's, but for its last token, from which generation starts; None
+            if all are.
+    """
+    target.renew()
+    end, replayed = kv.length + len(tokens), None
+    prompt = end if prompt is None else prompt
+    while kv.length < end:
+        start = kv.length
+        wide = start < prompt and target.wide_prompts
+        width = CHUNK
+        if target.width is not None and not (target.program is not None and target.program.takes(kv, 1)):
+            width = min(CHUNK - start % CHUNK, prompt - start) if wide else min(CHUNK, target.width)
+        chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
+        tokens = tokens[len(chunk) :]
+        positions = torch.arange(start, start + len(chunk), device=target.device)
+        if replayed is None and start >= prompt and end - start > _REPLAYED * width:
+            replayed = _replayed(target, kv)
+        if wide:
+            forwarded = target.forward_eager(chunk, positions, kv)
+        elif replayed is not None and end - start > width and kv.capacity - start >= width:
+            forwarded = replayed(chunk, positions, None, start)
+        else:  # the last pass, too: what it gives must outlive the program
+            forwarded = target.forward(chunk, positions, kv, None)
+        kv.commit(range(len(chunk)))
+        yield forwarded
+
+
+def _replayed(target: Target, kv: FullKV) -> StaticPass | None:
+    """A pass of the fixed width that is launched as one program, for a long text; None where there is none."""
+    if target.width is None or kv in target.passes or not (target.replays and target.serves(kv)):
+        return None
+    return StaticPass(target.compute_static, target.capture, kv, target.width)
+
+
+def prefill(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Forwarded | None:
+    """Forward a text and commit it to a cache; returns the last chunk's pass, None for an empty text.
+
+    ``prompt`` is as for :func:`chunks`.
+    """
+    last: Forwarded | None = None
+    for forwarded in chunks(target, tokens, kv, prompt):
+        last = forwarded
+    return last

@@ -242,3 +242,9 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

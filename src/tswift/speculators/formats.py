@@ -118,7 +118,7 @@ def attached(network: BlockSpeculator | EagleSpeculator) -> BlockSpeculator | Ea
     """A drafter at its target, whose passes give its taps from now on."""
     target = network.target
     try:
-        target.tap_layers(network.spec.tapped(target.kv_shape.layers))
+        target.tap(network.spec.tapped(target.kv_shape.layers))
     except UnsupportedModel as error:
         raise InputError(f"does not go with this model, which has {error}", OPTION) from None
     target.set_speculator(network.eval().requires_grad_(False))

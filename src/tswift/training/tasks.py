@@ -24,7 +24,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import Request, begin, ending
 from tswift.errors import InputError, renamed
-from tswift.forward.target import Target
+from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
 from tswift.sampling.parameters import SamplingParams
@@ -330,8 +330,8 @@ def measure_agreement(target: Target, draft: Target, text: Sequence[int], params
 
 def read_logits(model: Target, text: Sequence[int], position: int, window: int, kv: FullKV) -> Tensor:
     """``[window, V]`` logits from a position on, with all of the text before it in the cache."""
-    model.prefill(text[kv.length : position], kv)
-    parts = [part.hidden for part in model.chunks(text[position : position + window], kv)]
+    prefill(model, text[kv.length : position], kv)
+    parts = [part.hidden for part in chunks(model, text[position : position + window], kv)]
     return model.logits(torch.cat(parts)).float()
 
 
