@@ -164,7 +164,7 @@ FAULTS = [
     Fault("a resumed text forgets its first token", "decoding/loop.py", LOOP,
           "[*prompt, *written]", "[*prompt, *written[1:]]"),
     # on the device
-    Fault("on the device a commit's gather is skipped", "decoding/device_step.py", DEVICE,
+    Fault("on the device a commit's gather is skipped", "attention/sdpa.py", DEVICE,
           "where(steps < count, path, steps)", "where(steps < count, steps, steps)"),
     Fault("on the device the wrong row is kept for the heads", "decoding/device_step.py", DEVICE,
           "state.last.copy_(last)", "state.last.zero_()"),
@@ -222,6 +222,8 @@ FAULTS = [
           "        slot += tl.load(length).to(tl.int64)\n", "        slot += 0\n"),
     Fault("a sum is not rounded before its norm", "forward/layer_kernels.py", "forward/test_fused_layers.py",
           "        numbers = _rounded(numbers, kind, INTERPRETED)\n        tl.store", "        tl.store"),
+    Fault("nodes that were not accepted are moved", "attention/triton.py", KERNEL,
+          "(step < kept) & (node > step)", "(node > step)"),
     Fault("an early launch does not wait", "attention/triton.py", "attention/test_offline_compile.py",
           "    gdc_wait()\n", "    gdc_launch_dependents()\n"),
     Fault("a product's parts are not rounded", "forward/layer_kernels.py", "forward/test_fused_layers.py",

@@ -34,6 +34,7 @@ PRODUCT_FLOPS = 600e12  # of products over many rows
 EXPOSED = 0.3  # share of a product's operations that reading weights does not hide
 FLOAT64_RATE = 3.8e12  # of the memory, by the sampler's float64 kernels
 # Seconds.
+GAP = 1.1e-6  # between dependent kernels of a graph
 SMALL = 0.7e-6  # a kernel that is neither a product nor attention, beyond its gap
 LEAST_ATTENTION = 8e-6  # attention of a layer over few keys
 LM_HEAD_SHARE = 0.94  # of ACHIEVED
@@ -46,7 +47,7 @@ DEPTH = 4  # most tokens drafted along a path
 SAMPLER_BYTES = 20.0  # per logit: two bytes read twice; noise in float64 takes as long as 16 more
 SAMPLER_KERNELS = 3
 DRAFT_TAIL = 26 + 3  # after the draft pass, in its graph: heads, warping, and the ranking of candidates
-COMMIT = 98  # that complete the tree, walk it and commit
+COMMIT = 90  # that complete the tree, walk it and commit
 PLAIN_COMMIT = 26  # the same in plain decoding
 BUDGET = 4096  # keys that a draft pass reads
 # Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's tree is a guess.
@@ -67,7 +68,8 @@ class Design:
         parts: sums in float32 that a product of queries, keys and values, of attention's output, and of MLP's leaves
             for the kernel behind it.
     small: kernels of a layer that are neither products nor attention.
-    gap: seconds between dependent kernels of a graph.
+    gap: seconds between kernels of a layer that depend on each other; but for the attention's first, and outside of
+        layers, where it is :data:`GAP`.
     """
 
     name: str
@@ -75,21 +77,21 @@ class Design:
     ramp: float = 0.0
     parts: tuple[int, int, int] = (0, 0, 0)
     small: int = 4
-    gap: float = 1.1e-6
+    gap: float = GAP
 
     @property
-    def gaps(self) -> int:
-        """Of a layer: one for each kernel; within a single one all programs wait for each other as often."""
-        return 4 + 2 + max(self.small, 3)
+    def gaps(self) -> float:
+        """Seconds of a layer's: one for each kernel; within a single one all programs wait for each other as often."""
+        return (4 + 1 + max(self.small, 3)) * self.gap + max(self.gap, GAP)
 
 
-NOW = Design("today, products at 80%", (0.80, 0.92))
+NOW = Design("today: own products, launched early", ramp=0.8e-6, parts=(4, 4, 4), small=3, gap=0.5e-6)
 DESIGNS = (
-    Design("17 kernels, 77%", (0.72, 0.90), small=11),
-    Design("today, 77%", (0.72, 0.90)),
-    NOW,
+    Design("17 kernels, cuBLAS at 77%", (0.72, 0.90), small=11),
+    Design("10 kernels, cuBLAS at 77%", (0.72, 0.90)),
+    Design("10 kernels, cuBLAS at 80%", (0.80, 0.92)),
     Design("own products", ramp=2.5e-6, parts=(4, 4, 4), small=3),
-    Design("own products, launched early", ramp=0.8e-6, parts=(4, 4, 4), small=3, gap=0.5e-6),
+    NOW,
     Design("one kernel a layer", ramp=0.8e-6, parts=(4, 4, 4), small=0, gap=1.3e-6),
 )
 
@@ -132,34 +134,34 @@ def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: i
         "operations not hidden": EXPOSED * (nodes - 1) * 2 * shape.read / PRODUCT_FLOPS,
         "bytes of keys and values": shape.layers * keys / PUBLISHED.bandwidth,
         "attention beyond": shape.layers * (attention - keys / PUBLISHED.bandwidth),
-        "gaps in layers": shape.layers * design.gaps * design.gap,
+        "gaps in layers": shape.layers * design.gaps,
         "small kernels in layers": shape.layers * (design.small + 1) * SMALL,
-        "kernels outside layers": beside * (design.gap + SMALL),
+        "kernels outside layers": beside * (GAP + SMALL),
     }
 
 
-def sampler(vocabulary: int, rows: int, design: Design) -> float:
+def sampler(vocabulary: int, rows: int) -> float:
     """Seconds of drawing a token for each row."""
-    return rows * vocabulary * SAMPLER_BYTES / FLOAT64_RATE + SAMPLER_KERNELS * (design.gap + SMALL)
+    return rows * vocabulary * SAMPLER_BYTES / FLOAT64_RATE + SAMPLER_KERNELS * (GAP + SMALL)
 
 
 def plain_parts(shape: Shape, vocabulary: int, design: Design, context: float) -> dict[str, float]:
     """Seconds of the parts of a step of plain decoding."""
-    beside = sampler(vocabulary, 1, design) + PLAIN_COMMIT * (design.gap + SMALL)
+    beside = sampler(vocabulary, 1) + PLAIN_COMMIT * (GAP + SMALL)
     return pass_parts(shape, design, context, 1) | {"sampler, commit": beside, "idle": IDLE}
 
 
 def verification(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> float:
     """Seconds of a program that verifies a tree."""
     size = next(size for size in sizes(nodes) if size >= nodes)
-    beside = sampler(vocabulary, nodes, design) + COMMIT * (design.gap + SMALL)
+    beside = sampler(vocabulary, nodes) + COMMIT * (GAP + SMALL)
     return sum(pass_parts(shape, design, context, size).values()) + beside
 
 
 def drafting(shape: Shape, design: Design, context: float, bits: int = 16) -> float:
     """Seconds of a draft by heads: a pass over the partial cache, and what follows."""
     heads = HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED
-    tail = DRAFT_TAIL * (design.gap + SMALL) + 0.02e-3 + heads
+    tail = DRAFT_TAIL * (GAP + SMALL) + 0.02e-3 + heads
     return sum(pass_parts(shape, design, min(BUDGET, context), 1, bits).values()) + tail
 
 
@@ -167,7 +169,7 @@ def block_step(shape: Shape, vocabulary: int, design: Design, context: float, no
     """Seconds of a step of ``block`` with a drafter of DSpark's, and what its bytes take at the published rate."""
     layer = (shape.read - shape.lm_head) / shape.layers
     drafter = (BLOCK_LAYERS * layer + shape.lm_head) * shape.itemsize
-    draft = drafter / (0.85 * ACHIEVED) + BLOCK_KERNELS * (design.gap + SMALL) + IDLE
+    draft = drafter / (0.85 * ACHIEVED) + BLOCK_KERNELS * (GAP + SMALL) + IDLE
     floor = drafter / PUBLISHED.bandwidth + float(pass_seconds(shape, PUBLISHED, context, 1))
     return draft + verification(shape, vocabulary, design, context, nodes) + IDLE + BLOCK_HOST, floor
 

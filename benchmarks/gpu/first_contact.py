@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu import FIRST, PROBES, note
 from benchmarks.gpu.run import add_tiny_shapes, kernels, replayed
+from tswift.attention.sdpa import Attention
 from tswift.engine import Request, begin
 from tswift.loading import LoadedModel, load
 from tswift.models.shapes import PREFIX
@@ -189,16 +190,16 @@ def inference(asked: Asked) -> None:
 
 @_on_cuda
 def commit(asked: Asked) -> None:
-    """How many kernels move a step's tokens in a cache of more than 2^31 bytes?"""
+    """What moving a step's tokens takes in a cache of more than 2^31 bytes: PyTorch's kernels, and ours."""
+    from tswift.attention.triton import TritonAttention
+
     cache = torch.zeros(32, 8, _SLOTS, 128, dtype=torch.bfloat16, device="cuda")
-    to, source = (torch.arange(_MOVED, device="cuda") * step + _SLOTS - 100 for step in (1, 2))
-
-    def move() -> None:
-        cache.index_copy_(2, to, cache.index_select(2, source))
-
-    move()
-    for name, start, end in kernels(move, asked.device):
-        asked.note("commit", kernel=name[:60], us=end - start)
+    length, path = torch.tensor(_SLOTS - 100, device="cuda"), torch.arange(_MOVED, device="cuda") * 2
+    for move in (Attention.keep, TritonAttention.keep):
+        run = partial(move, cache, cache, length, path, torch.tensor([_MOVED], device="cuda"))
+        run()
+        for name, start, end in kernels(run, asked.device):
+            asked.note("commit", kernel=name[:60], us=end - start)
 
 
 def products(asked: Asked) -> None:

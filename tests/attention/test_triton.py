@@ -15,7 +15,7 @@ from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain,
 from tests.fuzzing import few
 from tests.helpers import random_tree
 from tswift.attention.backends import why_not
-from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention
+from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
 from tswift.forward.target import Target, prefill
 
@@ -257,6 +257,21 @@ def test_store() -> None:
             backend.TritonAttention.store(keys[1], values[1], *new, length)
             assert torch.equal(keys, expected[0])
             assert torch.equal(values, expected[1])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
+    """By the kernel as by PyTorch; the nodes behind the accepted ones and all else stay where they are."""
+    keys, values = torch.randn(2, 3, 2, 60, 80).bfloat16()  # three layers
+    values = values.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = [each.clone() for each in (keys, values)]
+    length, path = torch.tensor(13, dtype=torch.int32), torch.tensor([0, 1, 5, 9])
+    text = keys[:, :, :13].clone()
+    backend.TritonAttention.keep(keys, values, length, path, torch.tensor([count]))
+    Attention.keep(*expected, length, path, torch.tensor([count]))
+    assert torch.equal(keys[:, :, :13], text)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
 
 
 def test_store_keeps_within_the_capacity() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tswift.attention.sdpa import Layout
+from tswift.attention.sdpa import Attention, Layout
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -330,6 +330,7 @@ class StaticAttention:
     """Attention over a whole cache, masked by a length that only the device knows; in place of Triton's."""
 
     STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
+    keep = staticmethod(Attention.keep)
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout

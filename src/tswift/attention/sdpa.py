@@ -96,6 +96,18 @@ class Attention(Protocol):
         """If it is ``STATIC``: write new keys and values ``[kv heads, n, d]`` into the cache's from ``length`` on."""
         raise RuntimeError("it is not static")
 
+    @staticmethod
+    def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
+        """Move a tree's accepted nodes behind the text, in all layers' cache ``[layers, kv heads, slots, d]``.
+
+        The tree is behind the text's ``length``. Of the path ``[m]``, nodes in their order from the root on, the first
+        ``count`` ``[1]`` are accepted.
+        """
+        steps = torch.arange(len(path), device=path.device)
+        kept = length + torch.where(steps < count, path, steps)
+        for buffer in (keys, values):
+            buffer.index_copy_(2, length + steps, buffer.index_select(2, kept))
+
 
 def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mask added to scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.

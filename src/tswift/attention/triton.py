@@ -317,6 +317,32 @@ def store_new(
     tl.store(values + head * values_head + slot * values_slot + dims[None, :], value, mask=fits)
 
 
+@triton.jit
+def keep_path(
+    keys, values, length, path, count, keys_layer, keys_head, keys_slot, values_layer, values_head, values_slot,
+    STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Move one head's accepted keys, or values, behind the text; grid ``(layers, kv heads, 2)``.
+
+    A node's slot is never before its place on the path, so that nothing is overwritten that is still to be read.
+    """
+    layer = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = keys_slot
+    buffer = keys + layer * keys_layer + head * keys_head
+    if tl.program_id(2) == 1:
+        slot = values_slot
+        buffer = values + layer * values_layer + head * values_head
+    dims = tl.arange(0, WIDTH)
+    first = tl.load(length).to(tl.int64)
+    kept = tl.load(count)
+    for step in range(1, STEPS):
+        node = tl.load(path + step)
+        moves = (dims < HEAD) & (step < kept) & (node > step)
+        row = tl.load(buffer + (first + node) * slot + dims, mask=moves)
+        tl.store(buffer + (first + step) * slot + dims, row, mask=moves)
+
+
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -402,6 +428,16 @@ class TritonAttention(Attention):
                 keys, values, new_keys, new_values, length, *keys.stride()[:2], *values.stride()[:2],
                 *new_keys.stride()[:2], *new_values.stride()[:2], nodes, keys.shape[1], HEAD=size,
                 WIDTH=head_width(size), ROWS=16,
+            )  # fmt: skip
+
+    @staticmethod
+    def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
+        """As :meth:`Attention.keep`, in one launch, whatever the cache's size; its last dimension is contiguous."""
+        layers, kv_heads, _, size = keys.shape
+        with torch.cuda.device_of(keys):
+            keep_path[layers, kv_heads, 2](
+                keys, values, length, path, count, *keys.stride()[:3], *values.stride()[:3], STEPS=len(path),
+                HEAD=size, WIDTH=head_width(size), num_warps=1,
             )  # fmt: skip
 
 

@@ -307,9 +307,7 @@ class DeviceStepper:
             ]
             following = tokens[path.roll(-1)].clamp(min=0)
             emitted = torch.where(steps < count - 1, following, drawn[last])
-            kept = state.length + torch.where(steps < count, path, steps)
-            for buffer in (kv.keys, kv.values):
-                buffer.index_copy_(2, state.length + steps, buffer.index_select(2, kept))
+            target.keep(kv, state.length, path, count)
             live = (tokens >= 0).sum(0, keepdim=True)
         sampler.extend_rows(emitted, state.position + 1 + steps, count)
         if self._draft is not None:

@@ -271,6 +271,10 @@ class Target:
         run = Pass(write, attend, special, len(tokens), rows_of(self.width, kv, len(tokens)), (kv, length))
         return self._compute(tokens, positions, run)
 
+    def keep(self, kv: KVBuffer, length: Tensor, path: Tensor, count: Tensor) -> None:
+        """Move a tree's accepted nodes behind the text, see :meth:`Attention.keep`; the length stays."""
+        self._attention.keep(kv.keys, kv.values, length, path, count)
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
         """Forward the nodes of a tree in one pass; their keys and values go to the cache's scratch slots.
