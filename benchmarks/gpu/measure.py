@@ -29,6 +29,7 @@ from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
+from tswift.forward.target import Target, prefill
 from tswift.models.devices import available_bytes, environment, synchronize
 from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
 from tswift.sampling.parameters import SamplingParams
@@ -91,14 +92,22 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
 
 
 def steps(run: Run) -> None:
-    """Real steps at several contexts, and what they come to over the whole text."""
-    model, prefill = run.model(run.scale.main), min(run.scale.contexts)
-    cases = [("ar", None, True), *(("tokenswift", count, True) for count in run.scale.step_nodes), ("ar", None, False)]
-    for method, nodes, exact in cases:
+    """A prompt, real steps at several contexts, and what they come to over the whole text."""
+    model, contexts = run.model(run.scale.main), run.scale.contexts
+    begun = min(contexts)
+    for exact in (True, False):
+        _prompt(run, model.target, begun, exact)
+    cases = [
+        ("ar", None, True, contexts),
+        *(("tokenswift", count, True, contexts) for count in run.scale.step_nodes),
+        *((method, None, True, contexts[:2]) for method in ("auto", "cascade")),
+        ("ar", None, False, contexts),
+    ]
+    for method, nodes, exact, some in cases:
         per_token: dict[int, float] = {}
         about = {"method": method if exact else f"{method}, --no-exact", "nodes": nodes or "default"}
         about["simulated alpha"] = None if method == "ar" else ALPHA
-        for context in run.scale.contexts:
+        for context in some:
             if run.late():
                 break
             with patch.object(model.target, "width", model.target.width if exact else None):
@@ -109,8 +118,22 @@ def steps(run: Run) -> None:
             del decode
             run.tidy()
         if len(per_token) > 1:
-            seconds = integrated(per_token, prefill, TOKENS)
-            run.note("integrated from steps", **about, contexts=len(per_token), prefill=prefill, seconds=seconds)
+            seconds = integrated(per_token, begun, TOKENS)
+            run.note("integrated from steps", **about, contexts=len(per_token), prefill=begun, seconds=seconds)
+
+
+def _prompt(run: Run, target: Target, tokens: int, exact: bool) -> None:
+    """Seconds of forwarding a prompt, the second time."""
+    ids = [index * 7919 % target.vocab_size for index in range(tokens)]
+    with patch.object(target, "width", target.width if exact else None):
+        for _ in range(2):
+            kv = FullKV(target.kv_shape, tokens)
+            synchronize(target.device)
+            started = time.perf_counter()
+            prefill(target, ids, kv)
+            synchronize(target.device)
+            seconds = time.perf_counter() - started
+    run.note("prompt", tokens=tokens, exact=exact, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
