@@ -36,7 +36,7 @@ from tswift.sampling.parameters import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
 _ROOM = 4e9  # bytes left free beside the caches
-_PER_STEP = 12  # tokens for which there is room, per timed step
+_PER_STEP = 40  # tokens for which there is room, per timed step
 _PEER_TOKENS = 32
 
 
