@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tswift
-from tests.helpers import tokens_of
+from tests.helpers import needs_program, tokens_of
 from tswift.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +101,7 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         tswift.generate("demo", "The", 5)  # type: ignore[arg-type]
 
 
+@needs_program  # they recall
 def test_examples_on_a_tiny_model(checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = tswift.load(str(checkpoint))
     run("docs/python.md", -1, tswift=tswift, SamplingParams=tswift.SamplingParams, model=model)
