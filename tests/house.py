@@ -23,6 +23,7 @@ from types import FrameType
 import tswift
 from tests.walk import ROOT, walk
 from tswift.cli import main
+from tswift.engine import Request, begin
 from tswift.tables import Table
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -99,14 +100,15 @@ def set_from_outside(name: str, path: Path) -> list[str]:
 
 
 def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
-    """The files whose functions a steady step of a method calls."""
+    """The files whose functions a steady step of a method calls; its tokens are not made into text."""
     seen = set()
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
             seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
-    with contextlib.closing(tswift.generate(model, _TEXT, 2000, method=method)) as steps:
+    run = begin(model, Request(model.encode(_TEXT), 2000, method))
+    with contextlib.closing(run.decoding.steps(run.stop)) as steps:
         for _ in itertools.islice(steps, _WARM):
             pass
         _watched(look, lambda: [*itertools.islice(steps, _STEADY)])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,9 @@ from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, renamed
 from tswift.loading import LoadedModel, adopt
 from tswift.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "eta_cutoff", "repetition_penalty")
 _ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id")
@@ -46,7 +49,7 @@ def generate(
     model: PreTrainedModel,
     stopping_criteria: Iterable[Any] | None = None,
     streamer: Any = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase = None,
     tswift_method: str = "auto",
     **others: Any,
 ) -> Any:
@@ -129,7 +132,7 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     return replace(params, order=_ORDER) if matters else params
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: object) -> None:
     said = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
     raise InputError(f"is not served by tswift, got {said:.80}", name)
 
@@ -200,7 +203,7 @@ def _drawn(run: Generation, turn: Lock) -> Iterator[int]:
 
 
 # by model, for as long as it lives: its state, what is decoded in its place, and whose turn it is
-_ADOPTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, LoadedModel, Lock]] = WeakKeyDictionary()
+_ADOPTED: WeakKeyDictionary[PreTrainedModel, tuple[object, LoadedModel, Lock]] = WeakKeyDictionary()
 
 
 def _adopted(model: PreTrainedModel) -> tuple[LoadedModel, Lock]:
@@ -228,7 +231,7 @@ def _refuse_wrapped(model: PreTrainedModel) -> None:
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
     """A second tree of modules over the same weights: what is changed in it changes nothing in the first."""
-    shared: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    shared: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter:
             shared[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
@@ -245,7 +248,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMS, _ROWS = 8191, 64  # a prime: what moves within a weight changes place among the sums, too
 
 
-def _state(model: PreTrainedModel) -> Any:
+def _state(model: PreTrainedModel) -> object:
     """What shows that a model was changed: settings, modules, and of its weights where they are and checksums."""
     settings, places, sums = list[Any](), list[Any](), list[Tensor]()
     for name, module in model.named_modules():

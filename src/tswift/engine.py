@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +30,9 @@ from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_
 from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes, gigabytes
 from tswift.sampling.parameters import MAX_TOP, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
@@ -278,7 +281,7 @@ class Request:
         if self.logprobs is not None and not 0 <= self.logprobs <= most:
             raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
 
-    def text(self, tokenizer: Any) -> TextStream | None:
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> TextStream | None:
         """The text so far, in which stop strings are looked for; None without any."""
         strings = check_stop(self.stop)
         if not strings:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -69,13 +69,17 @@ from tswift.speculators.heads import (
 )
 from tswift.speculators.networks import SpeculatorSpec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model ready to decode."""
 
     name: str  # as the user named it
-    tokenizer: Any  # of transformers; a stand-in where the weights are random, None for a draft model without one
+    # a stand-in where the weights are random, None for a draft model without one
+    tokenizer: PreTrainedTokenizerBase
     target: Target  # the model, wrapped
     heads: Heads | None  # that draft for it, if it has any
     eos_ids: tuple[int, ...]  # token ids that end a text
@@ -283,7 +287,7 @@ class _LoadPlan:
 
     asked: ModelConfig
     device: torch.device
-    config: Any
+    config: PreTrainedConfig
     dtype: torch.dtype
     kv_dtype: torch.dtype
     drafter: SpeculatorFile | None = None
@@ -369,7 +373,7 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
-def heads_source(model: str, config: Any, heads: str | os.PathLike[str] | None) -> Path | str | None:
+def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None) -> Path | str | None:
     """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones; None for no heads."""
     if model.startswith(PREFIX):
         kind = "chained" if heads is None else str(heads)
@@ -502,7 +506,7 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
     return loaded, note
 
 
-def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, Any]) -> PreTrainedModel:
+def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) -> PreTrainedModel:
     """The model that transformers reads; ``options`` are more of its own."""
     asked, config, model = plan.asked, plan.config, plan.asked.model
     network, info = AutoModelForCausalLM.from_pretrained(
@@ -524,7 +528,7 @@ def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, Any]) -> 
     return network
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without its weights; InputError if there is none that can be read."""
     if model.startswith(PREFIX):
         return StandInTokenizer()
@@ -533,7 +537,7 @@ def load_tokenizer(model: str) -> Any:
         return _load_tokenizer(source, model)
 
 
-def _load_tokenizer(source: str, model: str) -> Any:
+def _load_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
     with as_input_error(model, "its tokenizer: "):
         if source.endswith(SUFFIX):
             tokenizer = _tokenizer_of_gguf(Path(source))
@@ -544,14 +548,14 @@ def _load_tokenizer(source: str, model: str) -> Any:
     return tokenizer
 
 
-def _tokenizer_of_gguf(path: Path) -> Any:
+def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
     """As transformers makes it of the file; in a folder of its own, as other files beside it would be preferred."""
     with TemporaryDirectory() as folder:
         Path(folder, path.name).symlink_to(path.resolve())
         return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
 
 
-def _split(config: Any, model: str, ranks: Dist) -> DistributedConfig:
+def _split(config: PreTrainedConfig, model: str, ranks: Dist) -> DistributedConfig:
     """How every rank reads its part, by transformers' own plan."""
     if find_spec("accelerate") is None:
         raise InputError("to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS)
@@ -587,7 +591,9 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
     return LoadedModel(name, None, target, heads, (), backend, exact=_prepare(target, backend, note, None))
 
 
-def _eos_ids(model: str, network: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(
+    model: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[int, ...]:
     """The token ids that end a text, by all that a checkpoint says of them."""
     tokens: list[Any] = []
     for holder in (network.generation_config, network.config, tokenizer):

@@ -74,7 +74,7 @@ def changed(options: T, values: Values) -> T:
     return replace(options, **made)  # type: ignore[type-var]
 
 
-def given_options(options: Any, names: Collection[str] = ()) -> dict[str, Any]:
+def given_options(options: object, names: Collection[str] = ()) -> dict[str, object]:
     """The options of a dataclass, by name, that are among some names or are not the default."""
     values = ((each, getattr(options, each.name)) for each, _ in options_of(options))
     return {each.name: value for each, value in values if each.name in names or value != each.default}
@@ -87,12 +87,12 @@ def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
             yield each, each.metadata[_KEY]
 
 
-def option_of(kind: Any, name: str) -> Option:
+def option_of(kind: object, name: str) -> Option:
     """What the field ``name`` of a dataclass carries."""
     return next(carried for each, carried in options_of(kind) if each.name == name)
 
 
-def described(default: Any, carried: Option) -> str:
+def described(default: object, carried: Option) -> str:
     """An option's help with its default at the end."""
     shown = carried.shown
     if shown is None and default not in (None, MISSING):
@@ -154,7 +154,7 @@ def _fault(values: Sequence[Any], expected: type, carried: Option) -> str | None
     return None
 
 
-def _range(value: Any, carried: Option) -> str:
+def _range(value: object, carried: Option) -> str:
     bounds = {name: getattr(carried, name) for name in _BOUNDS if getattr(carried, name) is not None}
     if (most := bounds.get("most", 0)) >= _TECHNICAL:  # nobody wants to read it but who went beyond
         if value > most:
@@ -165,7 +165,7 @@ def _range(value: Any, carried: Option) -> str:
     return " and ".join(f"{_BOUNDS[name][0]} {_number(bound)}" for name, bound in bounds.items())
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 

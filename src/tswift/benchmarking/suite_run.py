@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan
 from tswift.benchmarking.record import Group, LeftOut, Sample, SuiteRecord, SuiteText
@@ -30,6 +30,9 @@ from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
 from tswift.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST = 4  # tokens of an n-gram
 SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
@@ -247,7 +250,7 @@ def begin_suite(
 
 def judge_texts(
     record: SuiteRecord,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     label: str,
     case: Case,
     texts: Mapping[str, Sequence[int]],

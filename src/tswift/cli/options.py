@@ -126,7 +126,7 @@ def finding_paths(command: Callable[..., None]) -> Callable[..., None]:
     return found
 
 
-def _found(value: Any, name: str) -> Any:
+def _found(value: object, name: str) -> object:
     if isinstance(value, list):
         return [_found(each, name) for each in value]
     return find_path(value, name) if isinstance(value, Path) else value

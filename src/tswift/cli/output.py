@@ -146,7 +146,7 @@ class Output:
         for table in tables if self.json != _STDOUT else ():
             show(table)
 
-    def write(self, kind: str, command: Sequence[str], content: Mapping[str, Any]) -> None:
+    def write(self, kind: str, command: Sequence[str], content: Mapping[str, object]) -> None:
         """Write the JSON that was asked for, whole or not at all."""
         ascii_only = self.json == _STDOUT and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
         record = {"schema": SCHEMA, "kind": kind, "command": command, **content}

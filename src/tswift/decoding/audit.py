@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ class Audit:
         """Whether there is no violation, and rounding explains the rest: each token, all, and how passes differ."""
         return not self.violations and not self.excess and self.measured <= self.limit
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON: an infinite margin is None there, as is one not looked for."""
         findings = [
             {**asdict(finding), "margin": finding.margin if finding.margin != math.inf else None}

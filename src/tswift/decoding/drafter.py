@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class Step:
     seconds: float
     leads: tuple[tuple[int, float], ...] = ()
     choice: str = ""
-    logprobs: NDArray[Any] | None = field(default=None, compare=False)
+    logprobs: NDArray[np.void] | None = field(default=None, compare=False)
     text: str = field(default="", compare=False)
 
 

@@ -15,7 +15,7 @@ from tswift.decoding.drafter import REUSE, Step
 _MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ValueError(f"{value!r:.40} is no count")
     return value

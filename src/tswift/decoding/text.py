@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tswift.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _HELD = 16  # after so many tokens without a whole character, broken bytes are let go
 _LAST = 4  # tokens that a character may still need: it has four bytes at most
@@ -26,7 +29,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def text_of(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
     """The text that a :class:`TextStream` gives of tokens, its end included."""
     stream = TextStream(tokenizer, stop)
     return stream.add(tokens) + stream.finish()
@@ -47,7 +50,7 @@ class TextStream:
         stopped: the stop string that has ended the text; None if none has. Tokens added after it add nothing.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
         self._before: list[int] = []  # the last tokens whose text was given
         self._held: list[int] = []  # those after them

@@ -44,7 +44,7 @@ _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
-def _structure(pointers: str, integers: str, reals: str = "") -> Any:
+def _structure(pointers: str, integers: str, reals: str = "") -> type[ctypes.Structure]:
     """A class for a structure of history.c: the names of its fields."""
     kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (reals, ctypes.c_double))
     fields = [(name, kind) for names, kind in kinds for name in names.split()]

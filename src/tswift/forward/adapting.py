@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,12 +32,15 @@ from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.models.shapes import PREFIX, is_moe
 from tswift.native_build import Unbuilt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 EAGER = "eager"
 FUSED = "fused"
 PROGRAM = "one C program"
 
 
-def heads_of(config: Any) -> tuple[int, int, int]:
+def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
     """KV heads, query heads per KV head, and head size by a model's configuration.
 
     Where it does not say: one each, and the usual size.
@@ -51,7 +54,9 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return (kv_heads, heads // kv_heads, size) if heads and kv_heads and heads % kv_heads == 0 else (1, 1, size)
 
 
-def select_backend(attention: str, dtype: torch.dtype, device: torch.device, config: Any) -> tuple[str, str]:
+def select_backend(
+    attention: str, dtype: torch.dtype, device: torch.device, config: PreTrainedConfig
+) -> tuple[str, str]:
     """The attention backend that a name stands for, and a note if it is not the one that should serve here.
 
     A backend serves if it computes of random rows what sdpa computes.
@@ -245,7 +250,7 @@ _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run 
 
 
 def wrap_model(
-    network: Any,
+    network: PreTrainedModel,
     model: str,
     backend: str,
     joined: bool | None = None,
@@ -274,7 +279,7 @@ def wrap_model(
 
 
 def _compared(
-    network: Any, model: str, backend: str, joined: bool | None, kv_dtype: torch.dtype | None, usual: bool
+    network: PreTrainedModel, model: str, backend: str, joined: bool | None, kv_dtype: torch.dtype | None, usual: bool
 ) -> Target:
     config = network.config.get_text_config()
     count = min(_TRIED, config.max_position_embeddings)

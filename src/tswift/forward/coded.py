@@ -13,7 +13,7 @@ from copy import deepcopy
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,9 @@ from tswift.models.gguf import GGUFFile
 from tswift.models.shapes import Noise, skeleton
 from tswift.native_build import cache_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 BITS = {"int8": 8, "int4": 4}  # of a code, by the value of ``--weights``
 _END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them in 6 or 8, too
 _FLOAT = torch.float32.itemsize
@@ -40,7 +43,7 @@ _KEPT = "weights"  # how the files of codes in the cache folder begin
 Matrix = Codes | PackedCodes | Tensor
 
 
-def _filled(config: Any, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
+def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
     """A network with the weights that a function reads by name; matrices may be codes."""
     with no_init_weights():  # memory that is never written takes none
         network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
@@ -75,7 +78,7 @@ def gguf_bytes(file: GGUFFile) -> int:
     )
 
 
-def rounded_bytes(config: Any, kind: str) -> int:
+def rounded_bytes(config: PreTrainedConfig, kind: str) -> int:
     """As :func:`gguf_bytes`, of a checkpoint that is rounded."""
     bits = rounded_bits(config, kind)
     return sum(
@@ -89,7 +92,7 @@ def _packed_bytes(weights: int, bits: int, block: int, factors: int) -> int:
     return weights * bits // 8 + weights // block * factors
 
 
-def load_gguf(file: GGUFFile, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The network of a GGUF file."""
     stored = file.names(dict(skeleton(config).named_parameters()))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -108,7 +111,9 @@ def load_gguf(file: GGUFFile, config: Any, dtype: torch.dtype) -> PreTrainedMode
     return network
 
 
-def load_rounded(config: Any, stored: Mapping[str, StoredTensor], kind: str, model: str) -> PreTrainedModel:
+def load_rounded(
+    config: PreTrainedConfig, stored: Mapping[str, StoredTensor], kind: str, model: str
+) -> PreTrainedModel:
     """The network of a checkpoint, its matrices rounded to codes.
 
     Args:
@@ -180,7 +185,7 @@ def _keep(path: Path, made: Mapping[str, PackedCodes]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def random_rounded(config: Any, kind: str, model: str) -> PreTrainedModel:
+def random_rounded(config: PreTrainedConfig, kind: str, model: str) -> PreTrainedModel:
     """The network of a shape, its random matrices rounded to codes."""
     shapes = {name: weight.shape for name, weight in skeleton(config).named_parameters()}
     noise = Noise(torch.device("cpu"), torch.float32)
@@ -193,7 +198,9 @@ def random_rounded(config: Any, kind: str, model: str) -> PreTrainedModel:
     return _filled(config, torch.float32, _rounding(config, draw, kind, model))
 
 
-def _rounding(config: Any, read: Callable[[str], Tensor], kind: str, model: str) -> Callable[[str], Codes | Tensor]:
+def _rounding(
+    config: PreTrainedConfig, read: Callable[[str], Tensor], kind: str, model: str
+) -> Callable[[str], Codes | Tensor]:
     """A function that reads as ``read`` does, and rounds what is a matrix."""
     bits = rounded_bits(config, kind)
 
@@ -209,7 +216,7 @@ def _rounding(config: Any, read: Callable[[str], Tensor], kind: str, model: str)
     return rounded
 
 
-def rounded_bits(config: Any, kind: str) -> dict[str, int]:
+def rounded_bits(config: PreTrainedConfig, kind: str) -> dict[str, int]:
     """The bits of a code, by the name of each matrix that is rounded."""
     network = skeleton(config)
     ends = (network.get_input_embeddings(), network.get_output_embeddings())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 
 from tswift.errors import InputError
 from tswift.forward.hf import JoinedLinear, own_quantization, restore_linears, share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _DEVICES = ("cuda",)  # tests add the CPU, which has the same products
 _FP8 = torch.float8_e4m3fn
@@ -94,7 +97,7 @@ class Int4Linear(nn.Module):
 _KINDS: dict[str, type[Float8Linear] | type[Int4Linear]] = {"fp8": Float8Linear, "int4": Int4Linear}
 
 
-def refuse_draft_weights(kind: str, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+def refuse_draft_weights(kind: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse what a model's drafting weights cannot be here.
 
     Raises:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from tswift.attention.sdpa import AttentionSpec
 from tswift.errors import InputError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 
 
-def max_positions(config: Any) -> int:
+def max_positions(config: PreTrainedConfig) -> int:
     """Maximum tokens, prompt included, that a model's position encoding was made for.
 
     It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left at what the model was
@@ -64,7 +67,7 @@ def max_positions(config: Any) -> int:
     return int(min(served, _MAX_POSITIONS))
 
 
-def stretched(config: Any, factor: float) -> Any:
+def stretched(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
     """A configuration for ``factor`` times the positions of another, by YaRN (Peng et al., 2023, arXiv 2309.00071).
 
     Raises:
@@ -87,7 +90,7 @@ def stretched(config: Any, factor: float) -> Any:
     return config
 
 
-def _number(rope: Mapping[str, Any], name: str, default: float) -> float:
+def _number(rope: Mapping[str, object], name: str, default: float) -> float:
     value = rope.get(name)
     return value if isinstance(value, int | float) and value >= 1 else default
 
@@ -214,7 +217,7 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
     return probe
 
 
-def output_rule(config: Any) -> tuple[float, float]:
+def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
     """A factor of the LM head's output, and a cap to which that is squeezed by a tangent; 0 for none.
 
     Known rules are ``logit_scale`` (Cohere), ``logits_scaling`` (Granite, a divisor) and ``final_logit_softcapping``
@@ -240,7 +243,7 @@ def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return lm_head if not scale else lambda hidden: lm_head(hidden) * scale
 
 
-def final_norm(decoder: Any) -> nn.Module:
+def final_norm(decoder: nn.Module) -> nn.Module:
     """What a decoder applies after its last layer.
 
     Raises:
@@ -260,7 +263,7 @@ class Tap:
         self._caught: Any = None
         (module.register_forward_pre_hook if before else module.register_forward_hook)(self._catch)
 
-    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], out: Any = None) -> None:
+    def _catch(self, module: nn.Module, inputs: tuple[object, ...], out: object = None) -> None:
         given = inputs if out is None else out
         self._caught = given[0] if isinstance(given, tuple) else given
 
@@ -274,7 +277,7 @@ class Tap:
 def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], None]) -> Iterator[None]:
     """Call a function with name, inputs and output of modules as they run."""
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         return lambda module, inputs, out: see(name, inputs, out)
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in modules.items()]
@@ -306,11 +309,11 @@ class OneDNNLinear(nn.Linear):
         weight = self.weight if self.ordered is None else self.ordered
         return torch.ops.mkldnn._linear_pointwise(input.float(), weight, self.added, "none", [], "").to(input.dtype)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """State without the second copy: a copy of this layer may change its weights."""
         return {name: value for name, value in self.__dict__.items() if name not in OneDNNLinear.__annotations__}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """A copy in 16 bits is PyTorch's own layer again."""
         super().__setstate__(state)
         if self.weight.dtype == torch.float32:
@@ -391,7 +394,7 @@ class JoinedLinear(nn.Linear):
             return handed[1]
         return F.linear(input, self.weight, self.bias)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Convert or move the weights, which become each layer's own by that."""
         self.group[0].product = None
         return super()._apply(fn, recurse)
@@ -456,7 +459,7 @@ def share(layers: Sequence[nn.Linear], product: nn.Module) -> None:
         layer.__dict__.update(group=layers, product=product if layer is layers[0] else None, handed=None)
 
 
-def own_quantization(config: Any) -> str | None:
+def own_quantization(config: PreTrainedConfig) -> str | None:
     """Name of the method by which a checkpoint's weights are quantised; None if they are not."""
     own = getattr(config, "quantization_config", None)
     if own is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from transformers import PreTrainedModel
 from tswift.attention.sdpa import AttentionSpec
 from tswift.forward.hf import output_rule
 from tswift.forward.integers import IntegerLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ROTARY = ("default", "linear", "llama3", "yarn")  # types whose rates are the same at every length
 # where a layer's norms stand: before attention, after it, before the MLP, after it
@@ -151,7 +154,7 @@ def norm_weight(norm: Any) -> Tensor:
     raise Unfit("it has norms that are no RMS norms")
 
 
-def _layer(layer: Any, rotary: int | None, spec: AttentionSpec) -> LayerParts:
+def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerParts:
     own, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     norms = next((each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None)
     if own is None or mlp is None or norms is None:
@@ -190,7 +193,7 @@ def _layer(layer: Any, rotary: int | None, spec: AttentionSpec) -> LayerParts:
     )
 
 
-def _has(module: Any, *names: str) -> bool:
+def _has(module: nn.Module, *names: str) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
 
 
@@ -202,7 +205,7 @@ class _Rates:
         self._names: list[str] = []
         self.found: list[tuple[Tensor, float]] = []
 
-    def index(self, config: Any, layer: int) -> int:
+    def index(self, config: PreTrainedConfig, layer: int) -> int:
         """Which of those found is a layer's."""
         kind = (getattr(config, "layer_types", None) or [""] * (layer + 1))[layer]
         name = f"{kind}_" if hasattr(self._rotary, f"{kind}_inv_freq") else ""
@@ -217,14 +220,14 @@ class _Rates:
         return self._names.index(name)
 
 
-def _refuse_other_turns(config: Any) -> None:
+def _refuse_other_turns(config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if each is not None]
     if not kinds or any(each.get("rope_type") not in _ROTARY for each in kinds):
         raise Unfit("its position encoding has no program")
 
 
-def _gate(mlp: Any) -> bool:
+def _gate(mlp: nn.Module) -> bool:
     """What lets an MLP through, see ``gelu`` of :class:`Parts`; seen by what it makes of some numbers."""
     activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     given = torch.linspace(-4, 4, 33)

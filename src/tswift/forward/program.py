@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from tswift.forward.parts import LayerParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import KINDS, C, library, multiply
 from tswift.models.shapes import skeleton
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _FLOATS = nn.Parameter, torch.float32
 CHUNK = 512  # prompt tokens forwarded at a time, as a chain
@@ -83,7 +86,7 @@ class PackedLinear:
         return multiply(self.c, input)
 
 
-def _packed(layer: Any) -> PackedLinear | IntegerLinear:
+def _packed(layer: nn.Module) -> PackedLinear | IntegerLinear:
     """A linear layer as the program has it: what has codes is packed already."""
     return layer if isinstance(layer, IntegerLinear) else PackedLinear(layer)
 
@@ -392,7 +395,7 @@ def _float32_bytes(network: PreTrainedModel) -> int:
     return sum(weight.numel() for weight in network.parameters()) * torch.float32.itemsize
 
 
-def may_serve(config: Any) -> bool:
+def may_serve(config: PreTrainedConfig) -> bool:
     """Whether the program takes models of a configuration, as far as that tells."""
     try:
         network = skeleton(config)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from tswift.errors import InputError, did_you_mean, find_path, read_file, read_s
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.options import changed, check_options, given_names, given_options, option, options_of, part
 from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
@@ -83,7 +86,7 @@ def fingerprint(tokens: list[int]) -> str:
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
 
 
-def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, model: str, messages: Sequence[Mapping[str, str]]) -> str:
     """The template of a chat filled in, up to where the model is to answer; to be encoded without special tokens added.
 
     ``messages`` have a ``role`` and a ``content``. Templates may shorten those of the assistant, and no others.
@@ -108,7 +111,7 @@ def render_chat(tokenizer: Any, model: str, messages: Sequence[Mapping[str, str]
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
 _NGRAMS, _TREE = 20, (1, 3, 3, 3)  # tokenswift's tree, of table 7
 # table 10: the models that the authors published with their heads, and their sampling
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "llama3.1-8b": {"model": "TokenSwift/TokenSwift-Llama-3.1-8B", "min_p": 0.1, "penalty": 1.2},
     "yarn-llama2-7b-128k": {"model": "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k", "top_p": 0.9, "penalty": 1.15},
     "qwen2.5-1.5b": {"model": "TokenSwift/TokenSwift-Qwen2.5-1.5B", "top_p": 0.9, "penalty": 1.15},
@@ -136,7 +139,7 @@ def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str
     return preset | {option: value for option, value in drafting.items() if option in uses}
 
 
-def banned_ids(preset: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def banned_ids(preset: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
     """The ids that are never drawn by a preset; none where the tokenizer means something else by one of them."""
     banned = _NEVER_DRAWN.get(preset, {})
     same = all(token < vocab_size and tokenizer.decode([token]) == text for token, text in banned.items())
@@ -306,7 +309,7 @@ class RunConfig:
             given=frozenset(drafting),
         )
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, object]:
         """What ``run.json`` keeps as the run's options: of sampling and drafting those that were given."""
         own = {each.name: getattr(self, each.name) for each, _ in options_of(self)}
         given = {name: given_options(getattr(self, name), self.given) for name in ("sampling", "drafting")}

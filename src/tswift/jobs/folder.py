@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -35,6 +35,9 @@ from tswift.decoding.text import text_of
 from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json, read_file
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCHEMA = 2
 TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
@@ -593,7 +596,7 @@ def read_own(path: Path, most: int = _MAX_BYTES, missing: str | None = None) -> 
     return read_file(path, most, missing=missing, follow=False)
 
 
-def text_fault(path: Path, state: str, tokenizer: Any, stop: Sequence[str]) -> str:
+def text_fault(path: Path, state: str, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> str:
     """What is wrong with a run's ``text.txt``, which is to be the text of its tokens; empty if nothing is.
 
     Of a run that did not come to save its end, in another ``state`` than finished or interrupted, it may be a part.

@@ -476,7 +476,7 @@ def used_options(method: Method, options: DraftOptions) -> dict[str, Any]:
     return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
 
-def _identity(model: LoadedModel) -> dict[str, Any]:
+def _identity(model: LoadedModel) -> dict[str, object]:
     """What was loaded and how, down to every bit of its weights."""
     weights = model.weights or weights_hash(model.target.model)
     identity = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
@@ -503,7 +503,7 @@ def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, widt
     return notes
 
 
-def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[str]) -> None:
+def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequence[str]) -> None:
     """No option is silently ignored: what was typed is free to change, or the run's own, or refused."""
     record, options = run.record, run.record.options
     typed = options.get("drafting", {})
@@ -525,7 +525,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, Any], free: Sequence[s
             raise InputError(f"the run was made with {own}, got {value}; a resumed run keeps its options", name)
 
 
-def _changed(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+def _changed(config: RunConfig, asked: Mapping[str, object]) -> RunConfig:
     """The run's configuration with what may change."""
     return changed(config, {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked})
 

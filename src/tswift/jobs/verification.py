@@ -41,7 +41,7 @@ class AuditInput:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
         return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, on_progress)
 
-    def report(self, audit: Audit) -> dict[str, Any]:
+    def report(self, audit: Audit) -> dict[str, object]:
         """Everything about an audit, ready for JSON."""
         about = {"source": str(self.source), "seed": self.seed, "prompt_tokens": len(self.prompt)}
         about |= {"model": self.model.about(), "note": self.note, "text_fault": self.text_fault or None}

@@ -173,7 +173,7 @@ def gguf_of(model: str) -> GGUFFile | None:
     return read_gguf(Path(source)) if folder is not None and source.endswith(SUFFIX) else None
 
 
-def read_config(model: str) -> Any:
+def read_config(model: str) -> PreTrainedConfig:
     """The transformers configuration of a model; its weights are not read."""
     if model.startswith(PREFIX):
         return shape_config(model)
@@ -192,7 +192,7 @@ def read_config(model: str) -> Any:
     return config
 
 
-def _gguf_config(file: GGUFFile, model: str) -> Any:
+def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
     values = file.config_values()
     refuse_numbers(values, model)
     with silence(), as_input_error(model):
@@ -224,7 +224,7 @@ def refuse_broken(folder: Path) -> None:
             read_object(folder / name, "model", _MAX_BYTES)
 
 
-def read_object(path: Path, option: str, max_bytes: int = MAX_RECORD) -> dict[str, Any]:
+def read_object(path: Path, option: str, max_bytes: int = MAX_RECORD) -> dict[str, object]:
     """The object in a JSON file."""
     value = parse_json(read_file(path, max_bytes, option), path, option)
     if not isinstance(value, dict):
@@ -237,7 +237,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
 
 
-def refuse_numbers(values: Mapping[str, Any], model: str) -> None:
+def refuse_numbers(values: Mapping[str, object], model: str) -> None:
     """Refuse a configuration with impossible sizes, or one that needs code of its own."""
     kind, reason = values.get("model_type"), ""
     if "auto_map" in values and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
@@ -270,7 +270,7 @@ def _impossible(values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _refuse_unsupported(config: Any, model: str) -> None:
+def _refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
     """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per type of layer
@@ -395,7 +395,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / shard for shard in sorted(set(shards.values()))]
 
 
-def refuse_misfit(config: Any, tensors: Mapping[str, StoredTensor], model: str) -> None:
+def refuse_misfit(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], model: str) -> None:
     """Refuse weights that are not those of the configuration, before memory is taken for either."""
     quantized = getattr(config, "quantization_config", None) is not None
     parameters = dict(skeleton(config).named_parameters())

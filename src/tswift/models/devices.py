@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,9 @@ from tswift.errors import InputError
 from tswift.models.config import KV_DTYPES
 from tswift.models.config import dtype_name as known_dtype
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on; not of ``auto``."""
@@ -29,22 +32,22 @@ def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return named
 
 
-def own_dtype(config: Any) -> torch.dtype:
+def own_dtype(config: PreTrainedConfig) -> torch.dtype:
     """The dtype that a model was published in; float32 where its configuration does not say."""
     return find_dtype(_stated_dtype(config) or torch.float32)
 
 
-def _stated_dtype(config: Any) -> str | torch.dtype | None:
+def _stated_dtype(config: PreTrainedConfig) -> str | torch.dtype | None:
     return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
 
 
-def dtype_note(config: Any, dtype: torch.dtype) -> str:
+def dtype_note(config: PreTrainedConfig, dtype: torch.dtype) -> str:
     """That a model is loaded in another dtype than its checkpoint states; empty if it is not."""
     stated = str(_stated_dtype(config) or dtype).removeprefix("torch.")
     return "" if stated == dtype_name(dtype) else f"checkpoint in {stated}"
 
 
-def dtype_for(dtype: str | torch.dtype, device: torch.device, config: Any, simulated: bool) -> torch.dtype:
+def dtype_for(dtype: str | torch.dtype, device: torch.device, config: PreTrainedConfig, simulated: bool) -> torch.dtype:
     """The dtype to load a model in: ``auto`` is float32 on the CPU, its own on CUDA and for random weights."""
     if dtype != "auto":
         return find_dtype(dtype)

@@ -90,7 +90,7 @@ class GGUFFile:
         """An error about this file."""
         return InputError(f"{self.path} {reason}", "model")
 
-    def config_values(self) -> dict[str, Any]:
+    def config_values(self) -> dict[str, object]:
         """What transformers' configuration is to say, by its names."""
         own = self.architecture
         prefix = f"{self.metadata['general.architecture']}."
@@ -124,10 +124,10 @@ class GGUFFile:
         most = max({*kinds}, key=kinds.count, default=GGMLQuantizationType.F32)
         return str(_NUMBER_TYPES.get(most, torch.float32)).removeprefix("torch.")
 
-    def _rope(self, prefix: str) -> dict[str, Any]:
+    def _rope(self, prefix: str) -> dict[str, object]:
         """The parameters of rotary embeddings; factors by frequency are a tensor, see :meth:`rope_factors`."""
         kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
-        rope: dict[str, Any] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
+        rope: dict[str, object] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
         if f"{prefix}rope.freq_base" in self.metadata:
             rope["rope_theta"] = self.metadata[f"{prefix}rope.freq_base"]
         if kind not in ("none", "linear", "yarn"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from tswift.errors import InputError, did_you_mean
 from tswift.models.codes import holds_codes, read_bytes
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 PREFIX = SHAPE_PREFIX
 
@@ -33,7 +36,7 @@ _COLUMNS = (
     *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
     *("rms_norm_eps", "tie_word_embeddings", "rope_parameters"),
 )
-_TABLE: dict[str, tuple[Any, ...]] = {
+_TABLE: dict[str, tuple[object, ...]] = {
     "llama3.1-8b": (128_256, 4096, 14_336, 32, 32, 8, 128_000, 128_001, 1e-5, False, _LLAMA3),
     "yarn-llama2-7b-128k": (32_000, 4096, 11_008, 32, 32, 32, 1, 2, 1e-5, False, _YARN),
     "qwen2.5-1.5b": (151_936, 1536, 8960, 28, 12, 2, 151_643, 151_643, 1e-6, True, _QWEN),
@@ -45,7 +48,7 @@ _TABLE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _config(name: str) -> Any:
+def _config(name: str) -> PreTrainedConfig:
     """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
     make = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.get(name[:5], LlamaConfig)
     return make(
@@ -54,7 +57,7 @@ def _config(name: str) -> Any:
 
 
 # The models of the paper's tables 3 and 4, as their authors published them; and those with published drafters.
-SHAPES: dict[str, Any] = {name: _config(name) for name in _TABLE}
+SHAPES: dict[str, PreTrainedConfig] = {name: _config(name) for name in _TABLE}
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Shape:
         return 2 * self.read + 4 * context * self.query_heads * self.head_dim * self.layers
 
 
-def shape_config(model: str) -> Any:
+def shape_config(model: str) -> PreTrainedConfig:
     """The configuration of ``shape:NAME``, a copy that may be changed."""
     name = model.removeprefix(PREFIX)
     if name not in SHAPES:
@@ -103,19 +106,19 @@ def shape_config(model: str) -> Any:
     return deepcopy(SHAPES[name])
 
 
-def skeleton(config: Any) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration on the meta device: shapes without weights, no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
 
 
-def is_moe(config: Any) -> bool:
+def is_moe(config: PreTrainedConfig) -> bool:
     """Whether a model is a mixture of experts, of which a pass reads only some."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def refuse_routed(config: Any, model: str) -> None:
+def refuse_routed(config: PreTrainedConfig, model: str) -> None:
     """Refuse a mixture of experts: no shape tells which weights a pass reads."""
     if is_moe(config):
         raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
@@ -161,7 +164,7 @@ class StandInTokenizer:
         return f"[{len(ids):,} tokens of random weights]"
 
 
-def random_weights(config: Any, dtype: torch.dtype, device: torch.device, model: str) -> PreTrainedModel:
+def random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, model: str) -> PreTrainedModel:
     """A model with random weights: the same ones everywhere, made on the device in the dtype, without a copy."""
     weights = sum(weight.numel() for weight in skeleton(config).parameters())
     needed, free = (weights + HEADS * config.hidden_size**2) * dtype.itemsize, available_bytes(device)

@@ -33,7 +33,7 @@ class LogitBias(dict[int, float]):
         return self._hash
 
     @classmethod
-    def checked(cls, bias: Any) -> LogitBias:
+    def checked(cls, bias: object) -> LogitBias:
         """From a mapping of ids, which may be in decimal digits as in JSON, to numbers of -100 to 100, in order."""
         if not isinstance(bias, Mapping):
             raise InputError(f"must map token ids to numbers, got {bias!r:.60}", "logit_bias")

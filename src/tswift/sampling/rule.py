@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -296,7 +296,7 @@ class Sampler:
 
     def _ranked(
         self, logits: Tensor, count: int, positions: Sequence[int] | Tensor, seen: Tensor | None
-    ) -> list[list[list[Any]]] | None:
+    ) -> list[list[list[float]]] | None:
         """The best ``count`` tokens of each row and their scores, by the C program; None if it does not take these.
 
         PyTorch ranks rows of whose best token the program is unsure.
@@ -368,7 +368,7 @@ def _noise_blocks(seed: int, tokens: Tensor) -> Callable[[int], Tensor]:
     return functools.lru_cache(5)(lambda index: gumbel(seed, range(index * _BLOCK, (index + 1) * _BLOCK), tokens))
 
 
-def _drawn(tokens: list[list[Any]], scores: list[list[Any]]) -> list[int]:
+def _drawn(tokens: list[list[float]], scores: list[list[float]]) -> list[int]:
     return [int(row[0]) if math.isfinite(best[0]) else NO_TOKEN for row, best in zip(tokens, scores, strict=True)]
 
 
@@ -379,7 +379,7 @@ def _best(scores: Tensor) -> Tensor:
     return torch.where(best.abs() < math.inf, drawn, NO_TOKEN).squeeze(-1)
 
 
-def row_type(top: int) -> np.dtype[Any]:
+def row_type(top: int) -> np.dtype[np.void]:
     """A token's log-probabilities (natural logarithms, float64), as arrays and files hold them.
 
     ``raw`` is by the model's own distribution; ``warped`` by that which the token is drawn from, after biases, penalty,
@@ -398,7 +398,7 @@ class LogprobRecorder:
     def __init__(self, sampler: Sampler, last: int, top: int) -> None:
         self._sampler, self._last, self._top = sampler.copy(), last, top
 
-    def record(self, logits: Tensor, tokens: Sequence[int]) -> NDArray[Any]:
+    def record(self, logits: Tensor, tokens: Sequence[int]) -> NDArray[np.void]:
         """The rows ``[n]`` of :func:`row_type` of the text's next tokens, which were drawn from logits ``[n, V]``."""
         seen = self._sampler.seen_along([self._last, *tokens[:-1]])
         self._sampler.extend(tokens[-1:])

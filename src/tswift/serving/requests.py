@@ -94,7 +94,7 @@ _OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
 _SWITCHES = ("stream", "figures", "cancel_on_disconnect")
 _KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
 # fields that are not served, and the values, besides null, with which they ask for nothing
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_NOT_SERVED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("echo", "store"), (False,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0, 0.0)),
@@ -180,7 +180,7 @@ def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: 
     return Request(frozenset(wants), config, next(iter(limits), None), prompt, kept, typed, model)
 
 
-def _served(body: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
     """The fields that ask for something, all of them known and served."""
     for name, value in body.items():
         nothing = _NOT_SERVED.get(name)
@@ -218,14 +218,14 @@ def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> R
     return Refused(400, message if param is None else f"{param}: {message}", param, "invalid_value")
 
 
-def _switch(given: Mapping[str, Any], name: str) -> bool:
+def _switch(given: Mapping[str, object], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
         raise _wrong(name, "must be true or false")
     return value
 
 
-def _stream_options(options: Any, stream: bool) -> set[str]:
+def _stream_options(options: object, stream: bool) -> set[str]:
     """Of the options of a stream, those that are on."""
     if not isinstance(options, dict):
         raise _wrong("stream_options", "must be an object")
@@ -237,7 +237,7 @@ def _stream_options(options: Any, stream: bool) -> set[str]:
     return {name for name in options if options[name] is not None and _switch(options, name)}
 
 
-def _prompt(prompt: Any) -> str | tuple[int, ...]:
+def _prompt(prompt: object) -> str | tuple[int, ...]:
     """A completion's prompt: one text, or one list of token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -251,14 +251,14 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
     raise _wrong("prompt", "must be one text, or one list of token ids: one sequence is written at a time")
 
 
-def _messages(messages: Any) -> tuple[dict[str, str], ...]:
+def _messages(messages: object) -> tuple[dict[str, str], ...]:
     """A chat's messages, each with a role and a text."""
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "must be a list of messages, at least one")
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def _message(message: Any, place: str) -> dict[str, str]:
+def _message(message: object, place: str) -> dict[str, str]:
     if not isinstance(message, dict):
         raise _wrong(place, "must be an object")
     for name, value in message.items():

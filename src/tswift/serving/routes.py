@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 import numpy as np
@@ -37,6 +37,9 @@ from tswift.sampling.rule import row_type
 from tswift.serving.requests import Refused, ServeConfig, parse_body
 from tswift.serving.runs import Run, Service
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MAX_BODY = 8_000_000  # bytes: some two million tokens
 _BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
 _LOOK_SECONDS = 0.02  # between two looks of a reader at its run
@@ -52,7 +55,7 @@ _PAGE = Path(__file__).with_name("page.html")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def _error_body(error: Refused) -> dict[str, Any]:
+def _error_body(error: Refused) -> dict[str, object]:
     """An error in OpenAI's format."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
@@ -247,12 +250,12 @@ class Api:
         # lines without an empty one behind them: clients may take that for an event without data
         yield "retry: 1000\n"
 
-        def event(choices: list[dict[str, Any]], **others: Any) -> str:
+        def event(choices: list[dict[str, object]], **others: object) -> str:
             chunk = {**head, "choices": choices, **({"usage": None} if usage else {}), **others}
             return f"id: {tokens}:{start}\ndata: {json.dumps(chunk)}\n\n"
 
-        def choice(text: str | None, reason: str | None = None, role: bool = False) -> list[dict[str, Any]]:
-            rest: dict[str, Any] = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
+        def choice(text: str | None, reason: str | None = None, role: bool = False) -> list[dict[str, object]]:
+            rest: dict[str, object] = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
             if not chat:
                 return [{"index": 0, "text": text or "", **rest}]
             delta = {**({"role": "assistant"} if role else {}), **({} if text is None else {"content": text})}
@@ -283,7 +286,7 @@ class Api:
             yield event([], usage=_usage(run))
         yield "data: [DONE]\n\n"
 
-    def _head(self, run: Run, part: str = "") -> dict[str, Any]:
+    def _head(self, run: Run, part: str = "") -> dict[str, object]:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
         return {"id": run.id, "object": kind, "created": run.created, "model": self._service.model_id}
 
@@ -344,7 +347,7 @@ class Logprobs:
     They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was drawn from.
     """
 
-    def __init__(self, run: Run, tokenizer: Any, given: int) -> None:
+    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, given: int) -> None:
         self._run, self._tokenizer, self._given = run, tokenizer, given
         self._stream = TextStream(tokenizer)
         self._offset: int | None = None  # of the first token to give, once it is made
@@ -402,7 +405,7 @@ def _failure(run: Run) -> Refused:
     return Refused(status, f"{reason}; {where}", code=f"run_{run.state}".replace(" ", "_"))
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(run: Run) -> dict[str, object]:
     return {"figures": run.figures()} if run.wants("figures") else {}
 
 
@@ -522,7 +525,7 @@ class _Protocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _close_idle(self, before: Any) -> None:
+    def _close_idle(self, before: object) -> None:
         if self.transport.is_closing():
             return
         if self.idle and self.cycle is before:

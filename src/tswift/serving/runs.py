@@ -126,7 +126,7 @@ class Run:
         self.tokens.append(tokens)
         self.ends.append(len(self.text))
 
-    def brief(self) -> dict[str, Any]:
+    def brief(self) -> dict[str, object]:
         """What a list says of it."""
         return {
             "id": self.id,
@@ -240,7 +240,7 @@ class Service:
 
     # --- what clients ask for
 
-    def accept(self, body: Mapping[str, Any], chat: bool) -> Run:
+    def accept(self, body: Mapping[str, object], chat: bool) -> Run:
         """Queue a request."""
         request = parse(body, chat, self._typed, self.model_id)
         self._refuse_full()
@@ -287,7 +287,7 @@ class Service:
             if (path / RECORD).is_file() or (path / REQUEST).is_file()
         )
 
-    def _listed(self, path: Path) -> dict[str, Any]:
+    def _listed(self, path: Path) -> dict[str, object]:
         try:
             return (self._runs.get(path.name) or self._read(path, whole=False)).brief()
         except InputError:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -33,6 +33,9 @@ from tswift.models.checkpoint import (
 from tswift.models.codes import holds_codes
 from tswift.models.shapes import fill_randomly
 from tswift.speculators.networks import DFLASH, DSPARK, EAGLE3, BlockSpeculator, EagleSpeculator, SpeculatorSpec, build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OPTION = "drafter"
 KINDS = (DSPARK, DFLASH, EAGLE3)
@@ -138,7 +141,7 @@ def _folder(name: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
 
 
-def drafter_of(name: str, config: Any, simulated: bool = False) -> SpeculatorFile:
+def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> SpeculatorFile:
     """The drafter of a name that goes with a model's configuration; no weights are read.
 
     Args:
@@ -208,7 +211,7 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     )
 
 
-def _layout(config: Mapping[str, Any]) -> str | None:
+def _layout(config: Mapping[str, object]) -> str | None:
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if config.get("speculators_model_type") is not None:
@@ -315,7 +318,7 @@ def _read_spec(
     )
 
 
-def _rope(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(path: Path, said: Mapping[str, object]) -> dict[str, object]:
     given = said.get("rope_parameters") or said.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise _refused(path, f"has rope_parameters {given!r:.40}")
@@ -337,7 +340,7 @@ def _spread(layers: int, count: int) -> list[int]:
     return [round(1 + index * (layers - 4) / max(1, count - 1)) for index in range(count)]
 
 
-def published_spec(kind: str, config: Any) -> SpeculatorSpec:
+def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
     """The sizes with which a kind of drafter is published, for the model of a configuration."""
     taps = tuple(_spread(config.num_hidden_layers, 5))
     block: dict[str, Any] = {"layers": 5, "taps": taps, "tap_count": 5, "mask": config.vocab_size - 1}
@@ -389,7 +392,7 @@ def published_config(spec: SpeculatorSpec) -> dict[str, Any]:
     }
 
 
-def describe_drafter(folder: Path) -> dict[str, Any]:
+def describe_drafter(folder: Path) -> dict[str, object]:
     """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has; no weights are read."""
     found = find_drafter(folder)
     spec = found.spec

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -40,6 +40,9 @@ from tswift.models.codes import holds_codes
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.formats import describe_drafter, is_drafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FORMAT = "tswift-heads-1"
 OPTION = "heads"
@@ -70,7 +73,7 @@ class Heads(nn.Module):
         self.heads: Any = nn.ModuleList(heads)
         self.count = len(self.heads)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without the program: what is made of a copy may change its weights."""
         return {**self.__dict__, "program": None}
 
@@ -246,7 +249,7 @@ def prepare(heads: Heads) -> Heads:
     return heads
 
 
-def random_heads(kind: str, config: Any, dtype: torch.dtype, device: torch.device) -> Heads:
+def random_heads(kind: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Heads:
     """Heads of a kind in ``HEAD_TYPES`` with random weights, for the model of a configuration."""
     with torch.device(device):
         heads = HEAD_TYPES[kind](config.hidden_size, HEADS, config.rms_norm_eps)
@@ -415,7 +418,7 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _own_about(path: Path, metadata: str) -> dict[str, Any]:
+def _own_about(path: Path, metadata: str) -> dict[str, object]:
     """What :meth:`Heads.save` has written of heads beside their weights."""
     about = parse_json(metadata.encode(errors="replace"), f"the metadata of {path}", OPTION)
     if not isinstance(about, dict):
@@ -430,7 +433,7 @@ _Matches = list[tuple[re.Match[str], StoredTensor]]
 _Read = tuple[dict[str, Any], dict[str, StoredTensor]]  # as HeadsFile has them
 
 
-def _tokenswift(matches: _Matches, config: Mapping[str, Any]) -> _Read:
+def _tokenswift(matches: _Matches, config: Mapping[str, object]) -> _Read:
     """TokenSwift's chained heads, among the weights of their model."""
     count = len({match[1] for match, _ in matches})
     stated, eps = config.get("medusa_heads", count), config.get("rms_norm_eps")
@@ -443,7 +446,7 @@ def _tokenswift(matches: _Matches, config: Mapping[str, Any]) -> _Read:
     return {"kind": "chained", "count": count, "hidden_size": hidden, "eps": eps, "raw": True}, tensors
 
 
-def _medusa(matches: _Matches, config: Mapping[str, Any]) -> _Read:
+def _medusa(matches: _Matches, config: Mapping[str, object]) -> _Read:
     """Medusa's heads: in a file of their own, or among the weights of their model."""
     count, layers = len({match[1] for match, _ in matches}), max(int(match[2]) for match, _ in matches)
     # the first published configurations name fewer heads than there are, so that more is no mistake
@@ -462,7 +465,7 @@ def _medusa(matches: _Matches, config: Mapping[str, Any]) -> _Read:
 
 
 # Layouts that others publish heads in: names of their tensors, and what reads them; a ValueError says what is wrong.
-_PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, Any]], _Read]]] = {
+_PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, object]], _Read]]] = {
     "TokenSwift": (
         re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)"),
         _tokenswift,
@@ -474,7 +477,7 @@ _PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, An
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a model's files and of a file of Medusa's heads beside them."""
     index = folder / INDEX
-    shards: Any = read_object(index, OPTION).get("weight_map") if index.exists() else {"": WEIGHTS}
+    shards: object = read_object(index, OPTION).get("weight_map") if index.exists() else {"": WEIGHTS}
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise _refused(index, "has no weight_map that says which file a tensor is in")
     # a file of another folder is none of the model's

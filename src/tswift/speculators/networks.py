@@ -38,7 +38,7 @@ class SpeculatorSpec:
     head_dim: int
     vocab_size: int
     eps: float
-    rope: Mapping[str, Any]  # transformers' ``rope_parameters``
+    rope: Mapping[str, object]  # transformers' ``rope_parameters``
     tap_size: int  # hidden size of the target
     tap_count: int  # how many of its states are read
     taps: tuple[int, ...] | None = None  # after which of its layers, from 0; None for EAGLE-3's usual three

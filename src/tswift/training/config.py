@@ -97,7 +97,7 @@ class TrainConfig:
     save_minutes: float = _output(10.0, "Most minutes between checkpoints.", above=0)
 
     COMMAND: ClassVar[str]  # subcommand, and kind of its records
-    ON_CPU: ClassVar[Mapping[str, Any]] = {"seq_len": 1024, "batch": 2, "accumulate": 1, "minutes": 5.0}
+    ON_CPU: ClassVar[Mapping[str, object]] = {"seq_len": 1024, "batch": 2, "accumulate": 1, "minutes": 5.0}
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -186,7 +186,7 @@ class DraftConfig(TrainConfig):
     objective: str = _text(TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES)
 
     COMMAND: ClassVar[str] = "train-draft"
-    ON_CPU: ClassVar[Mapping[str, Any]] = {"batch": 8, "minutes": 5.0}
+    ON_CPU: ClassVar[Mapping[str, object]] = {"batch": 8, "minutes": 5.0}
 
     def __post_init__(self) -> None:
         super().__post_init__()

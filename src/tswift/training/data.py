@@ -17,6 +17,7 @@ from tswift.training.config import TrainConfig, corpus_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 _FIELD = "corpus"
 _HELD_OUT = 4  # documents, or a tenth of them if that is less
@@ -106,7 +107,7 @@ class Documents:
 
 def prepare(
     config: TrainConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Documents:
@@ -149,7 +150,7 @@ def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generat
     return positions
 
 
-def _tokenised(rows: Dataset, tokenizer: Any, on_progress: Callable[[int, int], None]) -> Dataset:
+def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[int, int], None]) -> Dataset:
     from datasets import Features, Value
     from datasets import Sequence as List  # before datasets 4, List has this name alone
     from datasets.fingerprint import Hasher

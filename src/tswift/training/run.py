@@ -195,7 +195,7 @@ class _Training:
             progress.say(f"goes on after step {self._step:,}")
         self._record = {"started": now(), **record, **facts}
 
-    def _restore(self, record: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def _restore(self, record: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Load the last checkpoint, if all is as it was."""
         for name, (field, words) in _UNCHANGED.items():
             if record.get(name) != facts[name]:
@@ -379,7 +379,7 @@ class TrainFolder:
             raise InputError(f"{path} is of kind {kind}, schema {schema}", _FIELD)
         return record
 
-    def write_record(self, record: Mapping[str, Any]) -> None:
+    def write_record(self, record: Mapping[str, object]) -> None:
         """Write ``train.json``."""
         text = json.dumps({"schema": _SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
         with self._writing(RECORD):  # backslashes for incomplete UTF-8 in a file's name
