@@ -175,13 +175,13 @@ def in_floats(network: Any) -> Any:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from tswift.forward.integers import IntegerEmbedding, IntegerLinear
+    from tswift.forward.integers import PackedEmbedding, IntegerLinear
 
     plain = AutoModelForCausalLM.from_config(network.config, dtype=torch.float32, attn_implementation="eager")
     for name, module in network.named_modules():
-        if isinstance(module, IntegerLinear | IntegerEmbedding):
+        if isinstance(module, IntegerLinear | PackedEmbedding):
             owner = plain.get_submodule(name)
-            owner.weight = nn.Parameter(module.codes().dequantized(), requires_grad=False)
+            owner.weight = nn.Parameter(module.packed.codes().dequantized(), requires_grad=False)
     plain.load_state_dict(dict(network.named_parameters()), strict=False)
     plain.get_decoder().rotary_emb.inv_freq.copy_(network.get_decoder().rotary_emb.inv_freq)
     return plain.eval()

@@ -42,6 +42,7 @@ CHUNKED = "attention/test_chunked.py"
 BUILDING = "test_native_build.py"
 NETWORKS, TREES_OF = "speculators/test_networks.py", "drafting/test_networks.py"
 KV_DTYPE, PROGRAM = "forward/test_kv_dtype.py", "forward/test_program.py"
+FLOATS = "forward/test_floats.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 FAULTS = [
@@ -83,6 +84,12 @@ FAULTS = [
           "if id(weight) not in known:", "if False:"),
     Fault("a program is tried at the beginning of a text alone", "forward/adapting.py", ARCHITECTURES,
           "_apart(target, ids, expected_far.double(), far)", "_apart(target, ids, expected)"),
+    Fault("embeddings of packed floats are a neighbour's", "forward/program.c", FLOATS,
+          "pair = place % LANES * 2 + place / LANES", "pair = place"),
+    Fault("weights that lose digits are packed in 16 bits", "forward/floats.py", FLOATS,
+          "else next(narrow, torch.float32)", "else torch.bfloat16"),
+    Fault("packed embeddings have no factor", "forward/integers.py", FLOATS,
+          "return self.packed.rows(tokens) * self.scalar_embed_scale", "return self.packed.rows(tokens)"),
     # GGUF files
     Fault("rows of queries and keys stay as llama.cpp has them", "models/gguf.py", GGUF,
           "if heads is not None and self.architecture.permuted:", "if False:"),

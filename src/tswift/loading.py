@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
-from tswift.attention.backends import BACKENDS, choose
+from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist, guard
 from tswift.errors import InputError, renaming, suggesting_names
@@ -32,13 +32,14 @@ from tswift.forward.adapting import (
 )
 from tswift.forward.coded import gguf_bytes, load_gguf, load_rounded, random_rounded, rounded_bytes
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
+from tswift.forward.floats import HALVES, pack
 from tswift.forward.hf import (
     copied_bytes,
     max_positions,
     own_quantization,
     stretched,
 )
-from tswift.forward.program import may_serve, slower_than_float32
+from tswift.forward.program import may_serve, too_large_to_copy
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     INDEX,
@@ -96,9 +97,10 @@ class LoadedModel:
     draft_weights: str | None = None  # its kind: ``fp8`` or ``int4``
     yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
+    held: torch.dtype | None = None  # 16 bits in which a CPU's program reads matrices; all else is float32
 
     def __repr__(self) -> str:
-        device, dtype = self.target.device, dtype_name(self.target.dtype)
+        device, dtype = self.target.device, dtype_name(self.held or self.target.dtype)
         heads = "no heads" if self.heads is None else f"{self.heads.count} {self.heads.kind} heads"
         return f"<{self.name}: {device}, {dtype}, {self.target.max_positions:,} positions, {heads}>"
 
@@ -123,7 +125,7 @@ class LoadedModel:
         about: dict[str, Any] = {
             "name": self.name,
             "device": str(self.target.device) if self.ranks.count == 1 else self.target.device.type,
-            "dtype": dtype_name(self.target.dtype),
+            "dtype": dtype_name(self.held or self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
             "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
@@ -134,7 +136,7 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
         }
-        if self.target.kv_shape.dtype != self.target.dtype:
+        if self.target.kv_shape.dtype != (self.held or self.target.dtype):
             about["kv_dtype"] = dtype_name(self.target.kv_shape.dtype)
         if self.draft is not None:
             about["draft"] = {"name": self.draft_name}
@@ -154,7 +156,6 @@ class LoadedModel:
         notes = [
             self.dtype_note,
             "" if self.yarn is None else f"{self.yarn:g} times its positions by YaRN",
-            "slower here than in float32" if slower_than_float32(self.target.model) else "",
             f"KV in {kv_dtype}" if kv_dtype else "",
             "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
             f"not exact, as {inexact}" if inexact else "",
@@ -292,6 +293,8 @@ class _LoadPlan:
     kv_dtype: torch.dtype
     drafter: SpeculatorFile | None = None
     heads: Path | str | None = None  # as heads_source() returns it
+    held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
+    packed: bool = False  # whether matrices are held as a C program reads them, and not by PyTorch, too
 
     @property
     def coded(self) -> str:
@@ -354,12 +357,27 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32
+    held, packed = None, False
+    if device.type == "cpu" and ranks.count == 1 and _packs(asked, config):
+        held = dtype if dtype in HALVES else None
+        dtype = torch.float32 if held else dtype
+        packed = held is not None or (dtype == torch.float32 and too_large_to_copy(skeleton(config)))
     kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, may_serve(config))
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
     if reduced is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(reduced, config, device, dtype)
     drafter = None if asked.drafter is None else drafter_of(asked.drafter, config, simulated)
-    return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, heads_source(asked.model, config, asked.heads))
+    source = heads_source(asked.model, config, asked.heads)
+    return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, source, held, packed)
+
+
+def _packs(asked: ModelConfig, config: Any) -> bool:
+    """Whether a C program can hold the matrices of a model of plain numbers on this CPU, as far as its config tells."""
+    file = gguf_of(asked.model)
+    coded = asked.weights is not None or own_quantization(config) is not None or (file is not None and file.kinds)
+    if coded or asked.attention not in ("auto", "native") or not may_serve(config):
+        return False
+    return why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is None
 
 
 def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
@@ -459,12 +477,22 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         backend, note = select_backend(asked.attention, plan.dtype, device, config)
         with silence(), as_input_error(model):
             if asked.weights is None:
-                network = random_weights(config, plan.dtype, device, model)
+                network = random_weights(config, plan.held or plan.dtype, device, model)
             else:
                 network = random_rounded(config, asked.weights, model)
+            if plan.packed:
+                pack(network)
             target = wrap_model(network, model, backend, kv_dtype=plan.cached(backend), usual=asked.kv_dtype == "auto")
         made = LoadedModel(
-            model, StandInTokenizer(), target, None, (), backend, simulated=True, quantization=plan.coded or None
+            model,
+            StandInTokenizer(),
+            target,
+            None,
+            (),
+            backend,
+            simulated=True,
+            quantization=plan.coded or None,
+            held=plan.held,
         )
         return made, note
     source, folder = find_source(model)
@@ -483,14 +511,16 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         backend, note = select_backend(asked.attention, plan.dtype, device, config)
         if not tokenizer_optional or folder is None or file is not None or has_tokenizer(folder):
             tokenizer = _load_tokenizer(source, model)
-        other_dtype = dtype_note(config, plan.dtype)  # from_pretrained may overwrite the configuration's
+        other_dtype = dtype_note(config, plan.held or plan.dtype)  # from_pretrained may overwrite the configuration's
         if file is not None:
-            network = load_gguf(file, config, plan.dtype)
+            network = load_gguf(file, config, plan.held or plan.dtype)
         elif asked.weights is not None:
             files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
             network = load_rounded(config, stored_tensors(files), asked.weights, model)
         else:
             network = _from_safetensors(plan, source, options)
+        if plan.packed:
+            pack(network)
         if network.dtype == torch.float64 and is_moe(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
         target = wrap_model(
@@ -501,7 +531,16 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
             usual=asked.kv_dtype == "auto",
         )
     loaded = LoadedModel(
-        model, tokenizer, target, None, (), backend, quantization=quantization, ranks=ranks, dtype_note=other_dtype
+        model,
+        tokenizer,
+        target,
+        None,
+        (),
+        backend,
+        quantization=quantization,
+        ranks=ranks,
+        dtype_note=other_dtype,
+        held=plan.held,
     )
     return loaded, note
 
@@ -513,7 +552,7 @@ def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) 
         source,
         config=config,
         # a configuration need not state the dtype: the weights do
-        dtype="auto" if asked.dtype == "auto" and plan.device.type == "cuda" else plan.dtype,
+        dtype="auto" if asked.dtype == "auto" and plan.device.type == "cuda" else plan.held or plan.dtype,
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
@@ -666,8 +705,10 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
             network = skeleton(config)
             # a C program has a copy of the weights, too
             programmed = asked.attention in ("auto", "native") and may_serve(config)
-            weight_bytes = sum(weight.numel() for weight in network.parameters()) * dtype.itemsize
-            weight_bytes += copied_bytes(network, dtype, plan.device) * (1 + (programmed and dtype == torch.float32))
+            weight_bytes = sum(weight.numel() for weight in network.parameters()) * (plan.held or dtype).itemsize
+            if not plan.packed:
+                copies = 1 + (programmed and dtype == torch.float32)
+                weight_bytes += copied_bytes(network, dtype, plan.device) * copies
             reduced = 0 if asked.draft_weights is None else copy_bytes(network, asked.draft_weights)
     drafter = None if plan.drafter is None else plan.drafter.spec
     return ModelSpec(

@@ -24,8 +24,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.forward import products
 from tswift.forward.adapting import fingerprint, set_width, wrap_model
 from tswift.forward.integers import (
-    IntegerEmbedding,
     IntegerLinear,
+    PackedEmbedding,
     _fused,
     finely_rounded,
     lay_together,
@@ -87,7 +87,7 @@ def test_codes_come_back_as_they_were_packed(
         assert torch.equal(getattr(back, name), getattr(codes, name))
     size = (2 if half else 4) * (1 if centre else 2)  # of an output's scale and minimum
     assert layer.packed.bytes.nbytes == -(-outputs // 16) * 16 * blocks * (block * bits // 8 + size)
-    embeddings, tokens = IntegerEmbedding(layer), torch.randint(outputs, (2, 3))
+    embeddings, tokens = PackedEmbedding(layer), torch.randint(outputs, (2, 3))
     assert torch.equal(embeddings(tokens), codes.dequantized()[tokens])
 
 
@@ -201,7 +201,7 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
         if isinstance(layer, nn.Linear):
             made.set_submodule(name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits))
     own = made.get_output_embeddings() if tied else quantize(made.get_input_embeddings().weight, 8)
-    made.set_input_embeddings(IntegerEmbedding(own))
+    made.set_input_embeddings(PackedEmbedding(own))
     return made
 
 

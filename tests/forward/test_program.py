@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -36,7 +35,6 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tests.conftest import make_checkpoint
 from tests.helpers import decode, decode_method, needs_program, random_tree
 from tswift.attention import native
 from tswift.caches import FullKV
@@ -50,10 +48,10 @@ from tswift.errors import InputError
 from tswift.forward import products
 from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
+from tswift.forward.floats import PackedLinear
 from tswift.forward.parts import Unfit
-from tswift.forward.program import PackedLinear, PassProgram
+from tswift.forward.program import PassProgram
 from tswift.forward.target import Target, prefill
-from tswift.loading import load
 from tswift.native_build import Unbuilt, widest_vectors
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
@@ -407,10 +405,3 @@ def test_changed_weights_are_packed_anew() -> None:
     assert target.program is not None
     fresh = wrap_model(target.model, "m", "native")
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
-
-
-@pytest.mark.parametrize(("dtype", "told"), [("float32", False), ("bfloat16", True), ("float16", True)])
-def test_it_is_told_where_float32_would_be_faster(tmp_path: Path, dtype: str, told: bool) -> None:
-    """The program has weights in float32 alone: SmolLM2 in bfloat16 was at a fifth of its speed."""
-    model = load(str(make_checkpoint(tmp_path / "m", head_dim=32)), device="cpu", dtype=dtype)
-    assert ("slower here than in float32" in model.remarks()) == told

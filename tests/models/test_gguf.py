@@ -21,7 +21,7 @@ from tests.models.gguf_files import ARCHITECTURES, dequantized, random_blocks, t
 from tests.models.refusals import refuse
 from tswift.errors import InputError
 from tswift.forward import coded
-from tswift.forward.integers import IntegerEmbedding, IntegerLinear
+from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.loading import LoadedModel, _LoadPlan, inspect_model, load
 from tswift.models import checkpoint
 from tswift.models.checkpoint import gguf_of, read_config, weights_hash
@@ -88,8 +88,8 @@ def test_the_model_is_that_of_the_dequantised_weights(kind: str, tied: bool, tmp
         assert getattr(network.config, name, None) == (wanted and pytest.approx(wanted))
     for name, parameter in right.named_parameters():
         owner = network.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, IntegerLinear | IntegerEmbedding) and name.endswith("weight"):
-            assert torch.equal(owner.codes().dequantized(), parameter), name
+        if isinstance(owner, IntegerLinear | PackedEmbedding) and name.endswith("weight"):
+            assert torch.equal(owner.packed.codes().dequantized(), parameter), name
         else:
             assert torch.equal(network.get_parameter(name), parameter), name
     assert loaded.quantization == "Q8_0"
@@ -292,7 +292,7 @@ def test_checkpoints_are_rounded(weights: str, checkpoint: Path) -> None:
         if parameter.dim() < 2:
             continue
         bits = 8 if "embed" in name or "lm_head" in name else coded.BITS[weights]
-        codes = owner.codes()
+        codes = owner.packed.codes()
         assert codes.bits == bits
         apart = (codes.dequantized() - parameter).abs().unflatten(1, (-1, codes.block))
         assert (apart <= 0.51 * codes.scale[..., None] + 1e-3 * parameter.abs().max()).all()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
-from tswift.forward.integers import IntegerEmbedding, IntegerLinear
+from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.models import codes
 from tswift.models.checkpoint import StoredTensor
 from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
@@ -55,9 +55,10 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
         owner, weight = network.get_submodule(path), read(name)
         if isinstance(weight, Tensor):
             setattr(owner, kind, nn.Parameter(weight.to(dtype), requires_grad=False))
-        elif owner is embeddings and type(owner) is nn.Embedding:
+        elif owner is embeddings and (type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")):
             linear = IntegerLinear(weight)
-            network.set_submodule(path, IntegerEmbedding(linear))
+            scale = float(getattr(owner, "scalar_embed_scale", 1))
+            network.set_submodule(path, PackedEmbedding(linear, scale))
             if tied:
                 network.set_output_embeddings(linear)
         elif type(owner) is nn.Linear:
@@ -65,7 +66,7 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
         else:
             codes = weight if isinstance(weight, Codes) else weight.codes()
             owner.weight = nn.Parameter(codes.dequantized().to(dtype), requires_grad=False)
-    if tied and type(network.get_input_embeddings()) is not IntegerEmbedding:
+    if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
     return network.eval().requires_grad_(False)
 

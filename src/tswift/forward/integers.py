@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tswift.caches import ask_for_huge_pages
 from tswift.forward import products
 from tswift.forward.products import KINDS, C
-from tswift.models.codes import Codes, PackedCodes
+from tswift.models.codes import Codes, Packed, PackedCodes
 from tswift.native_build import Unbuilt
 
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
@@ -76,7 +76,7 @@ def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
 
 
-def packed_structure(packed: PackedCodes) -> Any:
+def packed_structure(packed: Packed) -> Any:
     """A new structure that says to products.c what lies where."""
     return C.Linear(
         weight=packed.bytes.data_ptr(),
@@ -133,40 +133,38 @@ class IntegerLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.packed.bits}"
 
 
-class IntegerEmbedding(nn.Module):
-    """Embeddings of codes, of which rows are made float32 when they are looked up.
+class PackedEmbedding(nn.Module):
+    """Embeddings of packed weights, of which rows are made float32 when they are looked up.
 
     Args:
-        codes: as of a linear layer, a row for every token; or the layer (a tied LM head) that holds them.
+        packed: as of a linear layer, a row for every token; or the layer (a tied LM head) that holds them.
+        scale: a factor of all.
     """
 
-    def __init__(self, codes: Codes | PackedCodes | IntegerLinear) -> None:
+    def __init__(self, packed: Codes | Packed | IntegerLinear, scale: float = 1.0) -> None:
         super().__init__()
-        packed = PackedCodes(codes) if isinstance(codes, Codes) else codes
-        self.packed = packed.packed if isinstance(packed, IntegerLinear) else packed
+        made = PackedCodes(packed) if isinstance(packed, Codes) else packed
+        self.packed: Packed = made.packed if isinstance(made, IntegerLinear) else made
         self.num_embeddings, self.embedding_dim = self.packed.outputs, self.packed.inputs
-
-    def codes(self) -> Codes:
-        """The embeddings' codes."""
-        return self.packed.codes()
+        self.scalar_embed_scale = scale
 
     @property
     def c(self) -> Any:
-        """The embeddings as products.c has them."""
+        """The embeddings as products.c has them, but for the scale."""
         return packed_structure(self.packed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[..., H]`` float32 of tokens ``[...]``."""
-        return self.packed.rows(tokens)
+        return self.packed.rows(tokens) * self.scalar_embed_scale
 
 
 def lay_together(network: nn.Module) -> None:
-    """Move all codes of a network into one piece of memory, in the order of the layers, unless they are in one.
+    """Move all packed weights of a network into one piece of memory, in the layers' order, unless they are in one.
 
     It has pages of 2 MiB, which most matrices are too small for: with those of 4 KiB they were read at 32 GB/s instead
     of 43, on an AMD EPYC.
     """
-    packed = [module for module in network.modules() if isinstance(module, PackedCodes)]
+    packed = [module for module in network.modules() if isinstance(module, Packed)]
     if len({each.bytes.untyped_storage().data_ptr() for each in packed}) < 2:
         return
     sizes = [-(-each.bytes.nbytes // _LINE) * _LINE for each in packed]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
+from tswift.forward.floats import PackedLinear
 from tswift.forward.hf import output_rule
 from tswift.forward.integers import IntegerLinear
 
@@ -175,7 +176,7 @@ def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerPa
         raise Unfit(f"{type(mlp).__name__} has no program")
     linears |= {"output": getattr(own, "o_proj", None), "down": mlp.down_proj}
     for linear in linears.values():
-        if not isinstance(linear, nn.Linear | IntegerLinear | None):
+        if not isinstance(linear, nn.Linear | IntegerLinear | PackedLinear | None):
             raise Unfit(f"{type(linear).__name__} has no program")
     found = {
         name: getattr(layer, norm) if norm else None

@@ -130,7 +130,7 @@ typedef struct {
     int64_t inputs, outputs;
     int64_t kind;  /* of weights; for codes, of their scales: FLOAT32 or FLOAT16 */
     int64_t bits;  /* of a code; 0 for floats */
-    int64_t block; /* inputs of a block of codes: 16 or 32 */
+    int64_t block; /* inputs of a block of codes: 16 or 32; of embeddings of floats, 1 if they lie row after row */
     int64_t centre; /* the code that stands for 0, so that no minima are kept; 0 for none */
     int64_t input_bits; /* of rounded inputs: 8 or 16 */
     float scale;   /* a factor of the outputs, which come before the cap; 0 for none */

@@ -35,7 +35,7 @@ typedef struct {
 
 typedef struct {
     const Layer *layers;
-    const Linear *embeddings; /* a row for every token; floats lie row after row */
+    const Linear *embeddings; /* a row for every token */
     const float *norm;        /* weights of the last one */
     const float *rates;       /* [rotaries, turned / 2] of the rotary embeddings */
     const float *rotary_scales; /* [rotaries] */
@@ -78,8 +78,9 @@ INLINE float number(const void *from, int64_t at, int64_t kind) {
 static void embed(const Linear *e, int64_t token, float *out) {
     const int64_t inputs = e->inputs, group = token / GROUP, own = token % GROUP;
     if (!e->bits) {
-        const char *row = (const char *)e->weight + token * inputs * (e->kind == FLOAT32 ? 4 : 2);
-        for (int64_t i = 0; i < inputs; i++) out[i] = number(row, i, e->kind);
+        const int64_t place = token % BLOCK, pair = place % LANES * 2 + place / LANES;
+        const int64_t first = e->block ? token * inputs : token / BLOCK * inputs * BLOCK + (e->kind == BFLOAT16 ? pair : place);
+        for (int64_t i = 0; i < inputs; i++) out[i] = number(e->weight, first + i * (e->block ? 1 : BLOCK), e->kind);
         return;
     }
     const int64_t coded = e->block * GROUP * e->bits / 8, tail = GROUP * (e->kind == FLOAT32 ? 4 : 2);

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
 from tswift.caches import FullKV, KVBuffer
-from tswift.forward.integers import IntegerEmbedding, IntegerLinear, lay_together
+from tswift.forward.floats import PackedLinear
+from tswift.forward.integers import IntegerLinear, PackedEmbedding, lay_together
 from tswift.forward.parts import LayerParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
-from tswift.forward.products import KINDS, C, library, multiply
+from tswift.forward.products import C, library, multiply
 from tswift.models.shapes import skeleton
 
 if TYPE_CHECKING:
@@ -50,45 +51,9 @@ def weights_state(network: nn.Module) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in network.parameters()]
 
 
-class PackedLinear:
-    """A linear layer of floats by the program: frozen weights, packed.
-
-    Args:
-        layer: as the modeling code has it.
-
-    Raises:
-        Unbuilt: there is no program here.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        program = library()
-        weight, bias = _plain(layer.weight), getattr(layer, "bias", None)
-        self.outputs, self.inputs = weight.shape
-        self._bias = None if bias is None else _plain(bias).contiguous()
-        kinds = (kind for kind in (torch.bfloat16, torch.float16) if torch.equal(weight.to(kind).float(), weight))
-        kind = next(kinds, torch.float32)
-        block = program.tswift_block()
-        padded = nn.functional.pad(weight.to(kind), (0, 0, 0, -self.outputs % block))
-        packed = padded.view(-1, block, self.inputs).transpose(1, 2)
-        if kind == torch.bfloat16:  # the numbers of two vectors take turns
-            packed = packed.unflatten(2, (-1, 2, program.tswift_lanes())).transpose(3, 4)
-        self._packed = packed.contiguous()
-        self.c = C.Linear(
-            weight=self._packed.data_ptr(),
-            bias=0 if self._bias is None else self._bias.data_ptr(),
-            inputs=self.inputs,
-            outputs=self.outputs,
-            kind=KINDS[kind],
-        )
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """``[..., inputs]`` float32 to ``[..., outputs]``."""
-        return multiply(self.c, input)
-
-
 def _packed(layer: nn.Module) -> PackedLinear | IntegerLinear:
-    """A linear layer as the program has it: what has codes is packed already."""
-    return layer if isinstance(layer, IntegerLinear) else PackedLinear(layer)
+    """A linear layer as the program has it: unless it is packed already."""
+    return layer if isinstance(layer, IntegerLinear | PackedLinear) else PackedLinear(layer)
 
 
 class PassProgram:
@@ -186,12 +151,12 @@ class PassProgram:
         return packed.c
 
     def _embeddings(self, layer: Any) -> Any:
-        """The embeddings' structure: codes, or floats row after row."""
+        """The embeddings' structure: packed, or floats row after row."""
         self._kept.append(layer)
-        if isinstance(layer, IntegerEmbedding):
+        if isinstance(layer, PackedEmbedding):
             return layer.c
         vocab_size, hidden = layer.weight.shape
-        return C.Linear(weight=self._pointer(layer.weight), inputs=hidden, outputs=vocab_size)
+        return C.Linear(weight=self._pointer(layer.weight), inputs=hidden, outputs=vocab_size, block=1)
 
     def _pointer(self, weight: Tensor) -> int:
         kept = _plain(weight).contiguous()
@@ -385,14 +350,9 @@ class HeadProgram:
         self._library.tswift_guess(ctypes.byref(given))
 
 
-def slower_than_float32(network: PreTrainedModel) -> bool:
-    """Whether a model on the CPU has no program for its dtype alone, and would have one in float32."""
-    narrow = network.device.type == "cpu" and network.dtype in (torch.bfloat16, torch.float16)
-    return narrow and may_serve(network.config) and _float32_bytes(network) <= MAX_COPIED
-
-
-def _float32_bytes(network: PreTrainedModel) -> int:
-    return sum(weight.numel() for weight in network.parameters()) * torch.float32.itemsize
+def too_large_to_copy(network: PreTrainedModel) -> bool:
+    """Whether a network in float32 is too large for a second, packed copy beside it."""
+    return sum(weight.numel() for weight in network.parameters()) * torch.float32.itemsize > MAX_COPIED
 
 
 def may_serve(config: PreTrainedConfig) -> bool:
@@ -410,7 +370,7 @@ def _refuse_unfit(network: PreTrainedModel) -> None:
     for reason, wrong in {
         "its weights are not plain float32": {(type(each), each.dtype) for each in weights} != {_FLOATS},
         "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
-        "its weights are too large to be held twice": _float32_bytes(network) > MAX_COPIED,
+        "its weights are too large to be held twice": too_large_to_copy(network),
         "its heads are of a size that native attention does not take": not native.takes(
             network.get_decoder().layers[0].self_attn.head_dim
         ),
@@ -441,7 +401,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         linear, norm = own or layer.linears["queries"], layer.norms["before"]
         if norm is None:
             raise Unfit("there are no bounds of its keys and values")
-        if not (isinstance(linear, IntegerLinear) or type(linear.weight) is nn.Parameter):
+        if not (isinstance(linear, IntegerLinear | PackedLinear) or type(linear.weight) is nn.Parameter):
             raise Unfit("its weights are quantised or split")
         weight = linear.codes().dequantized() if isinstance(linear, IntegerLinear) else _plain(linear.weight)
         bound = (weight[mine] * norm_weight(norm)).norm(dim=1) * config.hidden_size**0.5

@@ -59,7 +59,35 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     return Codes(counts.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1), scale, minimum, bits)
 
 
-class PackedCodes(nn.Module):
+class Packed(nn.Module):
+    """Weights in a form of the C product: bytes that are no parameters.
+
+    Attributes:
+        bytes: in whatever shape.
+        outputs, inputs: of the matrix.
+        kind: of the numbers, or of codes' scales and minima.
+        bits: of a code; 0 for floats.
+        block: inputs of a block of codes; 0 for floats.
+        centre: the code that stands for 0 everywhere; 0 for none.
+    """
+
+    bytes: Tensor
+    outputs: int
+    inputs: int
+    bits: int
+    block: int
+    centre: int
+
+    @property
+    def kind(self) -> torch.dtype:  # noqa: D102
+        raise NotImplementedError
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, ``[..., inputs]`` float32."""
+        raise NotImplementedError
+
+
+class PackedCodes(Packed):
     """Codes as the C product reads them.
 
     Groups of 16 outputs lie one after the other; in a group the blocks of inputs; in a block the codes of four inputs
@@ -152,11 +180,16 @@ def holds_codes(network: nn.Module) -> bool:
     return any(isinstance(module, PackedCodes) for module in network.modules())
 
 
+def holds_packed(network: nn.Module) -> bool:
+    """Whether any matrix of a network is packed, so that its weights are no parameters."""
+    return any(isinstance(module, Packed) for module in network.modules())
+
+
 def read_bytes(network: nn.Module) -> int:
-    """Bytes of weights that a pass over a network of codes reads: all but embeddings of which only rows are."""
+    """Bytes of weights that a pass over a network with packed ones reads: all but embeddings of which only rows are."""
     read = sum(each.nbytes for each in network.parameters())
     for module in network.modules():
         packed = getattr(module, "packed", None)
-        if isinstance(packed, PackedCodes) and hasattr(module, "in_features"):
+        if isinstance(packed, Packed) and hasattr(module, "in_features"):
             read += packed.bytes.nbytes
     return read

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, did_you_mean
-from tswift.models.codes import holds_codes, read_bytes
+from tswift.models.codes import holds_packed, read_bytes
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
@@ -127,7 +127,7 @@ def refuse_routed(config: PreTrainedConfig, model: str) -> None:
 def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = None) -> Shape:
     """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
-    if holds_codes(network):
+    if holds_packed(network):
         return replace(shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network))
     embeddings, lm_head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())

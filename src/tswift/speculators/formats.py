@@ -30,7 +30,7 @@ from tswift.models.checkpoint import (
     read_object,
     stored_tensors,
 )
-from tswift.models.codes import holds_codes
+from tswift.models.codes import holds_packed
 from tswift.models.shapes import fill_randomly
 from tswift.speculators.networks import DFLASH, DSPARK, EAGLE3, BlockSpeculator, EagleSpeculator, SpeculatorSpec, build
 
@@ -99,7 +99,7 @@ class SpeculatorFile:
                 network = build(self.spec, target).to(target.dtype)
             fill_randomly(network)
             return attached(network)
-        quantised = getattr(target.model.config, "quantization_config", None) or holds_codes(target.model)
+        quantised = getattr(target.model.config, "quantization_config", None) or holds_packed(target.model)
         if not (any_model or quantised):
             for name, stored in self.copies.items():
                 own = getattr(target.model, _COPIED[name])().weight[:_COMPARED].detach().float().cpu()

@@ -36,7 +36,7 @@ from tswift.models.checkpoint import (
     read_into,
     read_object,
 )
-from tswift.models.codes import holds_codes
+from tswift.models.codes import holds_packed
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.formats import describe_drafter, is_drafter
@@ -379,9 +379,9 @@ def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
     file = find_heads(path)
     file.refuse_misfit(target.hidden_size, target.vocab_size)
     heads = file.load(target.dtype, target.device)
-    # quantised weights cannot be told from others
+    # packed weights cannot be told from others
     known = heads.base is not None and getattr(target.model.config, "quantization_config", None) is None
-    known = known and not holds_codes(target.model)
+    known = known and not holds_packed(target.model)
     if known and not any_model and heads.base != fingerprint_in_any_dtype(target.model):
         raise _refused(path, "was made for another model: the fingerprints differ")
     if heads.pre_norm:

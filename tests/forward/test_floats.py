@@ -1,0 +1,94 @@
+"""Matrices that are held once, packed: the weights come back, and 16 bits give the tokens of float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+from tests.conftest import make_checkpoint
+from tests.forward.test_program import pytestmark
+from tswift import loading
+from tswift.engine import generate
+from tswift.forward.adapting import PROGRAM, wrap_model
+from tswift.forward.floats import HALVES, PackedFloats, PackedLinear, pack
+from tswift.loading import LoadedModel, inspect_model, load
+from tswift.models.config import ModelConfig
+
+__all__ = ["pytestmark"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 48), (97, 64), (130, 33)])
+def test_weights_come_back_as_they_were_packed(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    torch.manual_seed(outputs)
+    weight = torch.randn(outputs, inputs).to(dtype)
+    for given in (weight, weight.float()):
+        packed, wanted = PackedFloats(given), torch.tensor([[0, outputs - 1], [outputs // 2, 0]])
+        assert packed.kind == dtype
+        assert torch.equal(packed.plain(), weight)
+        assert torch.equal(packed.rows(wanted), weight.float()[wanted])
+
+
+def test_gradients_flow_through_it() -> None:
+    layer = nn.Linear(40, 24).requires_grad_(False)
+    rows = torch.randn(3, 40, requires_grad=True)
+    PackedLinear(layer)(rows).sum().backward()
+    assert torch.allclose(rows.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
+
+
+def tokens_of(model: LoadedModel, method: str) -> list[int]:
+    return [token for step in generate(model, "The ship", 200, method=method, seed=2) for token in step.tokens]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bool) -> None:
+    """All but the weights is float32 then."""
+    folder = make_checkpoint(tmp_path / "m", head_dim=32, tie_word_embeddings=tied)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    network.save_pretrained(folder)
+    narrow, wide = (load(str(folder), device="cpu", dtype=each) for each in (dtype, "float32"))
+    assert narrow.layers == wide.layers == PROGRAM
+    assert (narrow.about()["dtype"], narrow.about()["kv_dtype"], narrow.dtype_note) == (dtype, "int16", "")
+    assert all(weight.dim() < 2 for weight in narrow.target.model.parameters())
+    assert tokens_of(narrow, "ar") == tokens_of(narrow, "tokenswift") == tokens_of(wide, "ar")
+    embeddings = [model.target.embed(torch.tensor([3, 77])) for model in (narrow, wide)]
+    assert torch.equal(*embeddings)
+    sizes = [inspect_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")]
+    assert [each.dtype for each in sizes] == [torch.float32] * 2
+    assert 2 * sizes[0].weight_bytes <= sizes[1].weight_bytes
+
+
+def test_no_model_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(make_checkpoint(tmp_path / "m", head_dim=32))
+    wanted = tokens_of(load(folder, device="cpu"), "ar")
+    monkeypatch.setattr(loading, "too_large_to_copy", lambda network: True)
+    large = load(folder, device="cpu")
+    assert all(weight.dim() < 2 for weight in large.target.model.parameters())
+    assert (large.layers, large.about()["dtype"]) == (PROGRAM, "float32")
+    assert tokens_of(large, "ar") == wanted
+
+
+def test_embeddings_that_are_scaled() -> None:
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+    )
+    network = Gemma3ForCausalLM(config).eval().requires_grad_(False)
+    ids = torch.arange(30)[None]
+    wanted = network(ids).logits
+    pack(network)
+    assert torch.allclose(network(ids).logits, wanted, atol=1e-4)
+    assert wrap_model(network, "m", "native").program is not None
