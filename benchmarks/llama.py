@@ -175,7 +175,7 @@ def in_floats(network: Any) -> Any:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from tswift.forward.integers import PackedEmbedding, IntegerLinear
+    from tswift.forward.integers import IntegerLinear, PackedEmbedding
 
     plain = AutoModelForCausalLM.from_config(network.config, dtype=torch.float32, attn_implementation="eager")
     for name, module in network.named_modules():
