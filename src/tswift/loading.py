@@ -357,12 +357,12 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32
-    held, packed = None, False
-    if device.type == "cpu" and ranks.count == 1 and _packs(asked, config):
+    serves, held, packed = device.type == "cpu" and may_serve(config), None, False
+    if serves and ranks.count == 1 and _packs(asked, config):
         held = dtype if dtype in HALVES else None
         dtype = torch.float32 if held else dtype
         packed = held is not None or (dtype == torch.float32 and too_large_to_copy(skeleton(config)))
-    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, may_serve(config))
+    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
     if reduced is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(reduced, config, device, dtype)
@@ -372,10 +372,10 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
 
 
 def _packs(asked: ModelConfig, config: Any) -> bool:
-    """Whether a C program can hold the matrices of a model of plain numbers on this CPU, as far as its config tells."""
+    """Whether a C program that serves a model can hold its matrices here: they are plain numbers."""
     file = gguf_of(asked.model)
     coded = asked.weights is not None or own_quantization(config) is not None or (file is not None and file.kinds)
-    if coded or asked.attention not in ("auto", "native") or not may_serve(config):
+    if coded or asked.attention not in ("auto", "native"):
         return False
     return why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is None
 
