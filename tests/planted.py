@@ -100,6 +100,10 @@ FAULTS = [
           "_fields(qh, 2, 32) << np.uint8(4), scale", "np.roll(_fields(qh, 2, 32), 32, 1) << np.uint8(4), scale"),
     Fault("a tensor may end behind its file", "models/gguf.py", GGUF,
           "if there.start + there.bytes > len(header.data):", "if there.start > len(header.data):"),
+    Fault("norms of Gemma multiply by one more than a file says", "models/gguf.py", GGUF,
+          "weight = weight - 1", "weight = weight - 0"),
+    Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", GGUF,
+          "if own.two_rotaries:", "if False:"),
     Fault("kept codes are those of any checkpoint", "forward/coded.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
     # the KV cache's dtype

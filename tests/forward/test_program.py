@@ -45,7 +45,7 @@ from tswift.drafting.heads import HeadSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward import products
+from tswift.forward import adapting, products
 from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
 from tswift.forward.floats import PackedLinear
@@ -405,3 +405,15 @@ def test_changed_weights_are_packed_anew() -> None:
     assert target.program is not None
     fresh = wrap_model(target.model, "m", "native")
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
+
+
+def test_a_cache_that_nobody_asked_for_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapting, "_CACHED", 0)
+    with pytest.raises(InputError, match="m does not bear a cache in int16"):
+        wrap_model(network(), "m", "native", kv_dtype=torch.int16)
+    target = wrap_model(network(), "m", "native", kv_dtype=torch.int16, usual=True)
+    assert (target.kv_shape.dtype, execution_note(target)) == (torch.float32, PROGRAM)
+    prompt = [*range(1, 60)]
+    assert decode_method("ar", target, prompt, SamplingParams(), 3, 20) == decode_method(
+        "ar", target_of(), prompt, SamplingParams(), 3, 20
+    )

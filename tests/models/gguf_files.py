@@ -32,6 +32,9 @@ _SIZES = {
 _OWN = {
     "mistral": {"sliding_window": None},
     "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embeddings
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 24, "pad_token_id": 0},
+    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 24, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     "granite": {
         "attention_multiplier": 0.2,
         "embedding_multiplier": 3.0,
@@ -47,13 +50,19 @@ ARCHITECTURES = {  # of transformers, of GGUF
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "granite": "granite",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
 }
 PERMUTED = ("llama", "smollm3", "granite")
+CENTRED = ("gemma2", "gemma3")  # norms with what they multiply by
 
 
 def tiny_model(kind: str, **changes: Any) -> PreTrainedModel:
     """A random model of an architecture of transformers; the same weights at every call."""
-    config = AutoConfig.for_model(kind, **{**_SIZES, "tie_word_embeddings": False, **_OWN.get(kind, {}), **changes})
+    always = {"tie_word_embeddings": True} if kind == "gemma2" else {}  # its files have no LM head
+    sizes = {**_SIZES, "tie_word_embeddings": False, **_OWN.get(kind, {}), **changes, **always}
+    config = AutoConfig.for_model(kind, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -113,8 +122,14 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if name == "granite":
@@ -153,7 +168,7 @@ def _tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
         weight = parameter.detach().numpy()
         if name in PERMUTED and module.split(".")[-1] in heads:
             weight = permuted(weight, heads[module.split(".")[-1]])
-        tensors[f"{known.get_name(module)}.{kind}"] = weight
+        tensors[f"{known.get_name(module)}.{kind}"] = weight + 1 if name in CENTRED and weight.ndim == 1 else weight
     return tensors
 
 
@@ -185,6 +200,8 @@ def dequantized(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         part = tensor.name.split(".")[-2]
         if name in PERMUTED and part in heads:
             weight = weight.reshape(heads[part], -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+        if name in CENTRED and weight.ndim == 1:
+            weight = weight - 1
         state[names[tensor.name]] = torch.from_numpy(np.array(weight))
     model.load_state_dict(state, strict=False)
     return model

@@ -113,7 +113,18 @@ class GGUFFile:
         if turn not in (None, values["eos_token_id"]):
             values["eos_token_id"] = [token for token in (values["eos_token_id"], turn) if token is not None]
         values["rope_parameters"] = self._rope(prefix)
+        if own.two_rotaries:
+            near = {"rope_type": "default", "rope_theta": self.metadata.get(f"{prefix}rope.freq_base_swa", _NEAR)}
+            values["rope_parameters"] = {"full_attention": values["rope_parameters"], "sliding_attention": near}
+        if own.halved:
+            values["query_pre_attn_scalar"] = self._query_scalar(values)
         return values
+
+    def _query_scalar(self, values: Mapping[str, Any]) -> int:
+        """Gemma's: the size of a head, but in its largest models, whose number of layers llama.cpp knows them by."""
+        share: int = values["hidden_size"] // values["num_attention_heads"]
+        large = values["num_hidden_layers"] == self.architecture.halved
+        return share if large else int(values.get("head_dim", share))
 
     def _token(self, name: str) -> Value | None:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -130,6 +141,12 @@ class GGUFFile:
         rope: dict[str, object] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
         if f"{prefix}rope.freq_base" in self.metadata:
             rope["rope_theta"] = self.metadata[f"{prefix}rope.freq_base"]
+        if self.architecture.partial:
+            width, heads, turned = (
+                int(self.metadata.get(prefix + key, 0))
+                for key in ("embedding_length", "attention.head_count", "rope.dimension_count")
+            )
+            rope["partial_rotary_factor"] = turned * heads / width if turned else 1.0
         if kind not in ("none", "linear", "yarn"):
             raise self.refusal(f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF")
         if kind != "none":
@@ -182,6 +199,8 @@ class GGUFFile:
             heads: of the rows of queries or keys, which some architectures store in another order; None for others.
         """
         weight: Codes | Tensor = self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
+        if self.architecture.centred and isinstance(weight, Tensor) and weight.dim() == 1:
+            weight = weight - 1
         if heads is not None and self.architecture.permuted:
             order = _order(stored.shape[0], heads)
             if isinstance(weight, Codes):
@@ -234,6 +253,10 @@ class _Architecture:
 
     model_type: str  # of transformers
     permuted: bool = False  # rows of queries and keys are in another order
+    centred: bool = False  # norms multiply by one more than their weights, and files hold what they multiply by
+    partial: bool = False  # a share of each head may be turned
+    two_rotaries: bool = False  # layers with windows have rotary embeddings of their own
+    halved: int = 0  # layers of the model whose queries are scaled by another size than a head's; 0 for no such rule
     fields: Mapping[str, str] = field(default_factory=dict)  # of the configuration, beside ``_FIELDS``
 
 
@@ -249,6 +272,9 @@ _FIELDS = {  # of the configuration: the name in the metadata, after the archite
     "vocab_size": "vocab_size",
 }
 _REQUIRED = ("max_position_embeddings", "num_hidden_layers", "intermediate_size", "hidden_size", "num_attention_heads")
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_NEAR = 10_000.0  # base of the rotary embeddings of Gemma 3's windows, where a file does not say
 # Mistral's files say that they are of Llama. What an architecture is comes from llama.cpp's converter: those whose
 # neighbouring pairs are rotated there are permuted.
 ARCHITECTURES = {
@@ -257,6 +283,9 @@ ARCHITECTURES = {
     "qwen3": _Architecture("qwen3"),
     "smollm3": _Architecture("smollm3", permuted=True),
     "olmo2": _Architecture("olmo2"),
+    "phi3": _Architecture("phi3", partial=True, fields=_WINDOW),
+    "gemma2": _Architecture("gemma2", centred=True, halved=46, fields={**_WINDOW, **_CAPS}),
+    "gemma3": _Architecture("gemma3_text", centred=True, two_rotaries=True, halved=62, fields={**_WINDOW, **_CAPS}),
     "granite": _Architecture(
         "granite",
         permuted=True,
