@@ -33,7 +33,12 @@ _OWN = {
     "mistral": {"sliding_window": None},
     "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embeddings
     "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 24, "pad_token_id": 0},
-    "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        "sliding_window": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 2.0,  # or a token would only follow itself
+        "query_pre_attn_scalar": 16,
+    },
     "gemma3_text": {"sliding_window": 24, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     "granite": {
         "attention_multiplier": 0.2,
