@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, Ministral3Config, P
 
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES
-from tests.forward.test_program import KINDS, network, pytestmark
-from tests.helpers import options_for
+from tests.forward.test_program import KINDS, network
+from tests.helpers import needs_program, options_for
 from tswift.decoding.audit import audit
 from tswift.engine import generate
 from tswift.forward import coded
@@ -23,7 +23,7 @@ from tswift.forward.program import PassProgram, may_serve
 from tswift.loading import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 
-__all__ = ["pytestmark"]
+pytestmark = needs_program
 ARCHITECTURES = [kind for kind in KINDS if not kind.startswith("of ")]
 METHODS = ("auto", "recall", "reuse", "magicdec")
 LENGTH, KILLED = 1500, 600

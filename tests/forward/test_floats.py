@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from tests.conftest import make_checkpoint
-from tests.forward.test_program import pytestmark
+from tests.helpers import needs_program
 from tswift import loading
 from tswift.engine import generate
 from tswift.forward.adapting import PROGRAM, wrap_model
@@ -18,7 +18,7 @@ from tswift.forward.floats import HALVES, PackedFloats, PackedLinear, pack
 from tswift.loading import LoadedModel, inspect_model, load
 from tswift.models.config import ModelConfig
 
-__all__ = ["pytestmark"]
+pytestmark = needs_program
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
