@@ -204,10 +204,10 @@ FAULTS = [
           "    if seen is not None:\n        lower",
           "    if params.min_p and params.temperature:\n        logits = _keep_min_p(logits, params.min_p)\n"
           "    if seen is not None:\n        lower"),
-    Fault("transformers' generate gets tswift's order of filters", "custom_generate.py", GENERATE,
+    Fault("transformers' generate gets tswift's order of filters", "sampling/generation_config.py", GENERATE,
           "replace(params, order=_ORDER) if matters else params", "params"),
-    Fault("its penalty looks back on some tokens only", "custom_generate.py", GENERATE,
-          "_ALL = 1 << 40", "_ALL = 20"),
+    Fault("its penalty looks back on some tokens only", "sampling/generation_config.py", GENERATE,
+          "window=ALL", "window=20"),
     Fault("changed weights go unseen by it", "custom_generate.py", GENERATE,
           "_ADOPTED[model][0] != state", "False"),
     Fault("its threads do not take turns", "custom_generate.py", GENERATE,

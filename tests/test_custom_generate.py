@@ -37,6 +37,7 @@ from tswift import custom_generate
 from tswift.cli import main
 from tswift.decoding.drafter import Step
 from tswift.errors import InputError
+from tswift.sampling.generation_config import sampling_params
 from tswift.sampling.parameters import SamplingParams, warp
 
 KINDS = ("Llama, GQA", "Qwen2.5", "Gemma 3 (windows)")
@@ -142,7 +143,7 @@ def test_the_distribution_is_that_of_transformers(asked: dict[str, Any], model: 
         text = torch.randint(97, (40, 25), generator=random)
         theirs = model._get_logits_processor(config, text.shape[1], device="cpu")(text, logits.clone())
         seen = torch.zeros(40, 97, dtype=torch.bool).scatter_(1, text, True)
-        params = custom_generate.sampling_params(config)
+        params = sampling_params(config)
         ours = warp(logits.clone(), seen if params.penalises else None, params)
         assert torch.equal(ours.isfinite(), theirs.isfinite())
         torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-9)

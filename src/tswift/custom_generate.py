@@ -20,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, renamed
 from tswift.loading import LoadedModel, adopt
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.generation_config import NAMES, sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,16 +30,7 @@ _ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_toke
 _NO_MATTER = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _SERVED = {*_SAMPLING, *_ENDING, *_NO_MATTER, "suppress_tokens", "return_dict_in_generate"}
 _OFF = {"cache_implementation": "dynamic", "guidance_scale": 1}  # as good as None
-_NAMES = {
-    "penalty": "repetition_penalty",
-    "eta": "eta_cutoff",
-    "banned": "suppress_tokens",
-    "prompt": "input_ids",
-    "method": "tswift_method",
-}
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta": 0.0, "penalty": 1.0}
-_ORDER = "top_k,top_p,min_p,eta"  # of transformers
-_ALL = 1 << 40  # a penalty window longer than any text
+_NAMES = {**NAMES, "prompt": "input_ids", "method": "tswift_method"}
 
 
 def generate(
@@ -111,25 +102,6 @@ def generate(
         streamer.end()
     text = text[:, :end].clone()
     return GenerateDecoderOnlyOutput(sequences=text) if config.return_dict_in_generate else text
-
-
-def sampling_params(config: GenerationConfig) -> SamplingParams:
-    """The sampling parameters by which a row's distribution is that of transformers.
-
-    Raises:
-        InputError: a value that cannot be had.
-    """
-    asked = {ours: getattr(config, _NAMES.get(ours, ours)) for ours in _NEUTRAL}
-    if not config.do_sample:
-        asked = {"temperature": 0.0, "penalty": asked["penalty"]}
-    elif asked["temperature"] == 0:
-        raise InputError("must be above 0 with do_sample; without it the most likely token is taken", "temperature")
-    values: dict[str, Any] = {**_NEUTRAL, **{name: value for name, value in asked.items() if value is not None}}
-    params = SamplingParams(**values, window=_ALL, banned=tuple(config.suppress_tokens or ()))
-    on = {*params.filters}
-    # elsewhere the order makes no difference: min-p and top-k take what they take whatever the other leaves
-    matters = {"eta", "top_k"} <= on or ("top_p" in on and bool(on & {"min_p", "eta"}))
-    return replace(params, order=_ORDER) if matters else params
 
 
 def _refuse(name: str, value: object) -> None:

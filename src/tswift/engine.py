@@ -89,11 +89,17 @@ class Demand:
     length: int  # new tokens
     method: str
     options: DraftOptions
+    flexible: bool = False  # nobody asked for this length: it gives way to the positions that there are
 
     @property
     def nodes(self) -> int:
         """Nodes of its passes, at most."""
         return self.options.nodes or (self.options.gamma or 0) + 1
+
+
+def fitting(length: int, prompt: int, positions: int) -> int:
+    """As much of a length as a model has positions for behind a prompt; one token at least, which may be refused."""
+    return max(1, min(length, positions - prompt))
 
 
 def check(target: Target, demand: Demand, option: str | None = "length", draft: Target | None = None) -> MemoryEstimate:
@@ -133,6 +139,8 @@ def preflight(
     """
     spec = inspect_model(config)
     kind = find_method(demand.method)
+    if demand.flexible:
+        demand = replace(demand, length=fitting(demand.length, demand.prompt, spec.max_positions))
     _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
     if spec.heads is not None or not kind.needs_heads:
         demand = replace(demand, options=resolve(demand.method, spec, spec.heads, demand.options))

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
@@ -517,6 +523,8 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         elif asked.weights is not None:
             files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
             network = load_rounded(config, stored_tensors(files), asked.weights, model)
+            with suppress(OSError):  # a checkpoint need not have one
+                network.generation_config = GenerationConfig.from_pretrained(source)
         else:
             network = _from_safetensors(plan, source, options)
         if plan.packed:

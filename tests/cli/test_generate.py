@@ -252,6 +252,82 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
     assert tokens_in(tmp_path / "b") == tokens_in(tmp_path / "a")
 
 
+@pytest.fixture
+def chatty(checkpoint: Path, tmp_path: Path) -> Path:
+    """A chat model, whose authors recommend how to sample."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "recommending"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    own = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "eos_token_id": 0}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    return model
+
+
+OWN = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "penalty": 1.1, "window": 1 << 40}
+PAPERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "penalty": 1.2, "window": 1024}
+IN_WORDS = {
+    "the model's own": "temperature 0.6, top-p 0.9, penalty 1.1 over all of the text",
+    "the paper's": "temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens",
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "sampling", "source"),
+    [
+        ((), PAPERS, "the paper's"),
+        (("--chat",), OWN, "the model's own"),
+        (("--sampling", "model"), OWN, "the model's own"),
+        (("--chat", "--sampling", "paper"), PAPERS, "the paper's"),
+    ],
+    ids=str,
+)
+def test_sampling_that_is_not_typed(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: Words, sampling: dict[str, Any], source: str
+) -> None:
+    """It is said, recorded, kept when the run goes on, and judged by."""
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty]
+    result = tswift(*words, *typed, "--len", 40, "--out", tmp_path / "a")
+    assert result.code == 0, result.err
+    assert f"tswift: sampling: {IN_WORDS[source]} ({source})\n" in result.err
+    assert {name: record_of(tmp_path / "a")["sampling"][name] for name in sampling} == sampling
+    assert tswift("verify", tmp_path / "a").code == 0
+    assert tswift(*words, *typed, "--len", 15, "--out", tmp_path / "b").code == 0
+    again = tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 40, *typed)
+    assert again.code == 0, again.err
+    assert f"({source})\n" in again.err
+    assert tokens_in(tmp_path / "b") == tokens_in(tmp_path / "a")
+    other = "paper" if sampling is OWN else "model"
+    refused = tswift("generate", "--resume", tmp_path / "b", "--len", 50, "--sampling", other)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--sampling: the run was made with" in refused.err
+
+
+def test_what_is_typed_goes_before_the_models_own(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+    result = tswift(*words, "--temperature", 0.8, "--window", 64, "--out", tmp_path / "a")
+    assert result.code == 0, result.err
+    assert "sampling: temperature 0.8, top-p 0.9, penalty 1.1 over 64 tokens (the model's own, but for" in result.err
+    result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "b")
+    assert result.code == 0, result.err
+    assert "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)" in result.err
+    result = tswift(*words, "--preset", "qwen2.5-7b", "--sampling", "paper")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--sampling: cannot be given together with --preset" in result.err
+
+
+def test_what_a_model_recommends_and_cannot_be_had(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
+    (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "repetition_penalty": 0.9}))
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+    result = tswift(*words, "--out", tmp_path / "a")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--sampling: " in result.err
+    assert "generation_config.json" in result.err
+    assert "repetition_penalty must be at least 1, got 0.9" in result.err
+    assert not (tmp_path / "a").exists()
+    assert tswift(*words, "--out", tmp_path / "a", "--sampling", "paper").code == 0
+
+
 # --- a model that gives NaN on the way: one line, exit code 1, and what was written stays
 
 

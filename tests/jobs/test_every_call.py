@@ -22,6 +22,7 @@ from tswift.options import changed
 LENGTH, LONGER = 12, 18
 # of the calls, every second one of those up to the first tokens, or all
 BEGINNING, ALL = range(1, 40, 2), range(1, 1000)
+REOPENING = range(5, 30, 4)
 
 
 @pytest.fixture
@@ -99,9 +100,11 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
     assert (last > 30, found) == (True, []), f"{len(found)} of {last}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [LENGTH, LONGER])
-def test_a_run_that_goes_on(asked: RunConfig, tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "calls"),
+    [(LONGER, REOPENING), *(pytest.param(length, ALL, marks=pytest.mark.slow) for length in (LENGTH, LONGER))],
+)
+def test_a_run_that_goes_on(asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]) -> None:
     """One that was killed, and one that is finished and made longer."""
     path, before = asked.out, tmp_path / "before"
     if length == LENGTH:
@@ -118,5 +121,5 @@ def test_a_run_that_goes_on(asked: RunConfig, tmp_path: Path, length: int) -> No
 
     texts = [whole(asked)["text.txt"], whole(asked, LONGER)["text.txt"]]
     wanted = content(path.with_name(f"whole-{length}"))
-    last, found = failures(path, before, lambda: go_on(path, length), after, ALL)
+    last, found = failures(path, before, lambda: go_on(path, length), after, calls)
     assert (last > 20, found) == (True, []), f"{len(found)} of {last}"

@@ -5,7 +5,7 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_metho
 from tswift.errors import InputError, did_you_mean, renamed
 from tswift.jobs.config import TextConfig, fields_of, to_load
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
-from tswift.options import check_options, option, parse_numbers
+from tswift.options import check_options, given_names, option, parse_numbers
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -252,6 +252,35 @@ class Plan:
                 raise InputError(f"names {next(v for v in values if list(values).count(v) > 1)} twice", name)
 
 
+def fit_grid(
+    prefill: int, lens: Sequence[int], given: Collection[str], positions: int
+) -> tuple[int, tuple[int, ...], bool]:
+    """Prompt tokens and generated lengths for a model: what nobody asked for gives way to its positions.
+
+    Args:
+        prefill, lens: as asked for, or the defaults.
+        given: ``prefill`` and ``lens``, as far as they were asked for.
+        positions: that the model has.
+
+    Returns:
+        Those, and whether one gave way. What still does not fit is to be refused.
+    """
+    least, fitting = prefill, tuple(lens)
+    if "prefill" not in given and prefill + max(lens) > positions:
+        least = min(prefill, positions - max(lens) if "lens" in given else positions // 2)
+        least = least if least > 1 else prefill
+    if "lens" not in given:
+        room = positions - least
+        fitting = tuple(length for length in lens if length <= room) or ((room,) if room > 0 else fitting)
+    return least, fitting, (least, fitting) != (prefill, tuple(lens))
+
+
+def fit_note(model: str, positions: int, prefill: int, lens: Sequence[int]) -> str:
+    """A line for people about defaults that gave way."""
+    longest = ", ".join(f"{length:,}" for length in lens)
+    return f"{model} has {positions:,} positions: {prefill:,} prompt tokens, and {longest} generated ones"
+
+
 _machine = partial(option, panel="Machine")
 _predicted = partial(option, panel="Prediction")
 
@@ -305,6 +334,7 @@ class RooflineQuery:
         None,
         "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or eagle3; with --alpha.",
     )
+    given: frozenset[str] = given_names()
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -354,13 +384,16 @@ class BenchConfig:
         return {one.label: used_options(find_method(one.method), one.options) for one in self.contenders}
 
 
-def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model") -> BenchConfig:
+def configure(
+    options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model", flexible: bool = False
+) -> BenchConfig:
     """Check the options, and load the model.
 
     Args:
         prompt: least prompt tokens: what does not fit is refused before anything is loaded.
         length: least generated tokens.
         option: what the user gave that length with, for the error.
+        flexible: whether nobody gave it, so that it gives way to the model's positions.
     """
     from tswift.drafting.methods import cut_note, resolve
     from tswift.engine import Demand, ending, preflight
@@ -371,7 +404,7 @@ def configure(options: BenchOptions, prompt: int = 1, length: int = 1, option: s
     wanted = options.to_load()
     try:
         for method, asked in drafting.items():
-            preflight(wanted, Demand(prompt, length, method, asked), option=option)
+            preflight(wanted, Demand(prompt, length, method, asked, flexible), option=option)
         model = load_model(wanted)
         contenders = [
             Contender(method, method, resolve(method, model.target, model.heads, asked))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.benchmarking import resume
-from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_trees
+from tswift.benchmarking.config import BenchOptions, Plan, configure, fit_grid, fit_note, parse_trees
 from tswift.benchmarking.gate import JUDGED, Judging
 from tswift.benchmarking.record import Options, Record, State
 from tswift.benchmarking.suites import Suite, find_suite
@@ -37,6 +37,7 @@ class Request:
     plan: Plan
     judging: Judging
     options: BenchOptions
+    note: str = ""  # that the grid's defaults gave way
 
     @classmethod
     def of(cls, given: Options, earlier: Record | None = None, missing: Sequence[str] = ()) -> Request:
@@ -59,6 +60,23 @@ class Request:
         else:
             options.check()
         return cls(given, earlier, missing, suite, plan, judging, options)
+
+    def fitted(self) -> Request:
+        """The same, its grid's defaults as far as the model has positions for them; a suite's grid is its own."""
+        if self.suite or self.measured:
+            return self
+        from tswift.forward.hf import max_positions
+        from tswift.models.checkpoint import read_config
+
+        plan, model = self.plan, self.options.model
+        positions = max_positions(read_config(model))
+        given = {"prefill" if name == "prefills" else name for name in self.given}
+        prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
+        if not gave_way:
+            return self
+        prefills = plan.prefills if "prefill" in given else (prefill,)
+        note = fit_note(model, positions, prefill, lens)
+        return replace(self, plan=replace(plan, prefills=prefills, lens=lens), note=note)
 
     @property
     def measured(self) -> bool:
@@ -103,7 +121,7 @@ class Request:
         config = configure(self.options, least, length, "prefills" if least > length else "lens")
         prompts = encode(texts, config.model, longest)
         record = begin_measurement(config, prompts, self.plan, command)
-        notes = [config.note] if config.note else []
+        notes = [note for note in (self.note, config.note) if note]
         return Begun(record, notes, partial(measure, {"": config}, record, prompts, self.plan))
 
     def _begin_suite(self, texts: Sequence[Text], command: Sequence[str]) -> Begun:

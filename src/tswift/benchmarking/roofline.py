@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery
+from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options
 from tswift.benchmarking.summary import method_name
 from tswift.caches import ask_for_huge_pages
@@ -271,6 +271,7 @@ class Prediction:
     contexts: Sequence[int]
     passes: Sequence[PassFloor]
     decodes: Sequence[DecodeFloor]  # plain decoding's first
+    note: str = ""  # that the model has no room for what would be usual
 
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
@@ -293,6 +294,10 @@ def predict(
         positions: that the model has.
         drafter: a published drafter whose decode is to be predicted, too.
     """
+    given = {"lens" if name == "length" else name for name in query.given}
+    prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
+    note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
+    query = replace(query, prefill=prefill, length=length)
     contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
     if max(contexts) > positions:
         beyond = next(context for context in contexts if context > positions)
@@ -313,7 +318,7 @@ def predict(
         for context in contexts
         for nodes in query.nodes
     ]
-    return Prediction(shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter))
+    return Prediction(shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter), note)
 
 
 def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: SpeculatorSpec | None) -> list[DecodeFloor]:
@@ -420,6 +425,8 @@ def _decode_notes(prediction: Prediction) -> list[str]:
         f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are drafted "
         "along a path.",
     ]
+    if prediction.note:
+        notes.append(f"{prediction.note}.")
     if decodes[-1].method.startswith("drafter"):
         notes.append(
             f"drafter: a round of it over a window of {query.budget:,} tokens, then a verification; alpha is "

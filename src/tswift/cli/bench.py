@@ -50,19 +50,27 @@ def compare(
         from tswift.benchmarking.config import configure
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
+        from tswift.engine import fitting
         from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
         from tswift.models.devices import environment
 
-        found = output.writable(json)
+        found, notes = output.writable(json), list[str]()
         length, prefill, seed = text_config.length, text_config.prefill, text_config.seed
         least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
-        config = configure(bench_options, least, length, "prefill" if prefill and prefill > length else "length")
+        flexible = "length" not in typed.values
+        config = configure(
+            bench_options, least, length, "prefill" if prefill and prefill > length else "length", flexible
+        )
         ids = take(config.model.encode(text), prefill, bundled=text_config.bundled)
+        positions = config.model.target.max_positions
+        if flexible and (length := fitting(length, len(ids), positions)) < text_config.length:
+            notes.append(f"--len is {length:,}: the model has {positions:,} positions")
         # allocated and freed: what does not fit is refused before anything is said
         open_runs(config, ids, length, seed)
+        notes += [config.note] if config.note is not None else []
     bars, device = Bars(quiet, not no_progress), config.model.target.device
-    if config.note is not None:
-        bars.say(config.note)
+    for note in notes:
+        bars.say(note)
     name = f"model {bench_options.model}, {device}{config.model.remarks()}"
     bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain_speed = 0.0
@@ -220,6 +228,7 @@ def bench(
 
             if not resume:
                 stack.enter_context(create_folder(folder))
+            request = request.fitted()
             begun = request.begin(texts, typed.command, folder)
             if not earlier:
                 stack.enter_context(lock_folder(folder, "out"))

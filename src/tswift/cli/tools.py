@@ -272,6 +272,7 @@ def serve(
             try:
                 host, port = sock.getsockname()[:2]
                 say(f"{service.model_id} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+                say(f"requests that say nothing else are drawn at {service.sampling}")
                 answer(service, config, sock, demo_page)
             except KeyboardInterrupt as stop:
                 say(f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve starts again")

@@ -24,6 +24,7 @@ from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PAPERS, MODELS_OWN = "paper", "model"  # where sampling comes from
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 MAX_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -251,6 +252,14 @@ class RunConfig:
         None, f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.", metavar="NAME"
     )
     out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
+    sampling_from: str | None = option(
+        None,
+        "Where sampling comes from that is not typed: paper, or model, which is its generation_config.json.",
+        panel="Sampling",
+        shown="model with --chat, else paper",
+        flag="--sampling",
+        choices=(PAPERS, MODELS_OWN),
+    )
     sampling: SamplingParams = part(SamplingParams)
     drafting: DraftOptions = part(DraftOptions)
     given: frozenset[str] = given_names()  # typed, or the preset's
@@ -259,6 +268,8 @@ class RunConfig:
         check_options(self)
         method = find_method(self.method)
         _refuse_with_chat(self)
+        if self.preset is not None and self.sampling_from is not None:
+            raise InputError("cannot be given together with --preset, which sets the sampling", "sampling_from")
         check_stop(self.stop)
         refuse_shape(self.model.model)
         heads = {} if self.model.heads is None else {"heads": self.model.heads}
@@ -305,6 +316,7 @@ class RunConfig:
             stop_at_eos=options["stop_at_eos"],
             stop=tuple(options.get("stop", ())),
             logprobs=options.get("logprobs"),
+            sampling_from=options.get("sampling_from", PAPERS),
             drafting=DraftOptions(**drafting),
             given=frozenset(drafting),
         )
@@ -313,7 +325,19 @@ class RunConfig:
         """What ``run.json`` keeps as the run's options: of sampling and drafting those that were given."""
         own = {each.name: getattr(self, each.name) for each, _ in options_of(self)}
         given = {name: given_options(getattr(self, name), self.given) for name in ("sampling", "drafting")}
+        own["sampling_from"] = MODELS_OWN if self.own_sampling else PAPERS
         return {**asdict(self.model), **asdict(self.text), **own, **given}
+
+    @property
+    def own_sampling(self) -> bool:
+        """Whether sampling that was not given is the model's own, and not the paper's."""
+        usual = MODELS_OWN if self.chat and self.preset is None else PAPERS
+        return (self.sampling_from or usual) == MODELS_OWN
+
+    def sampling_with(self, own: SamplingParams) -> SamplingParams:
+        """The job's sampling with a model whose own is this."""
+        typed = fields_of(SamplingParams, vars(self.sampling))
+        return replace(own, **{name: value for name, value in typed.items() if name in self.given})
 
     def to_load(self) -> ModelConfig:
         """What is loaded for the job: how it is asked for, and what the method needs besides."""

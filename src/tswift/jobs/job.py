@@ -24,11 +24,12 @@ from tswift.decoding.text import TextStream, text_of
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import AUTO, DraftOptions, Method, find_method, refuse_unused, used
-from tswift.engine import Demand, Generation, Request, begin, preflight
+from tswift.engine import Demand, Generation, Request, begin, fitting, preflight
 from tswift.errors import DecodeError, InputError
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import (
     BUNDLED_PREFILL,
+    PAPERS,
     RunConfig,
     banned_ids,
     fingerprint,
@@ -61,6 +62,7 @@ from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.options import changed
+from tswift.sampling.generation_config import own_params
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
 
@@ -245,11 +247,22 @@ class Job:
         return [
             "model {name}, {device}, {dtype}, attention {attention}".format(**about.model) + self.model.remarks(),
             ", ".join(how),
+            self._sampling(),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to generate, "
             f"KV memory {gigabytes(need.full_bytes)}{partial}",
             *self.notes,
             f"run folder {self.folder.path}",
         ]
+
+    def _sampling(self) -> str:
+        """How tokens are drawn, and who says so."""
+        options = self.about.options
+        source = "the model's own" if self.config.own_sampling else "the paper's"
+        if options.get("preset") is not None:
+            source = f"of preset {options['preset']}"
+        elif options.get("sampling"):
+            source += ", but for what was typed"
+        return f"sampling: {self.generation.params} ({source})"
 
     def figures(self) -> dict[str, Any]:
         """What was measured, over all of the run: times in seconds, memory in bytes."""
@@ -313,18 +326,19 @@ def start(
         text, ids: the prompt, or its token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
     """
-    params = config.sampling
     wanted = config.to_load()
+    asked, flexible = config.text.length, "length" not in config.given
     text = config.text.read(config.model.model) if text is None and ids is None else text or ""
     system = None if config.system is None else read_prompt(config.system, "system")
     if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
         least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
-        demand = Demand(least, config.text.length, config.method, config.drafting)
-        preflight(wanted, demand, option=larger, params=params)
+        demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
+        preflight(wanted, demand, option=larger, params=config.sampling)
     folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
     try:
         model = loaded or load_model(wanted, ranks)
+        params = sampling_of(config, model)
         if config.preset is not None:
             params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))
         if ids is not None:
@@ -335,6 +349,9 @@ def start(
             prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
         else:
             prompt = take(model.encode(text), config.text.prefill, bundled=config.text.bundled)
+        if flexible:
+            length = fitting(config.text.length, len(prompt), model.target.max_positions)
+            config = replace(config, text=replace(config.text, length=length))
         generation = _begin(model, prompt, config, params)
         folder.keep_prompt(prompt)
     except BaseException:
@@ -355,9 +372,18 @@ def start(
     )
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
     notes += _drafting_notes(config, generation, len(prompt), model.target.width)
+    if config.text.length < asked:
+        notes.append(f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} positions")
     stats = DecodeStats(generation.depth)
     text_stream = TextStream(model.tokenizer, config.stop)
     return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
+
+
+def sampling_of(config: RunConfig, model: LoadedModel) -> SamplingParams:
+    """How a job's tokens are drawn: as was typed, else as the model's authors or the paper's recommend."""
+    if not config.own_sampling:
+        return config.sampling
+    return config.sampling_with(own_params(model.target.model.generation_config, model.name))
 
 
 def resume(
@@ -512,7 +538,14 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
         auto = record.drafting.get("tree") == drafting.get("tree", AUTO) == AUTO
         kept = {name: record.drafting.get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
         refuse_unused([run.config.method], {**kept, **drafting})
-    known = {**options, **typed, **record.sampling, **record.drafting, "exact": run.config.model.exact}
+    known = {
+        "sampling_from": PAPERS,
+        **options,
+        **typed,
+        **record.sampling,
+        **record.drafting,
+        "exact": run.config.model.exact,
+    }
     known["kv_dtype"] = run.config.model.kv_dtype
     for name, value in asked.items():
         plain = json.loads(json.dumps(value, default=str))  # as a record has it

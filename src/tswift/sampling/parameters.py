@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported by whoever has logits; ranges are checked without 
     from torch import Tensor, device
 
 MAX_TOP = 20  # likeliest tokens whose log-probabilities can be asked for, as in OpenAI's interface
+ALL = 1 << 40  # a penalty window longer than any text
 _PANEL = "Sampling"
 _MAX_BIAS = 100.0  # as in OpenAI's interface; in float64 it leaves the logits their digits
 
@@ -100,7 +101,7 @@ class SamplingParams:
     )
     eta: float = option(0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1)
     penalty: float = option(1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100)
-    window: int = option(1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=1 << 40)
+    window: int = option(1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=ALL)
     banned: tuple[int, ...] = ()
     order: str = ""
     logit_bias: Mapping[int, float] = option(
@@ -118,6 +119,17 @@ class SamplingParams:
             raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
         if self.order and sorted(str(self.order).split(",")) != sorted(_FILTERS):
             raise InputError(f"must name {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
+
+    def __str__(self) -> str:
+        """How a token is drawn, in words; token ids that are never drawn are left out."""
+        said = [f"temperature {self.temperature:g}" if self.temperature else "the most likely token"]
+        said += [f"{name.replace('_', '-')} {getattr(self, name):g}" for name in self.filters]
+        if self.penalises:
+            text = "all of the text" if self.window >= ALL else f"{self.window:,} tokens"
+            said.append(f"penalty {self.penalty:g} over {text}")
+        if self.logit_bias:
+            said.append(f"{len(self.logit_bias)} logits biased")
+        return ", ".join(said)
 
     @property
     def penalises(self) -> bool:

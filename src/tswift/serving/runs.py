@@ -25,7 +25,7 @@ from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
-from tswift.jobs.config import RunConfig, render_chat
+from tswift.jobs.config import MODELS_OWN, RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -46,13 +46,14 @@ from tswift.jobs.folder import (
     text_fault,
     write_whole,
 )
-from tswift.jobs.job import END, Job, resume, row_bytes, start
+from tswift.jobs.job import END, Job, resume, row_bytes, sampling_of, start
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.options import changed
 from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
+from tswift.serving.requests import job as job_of
 
 _EOS = "eos"
 QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"
@@ -218,7 +219,10 @@ class Service:
     ) -> None:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
         self.model_id = config.model_id(model.name)
-        self._config, self._typed, self._say = config, typed, say
+        self._config, self._say = config, say
+        # as other servers do, requests get the model's own sampling
+        self._typed = dict(typed) if "preset" in typed else {"sampling_from": MODELS_OWN, **typed}
+        self.sampling = sampling_of(job_of(self._typed, {}, "-", chat=False), model)  # of a request that says nothing
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
         self._guard, self._accepting = threading.Lock(), threading.Lock()
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
