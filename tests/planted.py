@@ -146,6 +146,17 @@ FAULTS = [
     Fault("a digest has banned tokens", "drafting/history.py", "drafting/test_history.py",
           "known = bias(known.where(known.isfinite(), -inf), self._params, self._constants)",
           "known = known.where(known.isfinite(), -inf)"),
+    # what nobody asked for
+    Fault("a chat is sampled as in the paper", "jobs/config.py", "cli/test_generate.py",
+          "usual = MODELS_OWN if self.chat and self.preset is None else PAPERS", "usual = PAPERS"),
+    Fault("the model's own sampling goes before what was typed", "jobs/config.py", "cli/test_generate.py",
+          "if name in self.given})", "if False})"),
+    Fault("the server samples as in the paper", "serving/runs.py", "serving/test_service.py",
+          '{"sampling_from": MODELS_OWN, **typed}', "dict(typed)"),
+    Fault("a typed length gives way", "jobs/job.py", "cli/test_defaults.py",
+          '"length" not in config.given', "True"),
+    Fault("a grid that was typed gives way", "benchmarking/config.py", "cli/test_defaults.py",
+          'if "lens" not in given:', "if True:"),
     # a step
     Fault("a commit's gather is skipped", "caches.py", LOOP,
           "if list(slots) != list(range(count)):", "if False:"),

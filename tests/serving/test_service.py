@@ -287,6 +287,41 @@ def test_what_does_not_fit_is_not_served(service: Service, name: str) -> None:
     assert asked(service, "GET", f"/v1/runs/{run.id}")[0] == 404
 
 
+@pytest.fixture(scope="module")
+def recommending(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The same model, whose authors recommend how to sample."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("recommending") / "model"))
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    return load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("typed", "body", "wanted"),
+    [
+        ({}, {}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0, "penalty": 1.1}),
+        ({}, {"temperature": 0.3, "min_p": 0.2}, {"temperature": 0.3, "top_k": 20, "min_p": 0.2, "penalty": 1.1}),
+        ({"top_k": 9}, {}, {"temperature": 0.6, "top_k": 9, "min_p": 0.0, "penalty": 1.1}),
+        ({"sampling_from": "paper"}, {}, {"temperature": 1.0, "top_k": 0, "min_p": 0.1, "penalty": 1.2}),
+        ({"preset": "qwen2.5-7b"}, {}, {"temperature": 1.0, "top_k": 0, "min_p": 0.05, "penalty": 1.15}),
+    ],
+    ids=str,
+)
+def test_sampling_that_nobody_asked_for(
+    recommending: LoadedModel, tmp_path: Path, typed: dict[str, Any], body: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    """It is the model's own, also for who comes to a server that was killed before."""
+    preset = {"model": recommending.name} if "preset" in typed else {}
+    service = Service(recommending, ServeConfig(runs=tmp_path), {**typed, **preset}, SAID.append)
+    run = done(service.accept({**SHORT, **body}, False))
+    service.close()
+    service.thread.join()
+    drawn = json.loads((run.path / "run.json").read_text())["sampling"]
+    assert {name: drawn[name] for name in wanted} == wanted
+    kept = json.loads((run.path / "request.json").read_text())["typed"]
+    assert kept.get("sampling_from") == (None if preset else typed.get("sampling_from", "model"))
+
+
 def test_cancel_and_resume_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever comes last decides what the file says."""
     write, threads = runs.write_whole, list[threading.Thread]()
