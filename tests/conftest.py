@@ -94,7 +94,7 @@ def known_machine() -> Iterator[None]:
     from tswift.benchmarking.roofline import Machine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "measure_machine", lambda device, dtype: Machine(bandwidth=2e10, flops=1e11))
+        patch.setattr(module, "machine_for", lambda model: Machine(bandwidth=2e10, flops=1e11))
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tswift.benchmarking.roofline as module
+import tswift.benchmarking.run as run_module
 from tests.benchmarking.helpers import MACHINE as RATES
 from tests.helpers import needs_program
 from tests.rows import every_row
+from tswift.attention.backends import why_not
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
     CONTEXTS,
@@ -35,7 +38,9 @@ from tswift.benchmarking.roofline import (
     predict,
     tables,
 )
+from tswift.cli import main
 from tswift.decoding.stats import DecodeStats
+from tswift.drafting.options import METHODS
 from tswift.errors import InputError
 from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
 
@@ -186,6 +191,45 @@ def test_the_query_shapes_the_draft() -> None:
     assert seconds(slow, nodes=(1, 41)) > seconds(slow, nodes=(1, 5))
 
 
+def test_rates_are_those_of_what_a_pass_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many bytes, which a cache may hold, and of the narrowest numbers."""
+    read, multiplied = list[int](), list[int]()
+    monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(module, "ask_for_huge_pages", lambda numbers: read.append(numbers.nbytes))
+    monkeypatch.setattr(module, "_multiplied", lambda bits: multiplied.append(bits) or 1e16)
+    shape = Shape(3_000_000, 2_000_000, 64, 2, 4, 2, 16, itemsize=4)
+    for each in (shape, replace(shape, kv_itemsize=2), replace(shape, coded_bytes=1), replace(shape, read=1 << 40)):
+        assert module.measure_machine(torch.device("cpu"), torch.float32, each).flops == 1e16
+    assert multiplied == [32, 16, 8, 32]
+    assert read == [8_000_000, 8_000_000, module._LEAST_READ, module._READ_BYTES["cpu"]]
+
+
+def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
+    if why_not("native", torch.float32, torch.device("cpu")):
+        pytest.skip("needs a C compiler")
+    floats = module.measure_machine(torch.device("cpu"), torch.float32).flops
+    rates = [module._multiplied(bits) for bits in (32, 16, 8)]
+    assert floats < 1.1 * rates[0]
+    assert 1.5 * rates[0] < rates[1] < 1.2 * rates[2]
+    assert module._multiplied(64) == 0
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_no_method_beats_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None) -> None:
+    """On the bundled model, whose weights the processor's caches hold."""
+    monkeypatch.setattr(run_module, "machine_for", module.machine_for)
+    methods = [name for name, kind in METHODS.items() if not kind.networks]
+    if weights is not None:
+        methods = ["auto", "medusa", "recall"]
+    words = ["bench", "--prefill", "300", "--lens", "20,60", "--methods", ",".join(methods), "--warmup", "8"]
+    words += [] if weights is None else ["--weights", weights]
+    assert main([*words, "--no-plots", "--quiet", "--out", str(tmp_path / "a")]) == 0
+    samples = json.loads((tmp_path / "a" / "bench.json").read_text())["samples"]
+    shares = {(each["method"], point["len"]): point["of_floor"] for each in samples for point in each["points"]}
+    assert {method for method, _ in shares} >= {*methods}
+    assert {place: share for place, share in shares.items() if share < 1} == {}
+
+
 def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
     result = ask(alpha=0.9, draft_weights="int4")
     plain, own, cheap = result.decodes
@@ -217,7 +261,7 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ({"contexts": (10, 60_000)}, "context: 60,000 is more than the model's 50,000 positions$"),
         ({"nodes": (10**10,)}, "nodes: must be between 1 and 1,000,000,000"),
         *[({name: 0}, f"{name}: must be") for name in ("prefill", "length", "depth", "budget")],
-        ({}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
+        ({"given": frozenset({"length"})}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
         ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: must be one of fp8, int4, got 'int5'"),
         ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
@@ -230,6 +274,7 @@ def test_queries_that_have_no_answer(changes: dict[str, Any], message: str) -> N
 def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_bytes", lambda device: 4_000_000)
     monkeypatch.setattr(module, "_SIZES", (8, 16))
+    monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
     seconds = iter([9.0, 2, 1, 4, 4, 4, *[0.001] * 6, *[5.0] * 6])  # a first try that does not count, then five
     readings = [0.0]
 

@@ -42,7 +42,7 @@ def test_a_folder_as_far_as_it_goes_and_this_machine(
     for said in (f"{checkpoint}, float64, as given", "4,096"):
         assert said in told
     assert "20,000" not in told
-    monkeypatch.setattr(roofline_module, "measure_machine", lambda device, dtype: Machine(1.5e10, 3e10))
+    monkeypatch.setattr(roofline_module, "measure_machine", lambda device, dtype, shape: Machine(1.5e10, 3e10))
     first, *lines = tswift("roofline", "--device", "here").out.decode().splitlines()
     assert ["memory", "bandwidth", "15.0", "GB/s"] in [line.split() for line in lines]
     assert ", measured" in first

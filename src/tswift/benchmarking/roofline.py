@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int32, c_int64
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +36,13 @@ from tswift.models.codes import holds_codes
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, is_moe, refuse_routed, shape_of, skeleton
+from tswift.native_build import Unbuilt, build, widest_vectors
 from tswift.speculators.formats import drafter_of
 from tswift.speculators.networks import SpeculatorSpec
 from tswift.tables import NOTHING, Table, duration, quantity
+
+if TYPE_CHECKING:
+    from tswift.loading import LoadedModel
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
@@ -43,8 +50,11 @@ Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number,
 _QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")  # kept in records
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
-_TRIES = 5
+_TRIES, _LEAST_SECONDS = 5, 0.1  # whatever else the machine does, some of them are undisturbed
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
+_LEAST_READ = 2**22  # of fewer bytes a measurement would be of the call
+_RATES = Path(__file__).with_name("rates.c")
+_ROUNDS, _WIDEST = 1_000_000, 32  # of multiply-adds, some milliseconds; bits
 _LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
@@ -79,10 +89,31 @@ def find_machine(name: str, dtype: str) -> Machine:
     return MACHINES[name]
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Rates of a device, each the best of several tries: a floor must not lie above the truth."""
+def machine_for(model: LoadedModel) -> Machine:
+    """Rates of a model's device, for floors of passes over that model."""
+    target = model.target
+    shape = _measured_shape(model)
+    return measure_machine(target.device, target.dtype, shape)
+
+
+def _measured_shape(model: LoadedModel) -> Shape | None:
+    """What a pass reads and multiplies; None where that is not known: quantised weights, or mixtures of experts."""
+    target = model.target
+    if is_moe(target.model.config) or (model.quantization and not holds_codes(target.model)):
+        return None
+    return shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> Machine:
+    """Rates of a device, each the best of several tries: a floor must not lie above the truth.
+
+    What passes over a small model read stays in the processor's caches, and integers are multiplied faster than floats:
+    with a ``shape`` the rates are those of as many bytes as it reads, and of the narrowest numbers that it multiplies.
+    """
     room = available_bytes(device)
     size = _READ_BYTES[device.type]
+    if shape is not None and device.type == "cpu":
+        size = min(size, max(shape.weight_bytes, _LEAST_READ))
     numbers = torch.empty(min(size, room // 4 if room else size) // 4, device=device)
     ask_for_huge_pages(numbers)  # as KV caches have them
     numbers.fill_(1)
@@ -94,12 +125,34 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         rates.append(2 * width**3 / seconds)
         if seconds > _LONG:
             break
+    if shape is not None and device.type == "cpu":
+        rates.append(_multiplied(shape.narrowest_bits))
     return Machine(bandwidth, max(rates))
 
 
+def _multiplied(bits: int) -> float:
+    """Operations per second of multiply-adds in registers, by all threads; 0 without a C compiler, or for 64 bits."""
+    if bits > _WIDEST:
+        return 0.0
+    try:
+        library = build(_RATES, options=widest_vectors())
+    except Unbuilt:
+        return 0.0
+    library.tswift_multiply.restype = c_int64
+    asked = c_int64(_ROUNDS), c_int64(bits), (c_int32 * 2)(3, 5)
+    threads, rates = torch.get_num_threads(), list[float]()
+    with ThreadPoolExecutor(threads) as pool:
+        begun = started = time.perf_counter()
+        while len(rates) <= _TRIES or started - begun < _LEAST_SECONDS:
+            started = time.perf_counter()
+            counts = [work.result() for work in [pool.submit(library.tswift_multiply, *asked) for _ in range(threads)]]
+            rates.append(sum(counts) / (time.perf_counter() - started))
+    return max(rates)
+
+
 def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    seconds = []
-    for _ in range(1 + _TRIES):
+    seconds = list[float]()
+    while len(seconds) <= _TRIES or sum(seconds) < _LEAST_SECONDS:
         started = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -179,9 +232,9 @@ class Floor:
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
     model, target = config.model, config.model.target
-    if is_moe(target.model.config) or (model.quantization and not holds_codes(target.model)):
+    drafting, shape = {}, _measured_shape(model)
+    if shape is None:
         return None
-    drafting, shape = {}, shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
     for contender in config.contenders:
         kind, options = find_method(contender.method), contender.options
         levels = len(options.tree) if isinstance(options.tree, tuple) else 0
@@ -214,18 +267,19 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     if query.dtype == "auto" and place is not None and place.type == "cpu" and not is_shape:
         dtype = torch.float32  # as `generate` and `bench` take it
     words = str(dtype).removeprefix("torch.")
-    if query.bandwidth is not None and query.flops is not None:
-        machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
-    elif place is None:
-        machine, where = find_machine(str(query.device), words), str(query.device)
-    else:
-        machine, where = measure_machine(place, dtype), f"{Environment(**environment(place)).machine}, measured"
     with silence(), as_input_error(query.model):
         own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), may_serve(config))
         shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
         file = gguf_of(query.model)
         if file is not None and file.kinds:
             shape = replace(shape, coded_bytes=gguf_bytes(file) - (shape.parameters - shape.read))
+    if query.bandwidth is not None and query.flops is not None:
+        machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
+    elif place is None:
+        machine, where = find_machine(str(query.device), words), str(query.device)
+    else:
+        machine = measure_machine(place, dtype, shape)
+        where = f"{Environment(**environment(place)).machine}, measured"
     drafter = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
     found = predict(shape, machine, query, max_positions(config), drafter)
     about = {"model": query.model, "dtype": words, "device": where}

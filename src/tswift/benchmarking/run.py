@@ -35,7 +35,7 @@ from tswift.benchmarking.record import (
     to_json,
     workload_hash,
 )
-from tswift.benchmarking.roofline import Floor, floor_of, measure_machine
+from tswift.benchmarking.roofline import Floor, floor_of, machine_for
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import Step
@@ -399,7 +399,7 @@ def begin_measurement(
         ended=begun,
         command=list(command),
         environment=where,
-        machine=machine or measure_machine(target.device, target.dtype),
+        machine=machine or machine_for(config.model),
         cells=[],
     )
     return Measurement(

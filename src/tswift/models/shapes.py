@@ -86,6 +86,12 @@ class Shape:
         """Bytes of one token's keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * (self.kv_itemsize or self.itemsize)
 
+    @property
+    def narrowest_bits(self) -> int:
+        """Bits of the narrowest numbers that a pass multiplies: codes of weights, cached keys and values, or floats."""
+        narrowest = min(self.itemsize, self.kv_itemsize or self.itemsize)
+        return 8 if self.coded_bytes is not None else 8 * narrowest
+
     def spared_bytes(self, bits: int) -> int:
         """Bytes saved per pass if all weights but the LM head's take ``bits`` bits; scales are not counted."""
         return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
