@@ -65,11 +65,10 @@ class Request:
         """The same, its grid's defaults as far as the model has positions for them; a suite's grid is its own."""
         if self.suite or self.measured:
             return self
-        from tswift.forward.hf import max_positions
-        from tswift.models.checkpoint import read_config
+        from tswift.loading import inspect_model
 
         plan, model = self.plan, self.options.model
-        positions = max_positions(read_config(model))
+        positions = inspect_model(self.options.to_load()).max_positions
         given = {"prefill" if name == "prefills" else name for name in self.given}
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
         if not gave_way:
