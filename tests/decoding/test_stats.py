@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, tiny_target
+from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, drafter_of, options_for, tiny_target
 from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.stats import DecodeStats, distinct
 
@@ -52,6 +53,35 @@ def test_steps_of_a_decode_add_up() -> None:
             stats.add(step)
         assert (stats.passes, stats.tokens) == (steps, length)
         assert stats.alpha == stats.beta == (9 if length == 12 else 10) / (3 * steps)
+
+
+def test_alpha_is_of_what_was_drafted_where_that_varies() -> None:
+    """Also for a run whose journal is of before that was counted."""
+    stats = DecodeStats(depth=31)
+    for step in (Step((1, 2), 1, "", 4, 0.5, drafted=2), Step((1,), 0, "", 1, 0.5, drafted=0)):
+        stats.add(step)
+    assert (stats.alpha, stats.tokens_per_step) == (1 / 2, 3 / 2)
+    again = DecodeStats.counted(31, 3, stats.counters())
+    assert again == stats
+    older = {name: value for name, value in stats.counters().items() if name != "drafted"}
+    resumed = DecodeStats.counted(31, 3, older)
+    assert resumed.alpha == 1 / 62
+    resumed.add(Step((1, 2, 3), 2, "", 4, 0.5, drafted=2))
+    assert resumed.alpha == 3 / 64
+
+
+@pytest.mark.parametrize("method", ["reuse", "recall", "auto", "medusa"])
+def test_what_a_step_says_that_it_drafted(method: str) -> None:
+    """Nothing where the method always drafts as far; elsewhere no less than was accepted, nothing in plain steps."""
+    target, greedy = tiny_target(), replace(PLAIN, temperature=0.0)  # the text repeats itself soon
+    drafter = drafter_of(method, target, options_for(method, **({"tree": (1, 1, 1)} if method == "medusa" else {})))
+    steps = [*decode_steps(target, drafter, [4, 5, 6], greedy, 2, 60)]
+    if method == "medusa":
+        assert {step.drafted for step in steps} == {None}
+        return
+    assert all(step.drafted is not None and step.accepted <= step.drafted < step.nodes for step in steps)
+    assert all((step.drafted == 0) == (step.nodes == 1) for step in steps)
+    assert len({step.drafted for step in steps}) > 1
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))

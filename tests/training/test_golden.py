@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from tests.training.tiny import Tiny
 from tswift.cli import main
+from tswift.training.config import TIMES
 
 GOLDEN = Path(__file__).with_name("golden.json")
 RUNS = {
@@ -49,8 +50,10 @@ def written(code: int) -> dict[str, Any]:
         "lines": [[line["step"], sorted(line), sorted(line.get("held_out", ()))] for line in lines],
         "checkpoint": [about | {"seconds": 0}, tensors],
         "losses": [line["loss"] for line in lines if "loss" in line],
-        "before": record["before"],
-        "after": record["after"],
+        **{
+            when: {name: record[when][name] for name in record[when] if name not in TIMES}
+            for when in ("before", "after")
+        },
     }
 
 

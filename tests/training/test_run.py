@@ -26,6 +26,7 @@ from tswift.distributed import Dist, open_ranks
 from tswift.errors import DecodeError, InputError
 from tswift.speculators.formats import describe_drafter
 from tswift.tables import Reporter
+from tswift.training import run as module
 from tswift.training.config import DraftConfig, HeadsConfig
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
@@ -211,6 +212,14 @@ def test_stopped_within_a_step_and_gone_on_with(
     resume(HeadsConfig, tmp_path / "out")
     assert {*keys} == {(0, step, number) for step in range(STEPS) for number in range(2)}  # no rows are drawn again
     same(tmp_path / "out", whole["heads"], "heads")
+
+
+def test_minutes_include_evaluation(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left for training is half of them at least."""
+    training = module._Training.__new__(module._Training)
+    for evaluating, allowed in ((0.0, 120.0), (10.0, 100.0), (50.0, 60.0)):
+        training._record = {module.EVALUATING: evaluating}
+        assert training._allowed(2.0) == allowed
 
 
 @pytest.mark.parametrize(

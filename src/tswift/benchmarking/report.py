@@ -26,8 +26,8 @@ from tswift.tables import NOTHING, Table, quantity
 
 _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
-_TABLE_3 = ("alpha", "speedup")
-_TABLE_4 = ("alpha", "speedup", "ar_seconds", "seconds", "delta")
+_TABLE_3 = ("tokens_per_step", "alpha", "speedup")
+_TABLE_4 = ("tokens_per_step", "alpha", "speedup", "ar_seconds", "seconds", "delta")
 _WHAT = ("what", "value")
 _OF_WORKLOADS = ("tokens_per_step", "alpha", "speedup", "tokens_per_second", "seconds")
 _FLOORS = ("ar_of_floor", "of_floor")
@@ -197,7 +197,6 @@ def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
         (method, name) for method in methods for name in _TABLE_3 if summary.drafts(method) or not METRICS[name].drafted
     ]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
-    names = ["tokens_per_step", *names] if workload.peers else names
     names += [name for name, metric in METRICS.items() if metric.column]
     notes = _notes(cells, measurement, "measurement", measurement.state)
     notes += [_FLOOR_NOTE] if "of_floor" in names else []
@@ -272,14 +271,14 @@ def _table(
 
 def _alpha_notes(measurement: Measurement, methods: Sequence[str], paper: bool) -> list[str]:
     """What alpha is, and of each method what it is a share of: beside another depth it would mislead."""
-    notes = ["alpha: accepted draft tokens / most that could be. x: AR's time / the method's, prefill apart."]
+    notes = ["tokens/step: tokens / passes of the model. x: AR's time / the method's, prefill apart."]
     depths: dict[str, set[int]] = {method: set() for method in methods if summary.drafts(method)}
     for sample in measurement.samples:
         depths.get(sample.method, set()).update(point.depth for point in sample.points)
     words = [f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}" for method, depth in depths.items()]
     beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
-    formula = "alpha = accepted tokens / (passes x most tokens drafted along a path"
-    return notes + [f"{formula}: {', '.join(words)}{beside})."] * bool(words)
+    formula = "alpha: accepted tokens / tokens drafted along the longest path of each step, which has"
+    return notes + [f"{formula} at most: {', '.join(words)}{beside}."] * bool(words)
 
 
 def _notes(cells: Sequence[Row], measurement: Measurement, what: str, state: str) -> list[str]:

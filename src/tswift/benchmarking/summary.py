@@ -81,8 +81,8 @@ _of_text = partial(Metric, source=QUALITY, exact=True)
 # in the order of bench.csv
 METRICS: dict[str, Metric] = {
     "alpha": Metric(
-        "alpha", "accepted draft tokens / most that could be", exact=True, drafted=True, gate="alpha",
-        plot="acceptance rate alpha",
+        "alpha", "accepted tokens / tokens drafted along each step's longest path", exact=True, drafted=True,
+        gate="alpha", plot="acceptance rate alpha",
     ),
     "beta": Metric(
         "beta", "the part of alpha whose longest path came from a reused 4-gram", exact=True, drafted=True, gate="beta",

@@ -105,9 +105,9 @@ def compare(
 
 
 _SHOWN = {  # by figure: heading and format
+    "tokens_per_step": ("tokens/step", ".2f"),
     "alpha": ("alpha", ".3f"),
     "beta": ("beta", ".3f"),
-    "tokens_per_step": ("tokens/step", ".2f"),
     "passes": ("passes", ","),
     "tokens_per_second": ("tokens/s", ",.1f"),
     "seconds": ("decode time, s", ",.2f"),

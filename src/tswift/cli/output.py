@@ -347,7 +347,7 @@ class Display(Bars):
 
 
 def _figures(stats: DecodeStats) -> str:
-    return f"{stats.tokens_per_second:,.1f} tokens/s alpha {stats.alpha:.2f} {stats.tokens_per_step:.2f}/step"
+    return f"{stats.tokens_per_second:,.1f} tokens/s {stats.tokens_per_step:.2f}/step alpha {stats.alpha:.2f}"
 
 
 def _same_terminal() -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tswift.cli import options
 from tswift.cli.output import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig, corpus_files
+from tswift.training.config import BLOCK, TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
     from tswift.tables import Table
@@ -107,9 +107,29 @@ def _heads_grid(outcome: Outcome) -> Table:
         notes = [
             f"alpha {before['alpha']:.3f} -> {after['alpha']:.3f}, "
             f"tokens per step {before['tokens_per_step']:.2f} -> {after['tokens_per_step']:.2f}: "
-            f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults."
+            f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults.",
+            *_gain(before, after),
         ]
     return _levels_grid(outcome, "head", f"{config.heads_count} {config.kind} heads", notes)
+
+
+def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What was gained in seconds of decoding; nothing for a training that was begun before those were measured."""
+    from tswift.tables import duration
+
+    known = [scores.get(name) for scores in (before, after) for name in TIMES]
+    times = [float(seconds) for seconds in known if seconds is not None]
+    if len(times) < len(known):
+        return []
+    old, plain_before, new, plain = times
+    faster = plain / new
+    notes = [
+        f"Decoding took {duration(old)} before and takes {duration(new)} now; plain decoding of as many tokens, "
+        f"measured beside it, {duration(plain)}: x {plain_before / old:.2f} -> {faster:.2f}."
+    ]
+    if faster < 1:
+        notes.append("Drafting with these heads does not pay here yet: plain decoding is quicker.")
+    return notes
 
 
 def _draft_grid(outcome: Outcome) -> Table:

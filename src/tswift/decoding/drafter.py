@@ -42,6 +42,7 @@ class Step:
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
         logprobs: a row for each token, see :func:`tswift.sampling.rule.row_type`; None if not asked for.
+        drafted: most tokens drafted along a path, where that varies; None where it is always the method's depth.
         text: of :func:`tswift.generate`: the characters that the tokens complete; joined, those of all steps are the
             text.
     """
@@ -54,6 +55,7 @@ class Step:
     leads: tuple[tuple[int, float], ...] = ()
     choice: str = ""
     logprobs: NDArray[np.void] | None = field(default=None, compare=False)
+    drafted: int | None = field(default=None, compare=False)
     text: str = field(default="", compare=False)
 
 
@@ -186,12 +188,14 @@ class Drafter:
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
         memories: of the text, if sources use them.
+        varies: whether how far it drafts along a path differs from step to step.
     """
 
     sources: Sequence[Source] = ()
     depth: int = 0
     limit: int = 1
     memories: Sequence[TextMemory] = ()
+    varies: bool = field(default=False, kw_only=True)
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """The draft tree of the next step, which is to add ``max_new`` tokens at most."""

@@ -26,8 +26,10 @@ class DecodeStats:
     """Counters of the steps seen so far.
 
     Attributes:
-        depth: most tokens drafted along a path, by which alpha is divided: the paper's gamma + 1 for tokenswift; one
-            less for medusa and reuse; 24 to 31 for dynamic trees, so compare tokens per step rather than alpha.
+        depth: most tokens drafted along a path: the paper's gamma + 1 for tokenswift; one less for medusa and reuse; up
+            to 31 for dynamic trees.
+        drafted: tokens drafted along the longest paths of all steps; None where they always are ``depth``. Alpha is
+            divided by it.
         passes: verification passes over the target.
         tokens: tokens generated.
         nodes: tree nodes verified, roots included.
@@ -47,9 +49,12 @@ class DecodeStats:
     reused: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     choices: Counter[str] = field(default_factory=Counter)
+    drafted: int | None = None
 
     def add(self, step: Step) -> None:
         """Count one step."""
+        if step.drafted is not None:
+            self.drafted = self._drafted() + step.drafted
         self.passes += 1
         self.tokens += len(step.tokens)
         self.nodes += step.nodes
@@ -70,7 +75,7 @@ class DecodeStats:
         return {
             name: {str(key): steps for key, steps in sorted(each.items())} if isinstance(each, Counter) else each
             for name, each in vars(self).items()
-            if name not in ("depth", "tokens")
+            if name not in ("depth", "tokens") and each is not None
         }
 
     @classmethod
@@ -83,6 +88,8 @@ class DecodeStats:
             for name in ("accepted", "sizes"):
                 counted[name] = Counter({_count(int(each)): _count(steps) for each, steps in counters[name].items()})
             counted["choices"] = Counter({str(name): _count(steps) for name, steps in counters["choices"].items()})
+            if "drafted" in counters:  # journals of before 2026-11-23 have none
+                counted["drafted"] = _count(counters["drafted"])
             seconds = counters["seconds"]
             if not 0 <= seconds < _LONGEST:
                 raise ValueError(f"{seconds!r:.40} seconds")
@@ -92,7 +99,7 @@ class DecodeStats:
 
     @property
     def alpha(self) -> float:
-        """Acceptance rate: accepted draft tokens / (depth * passes); 0 where nothing is drafted."""
+        """Acceptance rate: accepted draft tokens / those drafted along the longest paths; 0 where none were."""
         return self._rate(sum(count * steps for count, steps in self.accepted.items()))
 
     @property
@@ -110,8 +117,11 @@ class DecodeStats:
         """Generated tokens per second of decoding."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    def _drafted(self) -> int:
+        return self.depth * self.passes if self.drafted is None else self.drafted
+
     def _rate(self, accepted: int) -> float:
-        drafted = self.depth * self.passes
+        drafted = self._drafted()
         return accepted / drafted if drafted else 0.0
 
 

@@ -60,8 +60,9 @@ def decode_step(
     accepted = min(len(path) - 1, len(kept))
     source = tree.sources[path[accepted]]
     near = tuple(others[node] for node in path[: len(kept)]) if with_runner_up else ()
+    drafted = max(tree.depths) if drafter.varies else None
     seconds = time.perf_counter() - started
-    return Step(tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs)
+    return Step(tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs, drafted)
 
 
 def _verify(

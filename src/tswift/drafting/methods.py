@@ -19,7 +19,18 @@ from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
 from tswift.drafting.ngrams import NgramTable, ReuseSource
-from tswift.drafting.options import AUTO, FULL, MEASURED, METHODS, DraftOptions, Method, find_method, refuse_sinks, used
+from tswift.drafting.options import (
+    AUTO,
+    FULL,
+    MEASURED,
+    METHODS,
+    DraftOptions,
+    Method,
+    find_method,
+    refuse_sinks,
+    used,
+    varies,
+)
 from tswift.drafting.speculators import BEAM, NetworkSource
 from tswift.errors import InputError
 from tswift.forward.passes import NOMINAL, PassCosts
@@ -419,7 +430,9 @@ def make_drafter(
     memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
     models = Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs, memory)
-    return BUILDERS[name](models, options)
+    drafter = BUILDERS[name](models, options)
+    drafter.varies = varies(find_method(name), options)
+    return drafter
 
 
 def cache_slots(

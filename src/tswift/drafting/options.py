@@ -227,6 +227,12 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
     return uses
 
 
+def varies(method: Method, options: DraftOptions) -> bool:
+    """Whether how far a method drafts differs from step to step: by what pays, or by what it finds in the text."""
+    uses = used(method, options)
+    return bool(uses & OF_CHOICE) or OF_NGRAMS <= uses <= _OF_REUSE
+
+
 def refuse_unused(
     methods: Sequence[str],
     given: Mapping[str, Any],

@@ -67,6 +67,7 @@ _SHAPE_POSITIONS = "the shape's; 131,072 for demo, 2,048 for 205m"
 _OF_BLOCKS = ("block", "layers", "attention_heads", "mlp", "rank", "markov")
 
 Config = TypeVar("Config", bound="TrainConfig")
+TIMES = ("seconds", "plain_seconds")  # of decoding the same number of tokens, with what was trained and without
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class TrainConfig:
     documents: int | None = _text(None, "Use so many documents, evenly spread.", shown="all", least=2)
     held_out: int | None = _text(None, "Documents never trained on.", shown="4, a tenth at most", least=1)
     steps: int | None = _schedule(None, "Optimizer steps.", shown="200; 5 minutes on a CPU", least=1)
-    minutes: float | None = _schedule(None, "Training time, instead of --steps.", above=0)
+    minutes: float | None = _schedule(
+        None, "Training time, evaluation of the held-out text included, instead of --steps.", above=0
+    )
     batch: int = _batch(3, shown="3; 2 on a CPU")
     accumulate: int = _accumulate(10, shown="10; 1 on a CPU")
     lr: float = _schedule(5e-3, "Highest learning rate.", above=0)

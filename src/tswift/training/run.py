@@ -45,7 +45,7 @@ from tswift.training.tasks import Trainee, learning_rate, trainee_of
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
 _FIELD = "resume"
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, EVALUATING = "before", "after", "evaluation_seconds"
 _FEW_STEPS = 50  # with fewer, little is learnt
 _TIMED_STEPS = 3  # measured to estimate how many steps the time allows
 _UNCHANGED = {  # what a resumed training must find as it was, and the setting that names it
@@ -260,7 +260,9 @@ class _Training:
                     advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
                     self._progress.say(f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}")
             if config.eval_every and self._step % config.eval_every == 0 and done < 1 and ranks.first:
+                started = time.monotonic()
                 scores = self._trainee.evaluate(quick=True).items()
+                self._seconds += time.monotonic() - started
                 known = {name: score for name, score in scores if score is not None}
                 self._folder.log({"step": self._step, "held_out": known})
             by_steps = config.save_every is not None and self._step % config.save_every == 0
@@ -271,7 +273,11 @@ class _Training:
         """Share of the training that is done."""
         if self._config.minutes is None:
             return self._step / self._config.last_step
-        return self._seconds / (60 * self._config.minutes)
+        return self._seconds / self._allowed(self._config.minutes)
+
+    def _allowed(self, minutes: float) -> float:
+        """Seconds for training of minutes that include the evaluations before and after it; at least half of them."""
+        return max(30 * minutes, 60 * minutes - 2 * self._record.get(EVALUATING, 0.0))
 
     def _gradients(self, signals: Signals) -> Metrics | None:
         """Add up the gradients of a step; None if a signal came meanwhile."""
@@ -304,7 +310,7 @@ class _Training:
             self._progress.update("train", self._step, config.last_step, figures)
         else:
             whole = f"{figures}, step {self._step:,}"
-            self._progress.update("train, s", int(self._seconds), int(60 * config.minutes), whole)
+            self._progress.update("train, s", int(self._seconds), int(self._allowed(config.minutes)), whole)
 
     def _save(self) -> None:
         if self._ranks.first:
@@ -314,7 +320,10 @@ class _Training:
     def _evaluate(self, when: str) -> None:
         """Score the held-out texts, unless that was done before the training was interrupted."""
         if when not in self._record:
+            started = time.monotonic()
             scores = self._trainee.evaluate(self._folder.path if when == AFTER else None)
+            if when == BEFORE:
+                self._record[EVALUATING] = round(time.monotonic() - started, 3)
             self._folder.log({"step": self._step, "held_out": scores})
             self._record[when] = scores
             self._write_record(RUNNING)

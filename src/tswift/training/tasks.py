@@ -33,7 +33,7 @@ from tswift.speculators.formats import attached, published_config
 from tswift.speculators.heads import HEAD_TYPES, load_heads
 from tswift.speculators.networks import DSPARK, BlockSpeculator, SpeculatorSpec, build
 from tswift.tables import Reporter
-from tswift.training.config import BLOCK, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import BLOCK, TIMES, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
 
@@ -45,7 +45,8 @@ _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50
 
 
 Scores = dict[str, Any]  # of the held-out texts, as metrics.jsonl and train.json have them
-_NO_ALPHA: Scores = {"alpha": None, "tokens_per_step": None}
+_NO_ALPHA: Scores = {"alpha": None, "tokens_per_step": None, **dict.fromkeys(TIMES)}
+_PLAIN = 64  # tokens that plain decoding writes after each held-out text, to be timed
 
 
 class Trainer:
@@ -162,7 +163,7 @@ class HeadsTrainee(Trainee):
         return [torch.optim.AdamW(self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay)]
 
     def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
-        """Loss and accuracy of each head, and how much of their drafts ``tokenswift`` with its defaults accepts."""
+        """Loss and accuracy of each head, and what ``tokenswift`` with its defaults makes of their drafts."""
         config, target, tokens = self._config, self._target, 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
             heads = load_heads(folder / HEADS, target.hidden_size, target.dtype, target.device)
@@ -173,7 +174,8 @@ class HeadsTrainee(Trainee):
             scores = total([loss(row[None].to(target.device)) for row in self._rows]).scores() | _NO_ALPHA
         if not tokens:
             return scores
-        stats, longest = DecodeStats(1), min(config.seq_len, _PROMPT, target.max_positions - tokens)
+        stats, plain = DecodeStats(1), DecodeStats(0)
+        longest = min(config.seq_len, _PROMPT, target.max_positions - tokens)
         for row in self._rows:
             try:
                 model, prompt = replace(self._model, heads=heads), row[:longest].tolist()
@@ -185,7 +187,10 @@ class HeadsTrainee(Trainee):
                 stats.add(step)
                 name = "alpha, before" if folder is None else "alpha, after"
                 self._progress.update(name, stats.tokens, tokens * len(self._rows))
-        return scores | {"alpha": stats.alpha, "tokens_per_step": stats.tokens_per_step}
+            for step in begin(model, Request(prompt, min(tokens, _PLAIN), seed=config.seed, method="ar")).steps():
+                plain.add(step)
+        times = dict(zip(TIMES, (stats.seconds, stats.tokens / plain.tokens_per_second), strict=True))
+        return scores | {"alpha": stats.alpha, "tokens_per_step": stats.tokens_per_step, **times}
 
     def save(self, folder: Path) -> None:
         """Write the heads file."""
