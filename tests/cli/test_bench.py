@@ -167,7 +167,9 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     by_length = [points[0], points[2], points[1], points[3]]
     assert [line["waste_mean"] for line in lines] == [f"{point['waste']:.9g}" for point in by_length]
     rows = [line.split() for line in first.out.decode().splitlines()]
-    assert ["method", "prefill", "length", "alpha", "x"] in [row[:5] for row in rows if row and row[-1] == "waste"]
+    assert ["method", "prefill", "length", "tokens/step", "alpha", "x"] in [
+        row[:6] for row in rows if row and row[-1] == "waste"
+    ]
     assert [row[-1] for row in rows if row and row[0] == "medusa"][-2:] == [f"{p['waste']:.3f}" for p in points[2:]]
     assert "nodes / token" in [
         axes.get_ylabel() for axes in acceptance_figure(load_measurement(Path("a/bench.json"))).axes
