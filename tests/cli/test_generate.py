@@ -316,6 +316,31 @@ def test_what_is_typed_goes_before_the_models_own(tswift: Tswift, chatty: Path, 
     assert "--sampling: cannot be given together with --preset" in result.err
 
 
+def test_the_papers_sampling_where_a_model_recommends_none(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
+) -> None:
+    (chatty / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+    source = "the paper's"
+    assert f"{IN_WORDS[source]} ({source})\n" in tswift(*words, "--out", tmp_path / "a").err
+    assert record_of(tmp_path / "a")["options"]["sampling_from"] == "paper"
+    asked = tswift(*words, "--out", tmp_path / "b", "--sampling", "model").err
+    assert "sampling: temperature 1 (the model's own)\n" in asked
+
+
+def test_yarn_is_part_of_what_is_resumed(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--method", "ar", "--yarn", 4]
+    for name, count in (("whole", 40), ("part", 15)):
+        result = tswift(*words, "--len", count, "--out", tmp_path / name)
+        assert result.code == 0, result.err
+    refused = tswift("generate", "--resume", tmp_path / "part", "--len", 40, "--yarn", 2)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--yarn: the run was made with 4" in refused.err
+    assert tswift("generate", "--no-progress", "--resume", tmp_path / "part", "--len", 40).code == 0
+    assert tokens_in(tmp_path / "part") == tokens_in(tmp_path / "whole")
+    assert tswift("verify", tmp_path / "part").code == 0
+
+
 def test_what_a_model_recommends_and_cannot_be_had(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
     (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "repetition_penalty": 0.9}))
     words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]

@@ -44,13 +44,14 @@ def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> N
 def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
     result = tswift(*words_of(tiny, "--alpha-tokens", 20, "--kind", "chained", "--heads-count", 2))
     assert result.code == 0, result.err
-    title, columns, *rows, note = result.out.decode().splitlines()
+    title, columns, *rows, note, times = result.out.decode().split("\nDrafting")[0].splitlines()
     assert title == "2 chained heads on held-out text, untrained -> after 4 steps"
     assert columns.split() == ["head", "token", "loss", "top-1", "top-2", "top-3"]
     assert len(rows) == 2
     for head, row in enumerate(rows, start=1):
         assert re.fullmatch(rf"\s+{head}\s+{head + 1} on(\s+{NUMBER} -> {NUMBER}){{4}}", row)
     assert re.match(rf"alpha {NUMBER} -> {NUMBER}, tokens per step \d\.\d\d -> \d\.\d\d: 20 tokens after each", note)
+    assert re.match(r"Decoding took \S+ s before and takes \S+ s now; .*: x \d\.\d\d -> \d\.\d\d\.$", times)
     assert "18 of 25 documents have more than 64 tokens, 1 there twice; 1 of them held out" in result.err
     assert result.err.endswith("written: new/heads.safetensors\n")
     assert Path("new/heads.safetensors").stat().st_mode == Path("new/train.json").stat().st_mode

@@ -307,6 +307,7 @@ class RunConfig:
             drafter=None if loaded.get("drafter") is None else loaded["drafter"]["name"],
             draft_weights=options.get("draft_weights"),
             weights=options.get("weights"),
+            yarn=options.get("yarn"),
             exact=loaded.get("exact") is not None,
         )
         return cls(

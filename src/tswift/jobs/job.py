@@ -62,7 +62,7 @@ from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.options import changed
-from tswift.sampling.generation_config import own_params
+from tswift.sampling.generation_config import own_params, recommends
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
 
@@ -338,6 +338,8 @@ def start(
     folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
     try:
         model = loaded or load_model(wanted, ranks)
+        if config.own_sampling and not (config.sampling_from or recommends(model.target.model.generation_config)):
+            config = replace(config, sampling_from=PAPERS)
         params = sampling_of(config, model)
         if config.preset is not None:
             params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))

@@ -36,6 +36,12 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     return replace(params, order=_ORDER) if matters else params
 
 
+def recommends(config: GenerationConfig) -> bool:
+    """Whether a model's ``generation_config.json`` says anything of how tokens are drawn."""
+    named = (getattr(config, NAMES.get(ours, ours)) not in (None, value) for ours, value in _NEUTRAL.items())
+    return bool(config.do_sample) or any(named)
+
+
 def own_params(config: GenerationConfig, model: str) -> SamplingParams:
     """The sampling that a model's authors recommend, as its ``generation_config.json`` has it.
 

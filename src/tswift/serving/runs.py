@@ -25,7 +25,7 @@ from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
-from tswift.jobs.config import MODELS_OWN, RunConfig, render_chat
+from tswift.jobs.config import MODELS_OWN, PAPERS, RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -52,6 +52,7 @@ from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.options import changed
+from tswift.sampling.generation_config import recommends
 from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
 from tswift.serving.requests import job as job_of
 
@@ -221,7 +222,8 @@ class Service:
         self.model_id = config.model_id(model.name)
         self._config, self._say = config, say
         # as other servers do, requests get the model's own sampling
-        self._typed = dict(typed) if "preset" in typed else {"sampling_from": MODELS_OWN, **typed}
+        usual = MODELS_OWN if recommends(model.target.model.generation_config) else PAPERS
+        self._typed = dict(typed) if "preset" in typed else {"sampling_from": usual, **typed}
         self.sampling = sampling_of(job_of(self._typed, {}, "-", chat=False), model)  # of a request that says nothing
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
         self._guard, self._accepting = threading.Lock(), threading.Lock()
