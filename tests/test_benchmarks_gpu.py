@@ -27,7 +27,7 @@ TABLES = {
     "equality": {"tests"},
     "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},
     "passes": {"prepared", "passes"},
-    "steps": {"steps", "integrated from steps"},
+    "steps": {"steps", "integrated from steps", "prompt"},
     "simulated": {"simulated"},
     "shapes": {"loaded", "prepared", "passes"},
     "generate": {"loaded", "generate"},
@@ -69,7 +69,8 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
 
     # every method has met the model, and each probe had its own process
     methods = [figure for figure in content["figures"] if figure["table"] == "methods"]
-    assert [row["method"] for row in methods] == ["ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall"]
+    names = ["ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall", "ar", "eagle"]
+    assert [row["method"] for row in methods] == names
     assert all(row["same_as_ar"] and row["graphs"] is None for row in methods)
     said = (out / "first_contact.txt").read_text()
     assert said.count("== bits") == 3

@@ -247,7 +247,7 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(monkeypatch: p
 
 @pytest.mark.slow
 def test_bfloat16_on_the_bundled_model() -> None:
-    model = tswift.load(dtype="bfloat16", exact=False)
+    model = tswift.load(dtype="bfloat16", exact=False, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:512]
     run = begin(model, Request(prompt, 300, seed=11))
     tokens = [token for step in run.steps() for token in step.tokens]
@@ -264,7 +264,7 @@ def test_bfloat16_on_the_bundled_model() -> None:
 
 def test_exact_passes_leave_nothing_to_rounding() -> None:
     """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
-    model = tswift.load(dtype="bfloat16", exact=True)
+    model = tswift.load(dtype="bfloat16", exact=True, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:300]
     run = begin(model, Request(prompt, 150, method="medusa", seed=3))
     tokens = [token for step in run.steps() for token in step.tokens]
@@ -294,7 +294,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
 @pytest.mark.slow
 def test_a_token_is_no_violation_and_the_text_is_one() -> None:
     """Each token drawn with a slightly larger min-p is within the bound; that there are so many is not rounding."""
-    model = tswift.load(dtype="bfloat16", exact=False)
+    model = tswift.load(dtype="bfloat16", exact=False, attention="sdpa")
     prompt, params = model.encode(NOVEL.read_text())[:256], SamplingParams(min_p=0.115)
     run = begin(model, Request(prompt, 800, method="ar", params=params, seed=1))
     tokens = [token for step in run.steps() for token in step.tokens]

@@ -124,7 +124,7 @@ def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
 
 def test_without_exact_passes_some_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     round_single_rows(monkeypatch)
-    text = Text(2, dtype="bfloat16", exact=False)
+    text = Text(2, dtype="bfloat16", exact=False, attention="sdpa")
     assert text.audit(text.tokens).ok
     tokens = FAULTS[CLOSEST](text)
     found = text.audit(tokens)

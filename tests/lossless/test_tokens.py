@@ -38,7 +38,8 @@ TREES = {
 
 @functools.cache
 def demo(dtype: str, exact: bool = True) -> LoadedModel:
-    return tswift.load("demo", dtype=dtype, device="cpu", draft_model=DEMO_DRAFT, exact=exact)
+    attention = "auto" if dtype == "float32" else "sdpa"  # passes of one width by PyTorch, no C program
+    return tswift.load("demo", dtype=dtype, device="cpu", draft_model=DEMO_DRAFT, exact=exact, attention=attention)
 
 
 @functools.cache

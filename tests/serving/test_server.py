@@ -62,7 +62,7 @@ def text_of(chunks: list[Any]) -> str:
 
 def generated(folder: Path, model: Path, *words: object) -> str:
     """The text of ``tswift generate``."""
-    words = ("--model", model, *SAMPLING, "--sampling", "model", "--prompt-text", TEXT, *words, "--out", folder / "run")
+    words = ("--model", model, *SAMPLING, "--prompt-text", TEXT, *words, "--out", folder / "run")
     process = Process(["generate", *words], folder / "out")
     assert process.wait() == 0, process.errors.read_text()
     return (folder / "run" / "text.txt").read_bytes().decode()
