@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tswift.forward.target import chunks
-
 FLASH = {"llama.cpp": False, "llama.cpp, flash attention": True}
 LOOKUP = "llama.cpp, prompt lookup"
 _WAITING = "OMP_WAIT_POLICY"
@@ -153,6 +151,7 @@ def divergences(model: Any, other: Peer, ids: list[int]) -> None:
     import torch
 
     from tswift.caches import FullKV
+    from tswift.forward.target import chunks
 
     kv = FullKV(model.target.kv_shape, len(ids))
     with torch.inference_mode():
