@@ -37,7 +37,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     parameters = 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN)
     kind = {"path": str(path), "layout": "tswift", "kind": "medusa", "count": 3, "raw": False, "base": None}
     sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "parameters": parameters, "dtypes": ["F32"]}
-    assert record["heads"] == {**kind, **sizes}
+    assert record["heads"] == {**kind, **sizes, "draft_vocabulary": None}
 
 
 def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.speculators.heads import HEAD_TYPES, Heads, build, load_heads
+from tswift.speculators.heads import HEAD_TYPES, Heads, build, find_heads, load_heads
 
 CPU = torch.device("cpu")
 LM_HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -114,6 +114,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path, kind: str, raw: bool) 
         *(("eps", value) for value in (-1.0, float("inf"), float("nan"), None, "x")),
         *(("kind", ["chained"]), ("format", 7), ("raw", 3)),
         *(("base", value) for value in (7, [], {"a": 1}, True)),
+        *(("draft_vocabulary", value) for value in (-1, 4, "4", 1 << 40)),
     ],
 )
 def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, field: str, value: object) -> None:
@@ -124,3 +125,59 @@ def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, fiel
     save_file(load_file(path), path, {"tswift": json.dumps({**told, field: value})})
     with pytest.raises(InputError, match=r"^heads: "):
         load_heads(path, HIDDEN, torch.float32, CPU)
+
+
+def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
+    path, heads = tmp_path / "heads.safetensors", tiny_heads(kind="conditioned")
+    weights = heads.state_dict().keys()
+    assert "draft_vocabulary" not in heads.about()
+    heads.draft_ids = torch.tensor([1, 4, VOCAB - 1], dtype=torch.int32)
+    assert heads.state_dict().keys() == weights
+    assert heads.about()["draft_vocabulary"] == 3
+    heads.double().save(path)
+    file = find_heads(path)
+    file.refuse_misfit(HIDDEN, VOCAB)
+    assert (file.parameters, file.about["draft_vocabulary"]) == (sum(w.numel() for w in heads.parameters()), 3)
+    loaded = load_heads(path, HIDDEN, torch.float32, CPU)
+    assert loaded.draft_ids is not None
+    assert loaded.draft_ids.dtype == torch.int32
+    assert loaded.draft_ids.tolist() == [1, 4, VOCAB - 1]
+    again = build(loaded.about())
+    assert again.draft_ids is not None
+    assert again.draft_ids.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (torch.tensor([1, 3, 3], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
+        (torch.tensor([3, 1, 4], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
+        (torch.tensor([-1, 1, 4], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
+        (torch.tensor([1, 3, 5]), "has draft_ids of int64, where int32 belongs"),
+        (torch.tensor([1, 3], dtype=torch.int32), r"has draft_ids of shape \[2\], where \[3\] belongs"),
+        (torch.tensor([1, 3, VOCAB], dtype=torch.int32), f"drafts token {VOCAB}, the model has {VOCAB} tokens"),
+        (None, "lacks draft_ids"),
+    ],
+)
+def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor | None, said: str) -> None:
+    path, heads = tmp_path / "heads.safetensors", tiny_heads()
+    heads.draft_ids = torch.arange(3, dtype=torch.int32)
+    heads.save(path)
+    with safe_open(path, "pt") as file:
+        told = file.metadata()
+    tensors = load_file(path)
+    del tensors["draft_ids"]
+    save_file(tensors if ids is None else {**tensors, "draft_ids": ids}, path, told)
+    with pytest.raises(InputError, match=said):
+        find_heads(path).refuse_misfit(HIDDEN, VOCAB)
+    if ids is None or ids[-1] < VOCAB:
+        with pytest.raises(InputError, match=said):
+            load_heads(path, HIDDEN, torch.float32, CPU)
+
+
+def test_heads_with_lm_heads_of_their_own_have_no_draft_vocabulary(tmp_path: Path) -> None:
+    path, heads = tmp_path / "heads.safetensors", medusa_heads()
+    heads.draft_ids = torch.arange(3, dtype=torch.int32)
+    heads.save(path)
+    with pytest.raises(InputError, match="its draft_vocabulary is 3"):
+        find_heads(path)

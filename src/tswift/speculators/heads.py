@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 FORMAT = "tswift-heads-1"
 OPTION = "heads"
+_DRAFT_IDS = "draft_ids"  # name of the tensor
 _FILE, _MEDUSA_FILE = "heads.safetensors", "medusa_lm_head.safetensors"
 _PICKLES = (".pt", ".pth", ".bin")
 _OWN = "tswift"  # layout, and key of the metadata
@@ -64,6 +65,7 @@ class Heads(nn.Module):
     kind: str  # name in the heads file
     fields: tuple[str, ...]  # what else about() says and the class is made from, after hidden size and count
     conditioned = False  # whether a head reads the token drafted just before its own
+    draft_ids: Tensor | None  # int32, ascending: the draft vocabulary, of which all drafted tokens are; None for any
     base: str | None = None  # fingerprint of the model that they were made for; None if unknown
     program: HeadProgram | None = None  # C functions of their steps; None if PyTorch computes them
 
@@ -72,6 +74,7 @@ class Heads(nn.Module):
         self.hidden_size, self.pre_norm = hidden_size, pre_norm
         self.heads: Any = nn.ModuleList(heads)
         self.count = len(self.heads)
+        self.register_buffer(_DRAFT_IDS, None, persistent=False)  # no weight: state_dict() is what is trained
 
     def __getstate__(self) -> dict[str, object]:
         """Without the program: what is made of a copy may change its weights."""
@@ -128,13 +131,20 @@ class Heads(nn.Module):
     def about(self) -> dict[str, Any]:
         """What :func:`build` needs to rebuild them, for a file."""
         about = {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.pre_norm}
+        if self.draft_ids is not None:
+            about["draft_vocabulary"] = len(self.draft_ids)
         return about | {name: getattr(self, name) for name in self.fields}
 
     def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
-        """Write :meth:`about` and the weights, in ``dtype``, into one file; ``base`` None keeps what is known."""
+        """Write :meth:`about`, the weights in ``dtype``, and the draft vocabulary into one file.
+
+        ``base`` None keeps what is known.
+        """
         base = self.base if base is None else base
         about = {"format": FORMAT, **self.about(), **({} if base is None else {"base": base})}
         tensors = {name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
+        if self.draft_ids is not None:
+            tensors[_DRAFT_IDS] = self.draft_ids.to(torch.int32).contiguous()
         save_file(tensors, path, metadata={_OWN: json.dumps(about)})
 
 
@@ -230,10 +240,12 @@ _KINDS: dict[str, type[Any]] = {**HEAD_TYPES, MedusaHeads.kind: MedusaHeads}
 
 
 def build(about: Mapping[str, Any]) -> Heads:
-    """Heads with uninitialised weights, from :meth:`Heads.about`."""
+    """Heads with uninitialised weights and draft vocabulary, from :meth:`Heads.about`."""
     kind = _KINDS[about["kind"]]
     heads: Heads = kind(about["hidden_size"], about["count"], *(about[name] for name in kind.fields))
     heads.pre_norm = about.get("raw", False)
+    if drafted := about.get("draft_vocabulary"):
+        heads.draft_ids = torch.empty(drafted, dtype=torch.int32)
     return heads
 
 
@@ -280,6 +292,7 @@ class HeadsFile:
             ("layers", None if medusa else 0, 0, most),
             ("vocab_size", None if medusa else 1, 1, _LARGEST),
             ("eps", 0 if medusa else None, 0, 1),
+            ("draft_vocabulary", 0, 0, 1 if medusa else _LARGEST),
         ):
             value = about.get(name, default)
             kind = (int, float) if name == "eps" else (int,)
@@ -293,12 +306,36 @@ class HeadsFile:
                 shapes = {name: tuple(weight.shape) for name, weight in build(about).named_parameters()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise _no_heads(self.path, " ".join(str(error).split())[:200]) from None
+        if drafted := about.get("draft_vocabulary"):
+            shapes[_DRAFT_IDS] = (drafted,)
         check_tensors(self.path, self.tensors, shapes, (), "head of its kind", OPTION)
+
+    @property
+    def weights(self) -> dict[str, StoredTensor]:
+        """The tensors but for the draft vocabulary, by the name of the parameter."""
+        return {name: tensor for name, tensor in self.tensors.items() if name != _DRAFT_IDS}
 
     @property
     def parameters(self) -> int:
         """Number of weights of all heads together."""
-        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+        return sum(prod(tensor.shape) for tensor in self.weights.values())
+
+    def draft_ids(self) -> Tensor | None:
+        """Read the draft vocabulary, as in :class:`Heads`.
+
+        Raises:
+            InputError: it is none.
+        """
+        if _DRAFT_IDS not in self.tensors:
+            return None
+        ids = self.tensors[_DRAFT_IDS].read()
+        if ids.dtype != torch.int32:
+            raise _refused(
+                self.path, f"has {_DRAFT_IDS} of {str(ids.dtype).removeprefix('torch.')}, where int32 belongs"
+            )
+        if ids[0] < 0 or (ids[1:] <= ids[:-1]).any():
+            raise _refused(self.path, f"is broken: its {_DRAFT_IDS} are no ascending ids of tokens")
+        return ids
 
     def refuse_misfit(self, hidden_size: int, vocab_size: int | None = None) -> None:
         """Refuse heads made for another hidden size or vocabulary."""
@@ -307,16 +344,21 @@ class HeadsFile:
             raise _refused(self.path, f"was made for hidden size {made}, the model has {hidden_size}")
         if vocab_size not in (None, own):
             raise _refused(self.path, f"was made for a vocabulary of {own:,}, the model has {vocab_size:,}")
+        drafted = self.draft_ids()
+        if vocab_size is not None and drafted is not None and drafted[-1] >= vocab_size:
+            raise _refused(self.path, f"drafts token {int(drafted[-1]):,}, the model has {vocab_size:,} tokens")
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Heads:
         """Read the weights.
 
         Raises:
-            InputError: some are not finite numbers.
+            InputError: some are not finite numbers, or the draft vocabulary is none.
         """
         with torch.device("meta"):
             heads = build(self.about)
-        read_into(heads, self.tensors, dtype, device, OPTION)
+        read_into(heads, self.weights, dtype, device, OPTION)
+        ids = self.draft_ids()
+        heads.draft_ids = None if ids is None else ids.to(device)
         heads.base = self.about.get("base")
         return heads
 
@@ -412,8 +454,9 @@ def describe(path: Path) -> dict[str, Any]:
         "hidden_size": about["hidden_size"],
         "vocab_size": about.get("vocab_size"),  # of their own LM heads; None where they share the model's
         "raw": about.get("raw", False),  # whether they start from the state before the model's final norm
+        "draft_vocabulary": about.get("draft_vocabulary"),  # how many tokens they draft; None for all
         "parameters": file.parameters,
-        "dtypes": sorted({tensor.dtype for tensor in file.tensors.values()}),
+        "dtypes": sorted({tensor.dtype for tensor in file.weights.values()}),
         "base": about.get("base"),  # fingerprint of the model that they were made for; None if unknown
     }
 
