@@ -117,7 +117,7 @@ def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head, ``shape:tied``."""
     from transformers import LlamaConfig, Qwen2Config
 
-    from tswift.models.shapes import SHAPES
+    from tswift.models.checkpoint import SHAPES
 
     settings = {**_SIZES, "bos_token_id": 7, "eos_token_id": 7, "dtype": "bfloat16"}
     monkeypatch.setitem(SHAPES, "tiny", LlamaConfig(**settings, tie_word_embeddings=False))

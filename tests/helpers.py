@@ -16,9 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tswift.attention.backends import why_not
 from tswift.caches import FullKV, KVBuffer, KVShape
-from tswift.decoding.drafter import Context, Drafter, Source, Step
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import Decoding
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS

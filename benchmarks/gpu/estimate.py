@@ -22,7 +22,8 @@ from tswift.attention.sdpa import MAX_WIDTH
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
 from tswift.drafting.methods import usual_nodes
 from tswift.forward.passes import sizes
-from tswift.models.shapes import SHAPES, Shape, shape_config, shape_of, skeleton
+from tswift.models.checkpoint import SHAPES, shape_config, skeleton
+from tswift.models.shapes import Shape, shape_of
 
 # Rates of an H200, bytes or operations per second. All but the published ones are guesses from an H100's.
 PUBLISHED = MACHINES["h200"]

@@ -27,7 +27,7 @@ from benchmarks.gpu.run import add_tiny_shapes, kernels, replayed
 from tswift.attention.sdpa import Attention
 from tswift.engine import Request, begin
 from tswift.loading import LoadedModel, load
-from tswift.models.shapes import PREFIX
+from tswift.models.config import SHAPE_PREFIX
 
 _METHODS = ("ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall")
 _DRAFTERS = {"dspark": _METHODS, "eagle3": ("ar", "eagle")}  # a model has one; texts are compared within
@@ -58,7 +58,7 @@ class Asked:
     def load(self, shape: str, **how: Any) -> LoadedModel:
         """A shape with random weights."""
         started = time.perf_counter()
-        model = load(PREFIX + ("tiny-llama" if self.dry else shape), device=str(self.device), **how)
+        model = load(SHAPE_PREFIX + ("tiny-llama" if self.dry else shape), device=str(self.device), **how)
         if self.dry:  # decode as on a GPU, by programs, without the slow interpreter
             from tests.forward.test_passes import LengthOnDevice
 

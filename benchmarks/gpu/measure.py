@@ -30,8 +30,10 @@ from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
 from tswift.forward.target import Target, prefill
+from tswift.models.checkpoint import shape_config
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, synchronize
-from tswift.models.shapes import PREFIX, random_weights, shape_config, shape_of
+from tswift.models.shapes import random_weights, shape_of
 from tswift.sampling.parameters import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
@@ -177,7 +179,7 @@ def simulated(run: Run) -> None:
 
 def generate(run: Run) -> None:
     """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled, at the same context."""
-    name, context = PREFIX + run.scale.main, run.scale.peer
+    name, context = SHAPE_PREFIX + run.scale.main, run.scale.peer
     decode = at_context(run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY)
     ours = _timed(run, decode)["ms"]
     run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)

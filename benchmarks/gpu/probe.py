@@ -18,9 +18,10 @@ from torch.nn.functional import linear
 from benchmarks.gpu.run import Run, at_context, covered, interleaved, kernels, noisy, replayed
 from tswift.attention.sdpa import Layout
 from tswift.caches import FullKV, KVBuffer
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import DraftTree
 from tswift.forward.target import Target
-from tswift.models.shapes import PREFIX, shape_config
+from tswift.models.checkpoint import shape_config
+from tswift.models.config import SHAPE_PREFIX
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -142,7 +143,7 @@ def tiles(run: Run) -> None:
 def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] | None]) -> None:
     from tswift.attention import triton as backend
 
-    config = shape_config(PREFIX + run.scale.main)
+    config = shape_config(SHAPE_PREFIX + run.scale.main)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
@@ -174,7 +175,7 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
 
 def products(run: Run) -> None:
     """Every product of a layer by rows, alone and with weights joined, and the LM head."""
-    config = shape_config(PREFIX + run.scale.main)
+    config = shape_config(SHAPE_PREFIX + run.scale.main)
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = hidden // config.num_attention_heads * config.num_key_value_heads
     joined = {"gate+up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (hidden + 2 * kv, hidden)}
@@ -200,7 +201,7 @@ def _multiply(x: Tensor, weights: Tensor) -> None:
 
 def sampler(run: Run) -> None:
     """Microseconds of drawing a token after every node of a tree: by the wall with its wait, and on the device."""
-    vocabulary = shape_config(PREFIX + run.scale.main).vocab_size
+    vocabulary = shape_config(SHAPE_PREFIX + run.scale.main).vocab_size
     for nodes in (*run.scale.nodes[:1], 4, *run.scale.nodes[1:]):  # 4: levels of a tree
         sampler = Sampler(SamplingParams(banned=(3,)), 0, vocabulary, run.device)
         sampler.extend(list(range(min(400, vocabulary))))

@@ -23,8 +23,9 @@ from tswift.engine import Generation, Request, begin
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target, chunks
 from tswift.loading import LoadedModel, load
+from tswift.models.checkpoint import SHAPES
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import synchronize
-from tswift.models.shapes import PREFIX, SHAPES
 
 Key = TypeVar("Key")
 
@@ -102,10 +103,10 @@ class Run:
 
     def model(self, name: str) -> LoadedModel:
         """A shape with random weights; the one before is let go of."""
-        if self._model is None or self._model.name != PREFIX + name:
+        if self._model is None or self._model.name != SHAPE_PREFIX + name:
             self.drop_model()
             started = time.perf_counter()
-            self._model = model = load(PREFIX + name, device=str(self.device))
+            self._model = model = load(SHAPE_PREFIX + name, device=str(self.device))
             if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
                 from tests.forward.test_passes import LengthOnDevice
 

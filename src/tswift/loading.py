@@ -54,16 +54,18 @@ from tswift.models.checkpoint import (
     gguf_of,
     has_tokenizer,
     hub,
+    is_moe,
     read_config,
     refuse_misfit,
     silence,
+    skeleton,
     stored_tensors,
     weights_hash,
 )
-from tswift.models.config import DEMO, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.config import DEMO, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
 from tswift.models.gguf import SUFFIX
-from tswift.models.shapes import HEADS, PREFIX, StandInTokenizer, is_moe, random_weights, skeleton
+from tswift.models.shapes import HEADS, StandInTokenizer, random_weights
 from tswift.speculators.formats import SpeculatorFile, drafter_of
 from tswift.speculators.heads import (
     HEAD_TYPES,
@@ -337,7 +339,7 @@ class _LoadPlan:
     @property
     def simulated(self) -> bool:
         """Whether the weights are random."""
-        return self.asked.model.startswith(PREFIX)
+        return self.asked.model.startswith(SHAPE_PREFIX)
 
     def cached(self, backend: str) -> torch.dtype | None:
         """Dtype of the KV cache; None for the model's own, as stock operators would convert another in every pass."""
@@ -356,7 +358,7 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     device, config, simulated = (
         device_for(asked.device, ranks),
         read_config(asked.model),
-        asked.model.startswith(PREFIX),
+        asked.model.startswith(SHAPE_PREFIX),
     )
     if asked.yarn is not None:
         config = stretched(config, asked.yarn)
@@ -399,7 +401,7 @@ ON_HUB = "on the hub"  # heads among a model's weights, which may not be here ye
 
 def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None) -> Path | str | None:
     """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones; None for no heads."""
-    if model.startswith(PREFIX):
+    if model.startswith(SHAPE_PREFIX):
         kind = "chained" if heads is None else str(heads)
         return kind if kind in HEAD_TYPES else heads_path(kind, None)
     _, folder = find_source(model)
@@ -577,7 +579,7 @@ def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """A model's tokenizer, without its weights; InputError if there is none that can be read."""
-    if model.startswith(PREFIX):
+    if model.startswith(SHAPE_PREFIX):
         return StandInTokenizer()
     source, folder = find_source(model)
     with silence(), hub(folder is None), as_input_error(model):

@@ -42,7 +42,8 @@ from tswift.cli import main
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import METHODS
 from tswift.errors import InputError
-from tswift.models.shapes import Shape, shape_config, shape_of, skeleton
+from tswift.models.checkpoint import shape_config, skeleton
+from tswift.models.shapes import Shape, shape_of
 
 SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20)
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)

@@ -47,9 +47,9 @@ from tswift.benchmarking.run import (
     slice_goals,
 )
 from tswift.benchmarking.workloads import Prompt, Text, encode, read_texts
+from tswift.decoding.drafter import DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError

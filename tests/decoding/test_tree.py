@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import path_to
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import DraftTree
 
 paths = st.lists(st.lists(st.integers(0, 4), max_size=7), max_size=25)
 

@@ -16,9 +16,8 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.caches import FullKV, PartialKV, StreamingKV
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.decoding.tree import DraftTree
 from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions

@@ -9,8 +9,7 @@ import torch
 
 from tests.helpers import PLAIN, VOCAB, context_of, decode_steps, drafter_of, random_prompt, tiny_heads, tiny_target
 from tswift.caches import FullKV
-from tswift.decoding.drafter import Context
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, DraftTree
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Forwarded

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_to, tiny_target
-from tswift.decoding.drafter import Drafter
+from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.decoding.tree import DraftTree
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory

@@ -14,8 +14,8 @@ from tests.rows import every_row
 from tswift.drafting.options import METHODS, DraftOptions, parse_tree
 from tswift.errors import InputError
 from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note, to_load
+from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
-from tswift.models.shapes import SHAPES
 from tswift.sampling.parameters import SamplingParams
 
 HUGE = 10**40

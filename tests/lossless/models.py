@@ -15,7 +15,7 @@ from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.helpers import VOCAB
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import DraftTree
 from tswift.forward.adapting import fingerprint, set_width
 from tswift.forward.hf import use_onednn
 from tswift.forward.target import Target, chunks

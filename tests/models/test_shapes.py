@@ -12,18 +12,10 @@ from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models import shapes
-from tswift.models.checkpoint import fingerprint_of
+from tswift.models.checkpoint import SHAPES, fingerprint_of, is_moe, refuse_routed, shape_config, skeleton
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.config import SHAPES as NAMES
-from tswift.models.shapes import (
-    PREFIX,
-    SHAPES,
-    Shape,
-    is_moe,
-    refuse_routed,
-    shape_config,
-    shape_of,
-    skeleton,
-)
+from tswift.models.shapes import Shape, shape_of
 
 # weights, as the model cards on the hub count them, and bytes of a token's keys and values
 PUBLISHED = {
@@ -44,7 +36,7 @@ def test_options_name_every_shape() -> None:
 
 @every_row("name", SHAPES)
 def test_published_sizes(name: str) -> None:
-    shape = shape_of(skeleton(shape_config(f"{PREFIX}{name}")), 2)
+    shape = shape_of(skeleton(shape_config(f"{SHAPE_PREFIX}{name}")), 2)
     assert (shape.parameters, shape.kv_bytes) == PUBLISHED[name]
     assert SHAPES[name].max_position_embeddings == 131_072
     assert shape.head_dim == 128

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import needs_program, random_tree
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import DraftTree
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler, _best, gumbel, seed_stream
 from tswift.sampling.sampler_c import c_sampler

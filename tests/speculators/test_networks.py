@@ -31,8 +31,8 @@ from tswift.forward.target import Target
 from tswift.loading import inspect_model
 from tswift.loading import load as load_model
 from tswift.models import shapes
+from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
-from tswift.models.shapes import SHAPES
 from tswift.speculators.formats import describe_drafter, find_drafter, published_spec
 from tswift.speculators.networks import DraftNetwork
 

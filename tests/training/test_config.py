@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tswift.errors import InputError
-from tswift.models.shapes import skeleton
+from tswift.models.checkpoint import skeleton
 from tswift.options import option_of, options_of, type_of
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
 

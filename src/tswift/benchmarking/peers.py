@@ -22,9 +22,9 @@ from tswift.benchmarking.config import ASSISTED, LOOKUP, BenchOptions, assistant
 from tswift.benchmarking.record import Options
 from tswift.benchmarking.run import Run
 from tswift.errors import InputError
+from tswift.forward.integers import holds_codes
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import as_input_error, find_source, silence
-from tswift.models.codes import holds_codes
 from tswift.sampling.parameters import SamplingParams
 
 _LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, transformers' example

@@ -30,12 +30,12 @@ from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.forward.coded import gguf_bytes
 from tswift.forward.hf import max_positions
+from tswift.forward.integers import holds_codes
 from tswift.forward.program import may_serve
-from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
-from tswift.models.codes import holds_codes
+from tswift.models.checkpoint import as_input_error, gguf_of, is_moe, read_config, refuse_routed, silence, skeleton
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
-from tswift.models.shapes import Shape, is_moe, refuse_routed, shape_of, skeleton
+from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
 from tswift.speculators.formats import drafter_of
 from tswift.speculators.networks import SpeculatorSpec

@@ -38,9 +38,8 @@ from tswift.benchmarking.record import (
 from tswift.benchmarking.roofline import Floor, floor_of, machine_for
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit, audit
-from tswift.decoding.drafter import Step
+from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
-from tswift.decoding.tree import DraftTree
 from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, renamed
 from tswift.jobs.config import fingerprint

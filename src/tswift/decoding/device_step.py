@@ -28,8 +28,17 @@ import torch
 from torch import Tensor
 
 from tswift.caches import FullKV
-from tswift.decoding.drafter import AcceptFn, Context, DeviceDraft, Drafter, LogitReader, Source, Step, TruncateFn
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import (
+    AcceptFn,
+    Context,
+    DeviceDraft,
+    Drafter,
+    DraftTree,
+    LogitReader,
+    Source,
+    Step,
+    TruncateFn,
+)
 from tswift.errors import cause_of
 from tswift.forward.passes import Forwarded, sizes
 from tswift.forward.target import Target, prefill
@@ -189,7 +198,7 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def step(self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None) -> Step:
-        """Take a step, as :func:`~tswift.decoding.step.decode_step`; ``accept`` must not look at what was drawn."""
+        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``accept`` must not look at what was drawn."""
         started, context, drafter = time.perf_counter(), self._context, self._drafter
         max_new = min(max_new, self._depth + 1)
         drafted = self._draft is not None and drafter.drafts_itself(context)

@@ -8,8 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from tswift.decoding.drafter import Context, Drafter, Step
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.distributed import Dist, guard
 from tswift.errors import DecodeError
 

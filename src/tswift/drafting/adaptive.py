@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from tswift.decoding.drafter import Context, DeviceDraft, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
 from tswift.forward.passes import PassCosts
 
 if TYPE_CHECKING:

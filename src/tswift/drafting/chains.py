@@ -19,7 +19,7 @@ from torch import Tensor
 from tswift.caches import KVBuffer, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, Source, Step
-from tswift.decoding.step import decode_step
+from tswift.decoding.loop import decode_step
 from tswift.drafting.dynamic_tree import _FAR, CandidateTree, TreeBudget
 from tswift.forward.passes import PassCosts
 from tswift.forward.target import Target

@@ -19,9 +19,8 @@ import torch
 import tswift
 from tswift.caches import FullKV
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter, Step
-from tswift.decoding.step import decode_step
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
+from tswift.decoding.loop import decode_step
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
 from tswift.forward.passes import NOMINAL, PassCosts

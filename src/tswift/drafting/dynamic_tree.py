@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.forward.passes import NOMINAL, PassCosts
 
 _WEIGHT = 8.0  # observations that the probability guessed at first counts for

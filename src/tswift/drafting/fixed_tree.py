@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tswift.caches import KVBuffer
 from tswift.decoding.device_step import DeviceState
-from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter, DraftTree
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.ngrams import NgramRows, ReuseSource

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import Context, Source
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.drafting.chains import DraftModel
 from tswift.drafting.dynamic_tree import CandidateTree
 from tswift.forward.passes import Forwarded, PassCosts

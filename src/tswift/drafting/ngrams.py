@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import REUSE, Context, Source
-from tswift.decoding.tree import DraftTree
+from tswift.decoding.drafter import REUSE, Context, DraftTree, Source
 from tswift.drafting.dynamic_tree import CandidateTree
 
 

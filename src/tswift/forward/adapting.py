@@ -23,13 +23,13 @@ from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.forward.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, use_onednn, watched
-from tswift.forward.integers import finely_rounded
+from tswift.forward.integers import finely_rounded, holds_codes
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target, chunks, first_broken
-from tswift.models.codes import holds_codes
+from tswift.models.checkpoint import is_moe
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
-from tswift.models.shapes import PREFIX, is_moe
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _compared(
         reason = f"has {error}, which tswift cannot serve exactly yet"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
     # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
-    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(PREFIX) else 0.25
+    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(SHAPE_PREFIX) else 0.25
     if holds_codes(network):
         allowed = max(allowed, _ROUNDED)
     if not apart <= allowed and is_fused(network):

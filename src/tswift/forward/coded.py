@@ -25,10 +25,10 @@ from transformers.initialization import no_init_weights
 from tswift.errors import InputError
 from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.models import codes
-from tswift.models.checkpoint import StoredTensor
+from tswift.models.checkpoint import StoredTensor, skeleton
 from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
 from tswift.models.gguf import GGUFFile
-from tswift.models.shapes import Noise, skeleton
+from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder
 
 if TYPE_CHECKING:

@@ -158,6 +158,11 @@ class PackedEmbedding(nn.Module):
         return self.packed.rows(tokens) * self.scalar_embed_scale
 
 
+def holds_codes(network: nn.Module) -> bool:
+    """Whether any matrix of a network is codes."""
+    return any(isinstance(module, PackedCodes) for module in network.modules())
+
+
 def lay_together(network: nn.Module) -> None:
     """Move all packed weights of a network into one piece of memory, in the layers' order, unless they are in one.
 

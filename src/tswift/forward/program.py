@@ -25,7 +25,7 @@ from tswift.forward.integers import IntegerLinear, PackedEmbedding, lay_together
 from tswift.forward.parts import LayerParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import C, library, multiply
-from tswift.models.shapes import skeleton
+from tswift.models.checkpoint import skeleton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,13 +11,13 @@ from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, check, ending
 from tswift.errors import InputError
+from tswift.forward.integers import holds_codes
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import AuditConfig, take
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
 from tswift.jobs.job import load_exact_or_not
 from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.models.codes import holds_codes
 from tswift.models.config import ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import changed, given_options

@@ -9,6 +9,7 @@ import stat
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -22,13 +23,21 @@ from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.utils import logging as transformers_logging
 
-from tswift.errors import MAX_RECORD, InputError, close_name, find_path, parse_json, read_file
-from tswift.models.config import DEMO, DEMO_DRAFT
+from tswift.errors import MAX_RECORD, InputError, close_name, did_you_mean, find_path, parse_json, read_file
+from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX
 from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
-from tswift.models.shapes import PREFIX, shape_config, skeleton
 
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 
@@ -47,6 +56,43 @@ _SIZES = (
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 4096}
+_LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+# Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
+_QWEN = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
+_COLUMNS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
+    *("rms_norm_eps", "tie_word_embeddings", "rope_parameters"),
+)
+_TABLE: dict[str, tuple[object, ...]] = {
+    "llama3.1-8b": (128_256, 4096, 14_336, 32, 32, 8, 128_000, 128_001, 1e-5, False, _LLAMA3),
+    "yarn-llama2-7b-128k": (32_000, 4096, 11_008, 32, 32, 32, 1, 2, 1e-5, False, _YARN),
+    "qwen2.5-1.5b": (151_936, 1536, 8960, 28, 12, 2, 151_643, 151_643, 1e-6, True, _QWEN),
+    "qwen2.5-7b": (152_064, 3584, 18_944, 28, 28, 4, 151_643, 151_643, 1e-6, False, _QWEN),
+    "qwen2.5-14b": (152_064, 5120, 13_824, 48, 40, 8, 151_643, 151_643, 1e-5, False, _QWEN),
+    "qwen3-4b": (151_936, 2560, 9728, 36, 32, 8, 151_643, 151_645, 1e-6, True, _QWEN3),
+    "qwen3-8b": (151_936, 4096, 12_288, 36, 32, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
+    "qwen3-14b": (151_936, 5120, 17_408, 40, 40, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
+}
+
+
+def _config(name: str) -> PreTrainedConfig:
+    """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
+    make = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.get(name[:5], LlamaConfig)
+    return make(
+        **dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)), max_position_embeddings=131_072, dtype="bfloat16"
+    )
+
+
+# The models of the paper's tables 3 and 4, as their authors published them; and those with published drafters.
+SHAPES: dict[str, PreTrainedConfig] = {name: _config(name) for name in _TABLE}
 
 
 @contextmanager
@@ -167,7 +213,7 @@ def _fetched(repository: str, file: str) -> Path:
 
 def gguf_of(model: str) -> GGUFFile | None:
     """What the header of a model's GGUF file says; None for a model that is no such file."""
-    if model.startswith(PREFIX):
+    if model.startswith(SHAPE_PREFIX):
         return None
     source, folder = find_source(model)
     return read_gguf(Path(source)) if folder is not None and source.endswith(SUFFIX) else None
@@ -175,7 +221,7 @@ def gguf_of(model: str) -> GGUFFile | None:
 
 def read_config(model: str) -> PreTrainedConfig:
     """The transformers configuration of a model; its weights are not read."""
-    if model.startswith(PREFIX):
+    if model.startswith(SHAPE_PREFIX):
         return shape_config(model)
     source, folder = find_source(model)
     file = gguf_of(model)
@@ -200,6 +246,32 @@ def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
         _refuse_unsupported(config.get_text_config(), model)
         file.names(dict(skeleton(config).named_parameters()))  # what is missing is refused before anything is read
     return config
+
+
+def shape_config(model: str) -> PreTrainedConfig:
+    """The configuration of ``shape:NAME``, a copy that may be changed."""
+    name = model.removeprefix(SHAPE_PREFIX)
+    if name not in SHAPES:
+        raise InputError(f"no shape {name!r}; there are {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}", "model")
+    return deepcopy(SHAPES[name])
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration on the meta device: shapes without weights, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+
+
+def is_moe(config: PreTrainedConfig) -> bool:
+    """Whether a model is a mixture of experts, of which a pass reads only some."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def refuse_routed(config: PreTrainedConfig, model: str) -> None:
+    """Refuse a mixture of experts: no shape tells which weights a pass reads."""
+    if is_moe(config):
+        raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
 
 
 def refuse_broken(folder: Path) -> None:

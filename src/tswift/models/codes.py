@@ -175,11 +175,6 @@ def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
     return torch.cat([fours.flatten(2), *tails], 2).contiguous()
 
 
-def holds_codes(network: nn.Module) -> bool:
-    """Whether any matrix of a network is codes."""
-    return any(isinstance(module, PackedCodes) for module in network.modules())
-
-
 def holds_packed(network: nn.Module) -> bool:
     """Whether any matrix of a network is packed, so that its weights are no parameters."""
     return any(isinstance(module, Packed) for module in network.modules())
