@@ -63,7 +63,8 @@ def test_every_option_is_on_a_page() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_need_a_prompt_have_one(page: Path) -> None:
     """Only the bundled model has a text to continue of its own."""
-    for command in re.findall(r"^(?:.*[ /])?tswift (?:generate|compare) (.*?)(?:#|$)", page.read_text(), re.M):
+    text = page.read_text().replace("\\\n", " ")  # a command may have several lines
+    for command in re.findall(r"^(?:.*[ /])?tswift (?:generate|compare) (.*?)(?:#|$)", text, re.M):
         others = re.search(r"--(model (?!demo)|preset|heads|draft-model|drafter)", command)
         if command.count("--") and "`" not in command and others:
             assert "--prompt" in command, command

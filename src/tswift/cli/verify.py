@@ -52,7 +52,14 @@ def _notes(audit: Audit) -> Iterator[str]:
     yield "drawn exactly: smallest and largest lead in score over the next token"
     yield "other rows: smallest and largest change of the logits that explains the token"
     if audit.width is None:
-        yield from _about_rounding(audit)
+        yield (
+            f"passes of different widths differ by up to {_number(audit.measured)} in a logit; "
+            f"within rounding is up to {_number(audit.bound)}"
+        )
+        yield (
+            f"{audit.near_ties:,} of {audit.tokens:,} tokens have a competitor within rounding: an error that swaps "
+            "them is not seen"
+        )
     else:
         yield "all logits are those of the run, bit for bit: any changed token is seen"
     if audit.measured > audit.limit:
@@ -61,26 +68,6 @@ def _notes(audit: Audit) -> Iterator[str]:
         places = ", ".join(str(finding.index) for finding in audit.violations[:_MAX_SHOWN])
         more = len(audit.violations) - _MAX_SHOWN
         yield f"violations at generated tokens (from 0) {places}" + (f" and {more:,} more" if more > 0 else "")
-
-
-def _about_rounding(audit: Audit) -> Iterator[str]:
-    from tswift.decoding.audit import FALSE_ALARMS
-
-    yield (
-        f"passes of different widths differ by up to {_number(audit.measured)} in a logit; "
-        f"within rounding is up to {_number(audit.bound)}"
-    )
-    for level in audit.excess or audit.levels[:1]:
-        how = "more than rounding explains: " if audit.excess else ""
-        above = f" with a change above {_number(level.margin)}" if level.margin else ""
-        yield (
-            f"{how}{level.observed:,} tokens within rounding{above}, "
-            f"{level.expected:.1f} expected, at most {level.most:,} at a false-alarm rate of {FALSE_ALARMS:g}"
-        )
-    yield (
-        f"{audit.near_ties:,} of {audit.tokens:,} tokens have a competitor within rounding: an error that swaps only a "
-        "few of those is not seen"
-    )
 
 
 def _number(value: float | None) -> str:
@@ -121,7 +108,7 @@ def verify(
 
     Each token of an exact run is drawn exactly or a violation. Of others it may also be within rounding: a change of
     the logits no larger than rounding makes, which is measured, explains it. A run's text.txt must be the text of its
-    tokens. Exit code 1 if it is not, if there is a violation, or more within rounding than rounding explains.
+    tokens. Exit code 1 if it is not, or if there is a violation.
     """
     made = [name for name in typed.values if name not in typed.of(ModelConfig)]
     if run is None and tokens is None:

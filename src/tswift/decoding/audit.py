@@ -6,12 +6,7 @@ audit goes on behind a place where rounding has swapped two candidates.
 Two passes over the same tokens round differently. That can do more than swap two close scores: a token at the edge of
 min-p is kept by one pass and dropped by the other. So a token's margin is found by applying the whole rule to changed
 logits (:class:`RoundingMargin`). The bound is twice the largest difference measured; most differences are far smaller,
-and a text drawn by slightly other parameters would hide below it, token by token. So measured differences are also
-added to the audit's logits and the rule is applied again, which gives texts that honest passes could have drawn
-(:class:`Rounding`): the text in question may not have many more tokens turned than those. Assumed: the passes that made
-the text differ from the audit's as those of the probe windows do where they differ at all, up to the factor ``_MORE``
-(they read keys that differ, which a probe window's passes do only from the first difference on); and a difference is as
-likely with either sign, and at any token whose logit has the same rank in its row.
+and a text drawn by slightly other parameters may hide below it, token by token. Nothing hides from exact passes.
 """
 
 from __future__ import annotations
@@ -38,12 +33,7 @@ _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 _PROBES, _PROBE, _WIDTHS = 8, 32, (1, 8)  # probe windows, their tokens, and the widths of their passes
 _WIDE, _NARROW = 256.0, 16.0  # most rounding there can be, in units of the largest logit's last place
-FALSE_ALARMS = 1e-3  # at most this share of honest texts is refused
 _SAFETY = 2.0
-_MORE = 1.25
-_DRAWS = 32  # texts that honest passes could have drawn
-_LEVELS = (0.0, 1.0, 2.0, 4.0)  # margins beyond which tokens are counted, in units of the usual difference
-_KEPT, _TOP = 8, 32  # rows kept of each comparison; largest logits of a row, which are those that matter
 _SMALLEST = 1e-12  # where the search starts if no rounding was measured
 _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
 _HALVINGS = 20
@@ -89,7 +79,6 @@ class Audit:
         seconds: wall time.
         width: rows of every pass, where logits are those that decoding had, bit for bit: no token is within rounding
             then, and nothing was measured. None where they are not.
-        levels: the tokens within rounding by margin, against what rounding explains of the whole text.
         near_ties: tokens with a competitor within rounding: an error that swaps only a few of those is not seen.
     """
 
@@ -103,7 +92,6 @@ class Audit:
     greatest_lead: float | None
     seconds: float
     width: int | None = None
-    levels: tuple[Level, ...] = ()
     near_ties: int = 0
 
     @property
@@ -117,14 +105,9 @@ class Audit:
         return [finding for finding in self.findings if finding.kind == VIOLATION]
 
     @property
-    def excess(self) -> list[Level]:
-        """Where there are more tokens within rounding than rounding explains."""
-        return [level for level in self.levels if level.observed > level.most]
-
-    @property
     def ok(self) -> bool:
-        """Whether there is no violation, and rounding explains the rest: each token, all, and how passes differ."""
-        return not self.violations and not self.excess and self.measured <= self.limit
+        """Whether there is no violation, and passes differ by no more than rounding makes."""
+        return not self.violations and self.measured <= self.limit
 
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON: an infinite margin is None there, as is one not looked for."""
@@ -197,7 +180,8 @@ def audit(
                 kv.length = (start if rows is logits else at) + wrong[-1]
                 raise not_finite(target, kv, text, rows[wrong[-1]], params)
         for other in others:
-            judge.rounding.measure(logits[at - start :][: len(other)], other)
+            difference = other.double() - logits[at - start :][: len(other)].double()
+            judge.measured = max(judge.measured, float(difference.abs().max()))
         judge.largest = max(judge.largest, float(logits.abs().max()))
         judge.rows(max(first, start), logits[max(0, first - start) :])
         on_progress(stop, nodes)
@@ -265,12 +249,18 @@ class _Judge:
     """Counts and findings so far, and the sampling rule with the text up to the node at hand."""
 
     def __init__(self, sampler: Sampler, text: list[int], first: int, target: Target) -> None:
-        self.rounding, self.largest = Rounding(), 0.0
+        self.largest = self.measured = 0.0  # logit, and difference of two passes over the same tokens
+        self._near_ties = 0  # rows so far whose draw some change of the logits within the bound turns
         self._sampler, self._text, self._first, self._target = sampler, text, first, target
         self._found: list[tuple[int, int, float | None]] = []  # position, drawn token, margin
         self._beyond = 0
         self._leads = (math.inf, -math.inf)
         sampler.extend(text[:first])
+
+    @property
+    def _bound(self) -> float:
+        """The margin up to which a token is within rounding."""
+        return _SAFETY * self.measured
 
     def rows(self, start: int, logits: Tensor) -> None:
         """Judge the tokens that follow the nodes at ``start`` and after it, whose logits ``[n, V]`` are given."""
@@ -296,12 +286,12 @@ class _Judge:
         at = within.nonzero().squeeze(1)
         if len(at):
             within[at] = self._differ(rows.of(at), positions[at], wanted[at], drawn[at])
-        if self._target.width is None:
-            self.rounding.judge(rows, drawn, torch.where(within, wanted, drawn))
+        if self._bound:
+            self._near_ties += int((near_ties(rows, drawn, self._bound) | within).sum())
 
     def _differ(self, rows: Rows, positions: Tensor, wanted: Tensor, drawn: Tensor) -> Tensor:
         """Note tokens that are not the ones drawn, with their margins; ``[n]`` bool: those within the bound so far."""
-        bound = self.rounding.bound
+        bound = self._bound
         inside = RoundingMargin(rows, wanted).explained(bound)
         searched = inside | ((~inside).cumsum(0) <= SEARCHED - self._beyond)
         self._beyond += int((~inside).sum())
@@ -312,130 +302,27 @@ class _Judge:
 
     def audit(self, seconds: float) -> Audit:
         """What was found, now that all of the rounding has been measured."""
-        rounding, width, shape, start = self.rounding, self._target.width, self._target.kv_shape, self._first + 1
-        bound, count = rounding.bound, len(self._text) - start
+        shape, start, bound = self._target.kv_shape, self._first + 1, self._bound
         findings = []
         for place, drawn, margin in self._found:
             kind = WITHIN if bound and margin is not None and margin <= bound else VIOLATION
             findings.append(Finding(place - start, place, self._text[place], drawn, margin, kind))
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
         units = _NARROW if shape.dtype.itemsize == torch.int16.itemsize else _WIDE
-        figures = rounding.measured, units * shape.eps * self.largest, bound, least, greatest, seconds
-        levels = rounding.levels() if width is None else ()
-        return Audit(count, count - len(findings), tuple(findings), *figures, width, levels, rounding.near_ties)
-
-
-@dataclass(frozen=True)
-class Level:
-    """The tokens within rounding whose margin is above some size, against what rounding explains.
-
-    Attributes:
-        margin: this size, a change of the logits.
-        observed: how many there are.
-        expected: how many rounding makes, by the measured differences.
-        most: an honest text has more than this, at any level, with a probability of at most ``FALSE_ALARMS``.
-    """
-
-    margin: float
-    observed: int
-    expected: float
-    most: int
-
-
-class Rounding:
-    """Differences between passes over the same tokens, and what they make of a text's draws.
-
-    Attributes:
-        measured: the largest difference of two logits so far.
-        near_ties: rows so far whose draw some change of the logits within the bound turns.
-    """
-
-    def __init__(self) -> None:
-        self.measured, self.near_ties = 0.0, 0
-        self._sample: list[Tensor] = []  # rows of differences, each in the order of its row's logits
-        self._random = torch.Generator().manual_seed(0)
-        self._observed, self._made = [0] * len(_LEVELS), [0] * len(_LEVELS)
-
-    @property
-    def bound(self) -> float:
-        """The margin up to which a token is within rounding."""
-        return _SAFETY * self.measured
-
-    @property
-    def usual(self) -> float:
-        """Root mean square of the differences of the largest logits."""
-        return float(self._best().square().mean().sqrt()) if self._sample else 0.0
-
-    def _best(self) -> Tensor:
-        return torch.cat([rows[:, :_TOP].double() for rows in self._sample])
-
-    def measure(self, logits: Tensor, other: Tensor) -> None:
-        """Compare the logits ``[n, V]`` of two passes over the same tokens."""
-        differences = other.double() - logits.double()
-        self.measured = max(self.measured, float(differences.abs().max()))
-        rows = differences.any(-1).nonzero().squeeze(1)
-        if len(rows):
-            rows = rows[:: math.ceil(len(rows) / _KEPT)]
-            order = logits[rows].argsort(-1, descending=True)
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            self._sample.append(differences[rows].gather(-1, order).to(wide))
-
-    def judge(self, rows: Rows, drawn: Tensor, tokens: Tensor) -> None:
-        """Count the tokens within rounding in the text, and in texts drawn with measured differences added.
-
-        Args:
-            rows: ``n`` of them.
-            drawn: ``[n]`` int64, what the rule draws from them.
-            tokens: ``[n]`` int64, the text's; where rounding does not explain the text's, what is drawn.
-        """
-        if not self._sample:
-            return  # nothing is within a bound of 0
-        close = near_ties(rows, drawn, self.bound) | (tokens != drawn)
-        self.near_ties += int(close.sum())
-        at = close.nonzero().squeeze(1)
-        # most are out of the reach of what is added below
-        reach = _MORE * float(self._best().abs().max())
-        at = at[near_ties(rows.of(at), drawn[at], reach) | (tokens != drawn)[at]]
-        if not len(at):
-            return
-        rows, drawn, tokens = rows.of(at), drawn[at], tokens[at]
-        ranks = rows.logits.double().argsort(-1, descending=True).argsort(-1)
-        sample = torch.cat(self._sample)
-        texts = [tokens]
-        for _ in range(_DRAWS):
-            chosen = torch.randint(len(sample), (len(at),), generator=self._random).to(at.device)
-            signs = torch.randint(2, (len(at), 1), generator=self._random).to(at.device) * 2 - 1
-            texts.append(rows.scores(sample[chosen].gather(1, ranks).double() * signs * _MORE).argmax(-1))
-        turned = torch.stack(texts) != drawn  # the text's own draws, and below them those of the others
-        number, row = turned.nonzero(as_tuple=True)
-        kinds, places = torch.stack([row, torch.stack(texts)[turned]]).unique(dim=1, return_inverse=True)
-        margin = RoundingMargin(rows.of(kinds[0]), kinds[1])
-        for index, level in enumerate(_LEVELS):
-            beyond = (~margin.explained(level * self.usual))[places]
-            self._observed[index] += int((beyond & (number == 0)).sum())
-            self._made[index] += int((beyond & (number > 0)).sum())
-
-    def levels(self) -> tuple[Level, ...]:
-        """What was counted, and what an honest text may have."""
-        rate = FALSE_ALARMS / len(_LEVELS)
-        return tuple(
-            Level(level * self.usual, observed, made / _DRAWS, poisson_upper_bound(made, _DRAWS, rate))
-            for level, observed, made in zip(_LEVELS, self._observed, self._made, strict=True)
+        count = len(self._text) - start
+        return Audit(
+            tokens=count,
+            exact=count - len(findings),
+            findings=tuple(findings),
+            measured=self.measured,
+            limit=units * shape.eps * self.largest,
+            bound=bound,
+            least_lead=least,
+            greatest_lead=greatest,
+            seconds=seconds,
+            width=self._target.width,
+            near_ties=self._near_ties,
         )
-
-
-def poisson_upper_bound(made: int, draws: int, rate: float) -> int:
-    """The largest count in one text that ``made`` events in ``draws`` others like it do not refute.
-
-    Counts of rare events follow Poisson's distribution. Of all events, this text's and the others', each is then this
-    text's with a probability of ``1 / (draws + 1)``: one with a larger count has a probability of less than ``rate``.
-    """
-    count, beyond = -1, 1.0  # the count is distributed like successes before made + 1 failures
-    while beyond >= rate:
-        count += 1
-        ways = math.lgamma(count + made + 1) - math.lgamma(count + 1) - math.lgamma(made + 1)
-        beyond -= math.exp(ways + (made + 1) * math.log(draws / (draws + 1)) - count * math.log(draws + 1))
-    return count
 
 
 class RoundingMargin:
