@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers import PLAIN, VOCAB, context_of, decode_steps, drafter_of, random_prompt, tiny_heads, tiny_target
+from tests.helpers import (
+    PLAIN,
+    VOCAB,
+    context_of,
+    decode,
+    decode_method,
+    decode_steps,
+    drafter_of,
+    random_prompt,
+    tiny_heads,
+    tiny_target,
+)
 from tswift.caches import FullKV
 from tswift.decoding.drafter import Context, DraftTree
 from tswift.drafting.heads import HeadSource
+from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
+from tswift.speculators.draft_head import DraftHead
+from tswift.speculators.heads import HEAD_TYPES
 
 
 def random_states(count: int) -> torch.Tensor:
@@ -31,7 +46,8 @@ def from_states(widths, shared_noise: bool) -> HeadSource:
         assert torch.equal(hidden, states[0])
         return lm_head(states[:count])
 
-    heads = SimpleNamespace(conditioned=False, pre_norm=False, levels=levels)
+    whole = DraftHead(tiny_target(), None)
+    heads = SimpleNamespace(conditioned=False, pre_norm=False, levels=levels, draft_head=lambda target: whole)
     source = HeadSource(tiny_target(), heads, None, widths, shared_noise)  # type: ignore[arg-type]
     source.read = lambda context: (Forwarded(states, []), 0)  # type: ignore[method-assign]
     return source
@@ -105,3 +121,28 @@ def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) ->
     options = DraftOptions(tree=(1, 1), nodes=3, budget=budget, ngrams=0)
     steps = decode_steps(target, drafter_of("tokenswift", target, options), random_prompt(10), params, 6, 40)
     assert all(step.accepted >= 1 for step in steps)
+
+
+@pytest.mark.parametrize("kind", [*HEAD_TYPES])
+@pytest.mark.parametrize("method", ["medusa", "tokenswift"])
+def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(kind: str, method: str) -> None:
+    target, params, prompt = tiny_target(), SamplingParams(min_p=0, penalty=1.1), random_prompt(10)
+    heads = copy.deepcopy(tiny_heads(kind=kind))
+    heads.draft_ids = torch.arange(1, VOCAB, 7, dtype=torch.int32)
+    wanted = decode_method("ar", target, prompt, params, 6, 200)
+    options = DraftOptions(ngrams=0) if method == "tokenswift" else DraftOptions()
+    drafter = make_drafter(method, target, heads, options, None)
+    drafted: set[int] = set()
+    propose = drafter.propose
+
+    def watched(context: Context, most: int) -> DraftTree:
+        tree = propose(context, most)
+        drafted.update(tree.tokens[node] for node in range(1, len(tree)) if tree.sources[node] == "heads")
+        return tree
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    assert decode(target, drafter, prompt, params, 6, 200) == wanted
+    ids = set(heads.draft_ids.tolist())
+    assert drafted <= ids
+    assert drafted
+    assert not set(wanted) <= ids

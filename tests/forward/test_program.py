@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import isfinite
 from random import Random
 from typing import Any
 
@@ -49,11 +50,13 @@ from tswift.forward import adapting, products
 from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
 from tswift.forward.floats import PackedLinear
+from tswift.forward.integers import multiply
 from tswift.forward.parts import Unfit
 from tswift.forward.program import PassProgram
 from tswift.forward.target import Target, prefill
+from tswift.models.codes import quantize
 from tswift.native_build import Unbuilt, widest_vectors
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import LogitBias, SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, prepare
 
@@ -297,13 +300,27 @@ def test_a_product(inputs: int, outputs: int, threads: int) -> None:
         assert torch.equal(product(rows[1, row]), found[1, row])
 
 
+class Rounded(nn.Module):
+    """A layer of heads as they are drafted with, by PyTorch."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.codes = quantize(layer.weight, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return multiply(rows.view(-1, rows.shape[-1]), self.codes, 8).view(*rows.shape[:-1], -1)
+
+
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_heads(kind: str) -> None:
     torch.manual_seed(1)
     heads = HEAD_TYPES[kind](48, 3, eps=1e-5).requires_grad_(False)
     for name, weight in heads.named_parameters():
         nn.init.normal_(weight, float("norm" in name), 0.2)
-    plain = copy.deepcopy(heads)
+    unrounded, plain = copy.deepcopy(heads), copy.deepcopy(heads)
+    for head in plain.heads:
+        for name in ("mix", "linear") if heads.conditioned else ("linear",):
+            setattr(head, name, Rounded(getattr(head, name)))
     prepare(heads)
     assert heads.program is not None
     assert copy.deepcopy(heads).program is None  # its weights may change
@@ -311,6 +328,7 @@ def test_heads(kind: str) -> None:
         hidden, embeddings = torch.randn(rows), torch.randn(3, *rows)
         told = embeddings if heads.conditioned else None
         assert torch.allclose(heads(hidden, told), plain(hidden, told), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(plain(hidden, told), unrounded(hidden, told), rtol=0, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -347,13 +365,21 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(penalty=1, min_p=0), SamplingParams(temperature=0)]
+    "params",
+    [
+        SamplingParams(banned=(3, 5, 8), logit_bias=LogitBias([(6, 2.0), (8, 9.0), (9, 1.5)])),
+        SamplingParams(penalty=1, min_p=0),
+        SamplingParams(temperature=0),
+    ],
 )
-def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams) -> None:
+@pytest.mark.parametrize("drafted", [None, range(5, VOCAB, 3), range(7)])
+def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams, drafted: range | None) -> None:
     target, random = target_of(), torch.Generator().manual_seed(4)
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_(std=0.3, generator=random)
+    if drafted:
+        heads.draft_ids = torch.tensor(drafted, dtype=torch.int32)
     prepare(heads)
     source = HeadSource(target, heads, DraftModel(target) if direct else None, (1, 3, 2), shared_noise=True)
     sampler = Sampler(params, 1, VOCAB, target.device)
@@ -365,6 +391,8 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
         assert known is not None
         tokens, scores = source.guess(*given)
         assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
+        drafts = {token for token, score in zip(*known, strict=True) if isfinite(score)}
+        assert drafted is None or drafts <= {*drafted}
 
 
 class Quantised(Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, fiel
 
 
 def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
-    path, heads = tmp_path / "heads.safetensors", tiny_heads(kind="conditioned")
+    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(tiny_heads(kind="conditioned"))
     weights = heads.state_dict().keys()
     assert "draft_vocabulary" not in heads.about()
     heads.draft_ids = torch.tensor([1, 4, VOCAB - 1], dtype=torch.int32)
@@ -160,7 +161,7 @@ def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor | None, said: str) -> None:
-    path, heads = tmp_path / "heads.safetensors", tiny_heads()
+    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(tiny_heads())
     heads.draft_ids = torch.arange(3, dtype=torch.int32)
     heads.save(path)
     with safe_open(path, "pt") as file:
@@ -176,7 +177,7 @@ def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor 
 
 
 def test_heads_with_lm_heads_of_their_own_have_no_draft_vocabulary(tmp_path: Path) -> None:
-    path, heads = tmp_path / "heads.safetensors", medusa_heads()
+    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(medusa_heads())
     heads.draft_ids = torch.arange(3, dtype=torch.int32)
     heads.save(path)
     with pytest.raises(InputError, match="its draft_vocabulary is 3"):

@@ -54,6 +54,7 @@ class HeadSource(Source):
             tree,
             shared_noise,
         )
+        self._lm_head = heads.draft_head(target)
         self.width = min(max(tree), target.vocab_size)
         self._guessed: tuple[Any, Any] | None = None
 
@@ -154,13 +155,13 @@ class HeadSource(Source):
 
         if not self._heads.conditioned:
             first = hidden if self.draft_model else None
-            return best(self._heads.levels(state, self.target.open_logits, first, levels), 0, levels)
+            return best(self._heads.levels(state, self._lm_head, first, levels), 0, levels)
         found: list[tuple[Tensor, Tensor]] = []
         for level in range(levels):
             if level or self.draft_model is None:
                 index = level - (self.draft_model is not None)
                 state, out = self._heads.step(index, state, self.target.embed(root))
-            found.append(best(self.target.open_logits(out.unsqueeze(0)), level, level + 1))
+            found.append(best(self._lm_head(out.unsqueeze(0)), level, level + 1))
             root = found[-1][0][0, 0]
         tokens, scores = zip(*found, strict=True)
         return torch.cat(tokens), torch.cat(scores)
@@ -170,8 +171,8 @@ class HeadSource(Source):
     ) -> tuple[list[int], list[float]] | None:
         """As :meth:`guess`, on the host level after level, all by one C function; None where there is none."""
         heads, model = getattr(self._heads, "program", None), self.target.program
-        draw = sampler.program(torch.float32)
-        if not (heads and model and draw and self._heads.conditioned and self.width <= MOST):
+        draw, lm_head = sampler.program(torch.float32), self._lm_head.c
+        if not (heads and model and draw and lm_head and self._heads.conditioned and self.width <= MOST):
             return None
         state, first, levels = (
             pre_norm if self._heads.pre_norm else hidden,
@@ -180,11 +181,11 @@ class HeadSource(Source):
         )
 
         def run(ranking: ctypes.Structure, rank: int) -> None:
-            heads.guess(model, state, first, root, levels, ranking, rank, self.width)
+            heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
 
         newest = sampler.newest if sampler.params.penalises else None
         noisy = places if self._shared_noise else None
-        return draw.rank_levels(run, noisy, levels, self.width, (root, places[0] - 1), newest)
+        return draw.rank_levels(run, noisy, levels, self.width, (root, places[0] - 1), newest, self._lm_head.ids)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the drafting pass's cache up."""

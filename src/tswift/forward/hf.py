@@ -234,9 +234,12 @@ def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
     return (0.0 if divisor in (None, 0, 1) else 1 / divisor), 0.0
 
 
-def output_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype."""
-    lm_head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+def output_of(model: PreTrainedModel, layer: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
+    """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype.
+
+    ``layer`` takes the place of the LM head: it has some of its rows.
+    """
+    lm_head: Callable[[Tensor], Tensor] = layer or model.get_output_embeddings()
     scale, cap = output_rule(model.config)
     if cap:
         return lambda hidden: torch.tanh(lm_head(hidden) / cap) * cap

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 32  # inputs with one scale, unless a file says 16
+LEAST_BLOCK = 16
 _GROUP = 16  # outputs that lie together in the packed form
 _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 
@@ -49,7 +50,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
         ValueError: the inputs are no multiple of a block.
     """
     inputs = weight.shape[1]
-    block = BLOCK if inputs % BLOCK == 0 else BLOCK // 2
+    block = BLOCK if inputs % BLOCK == 0 else LEAST_BLOCK
     if inputs % block:
         raise ValueError(f"{inputs} inputs are no multiple of {block}")
     blocks = weight.detach().float().unflatten(1, (-1, block))

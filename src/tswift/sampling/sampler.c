@@ -30,19 +30,19 @@ typedef struct {
     int64_t *best;              /* [rows, count] tokens */
     double *scores;             /* [rows, count], minus infinity where there is none */
     const uint8_t *seen;        /* [rows, vocabulary] or one row for all: the tokens that are penalised; or none, or: */
-    const int64_t *newest;      /* [vocabulary]: the position of each token's last occurrence */
+    const int64_t *newest;      /* by token: the position of its last occurrence */
     const int64_t *tokens, *places; /* [rows]: of the nodes of a tree, its tokens and their positions */
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
-    const uint8_t *banned;      /* [vocabulary], or none */
+    const uint8_t *banned;      /* by token, or none */
     const int64_t *biased;      /* [biases] tokens */
     const double *bias;         /* [biases], added to their logits */
-    const int32_t *ids;         /* [rows, vocabulary]: which token each logit is of, if not that of its place; or none */
+    const int32_t *ids;         /* [rows, vocabulary] or one row for all: which token each logit is of; none for its place */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
     double *space;              /* [threads, 2 * vocabulary] */
     int32_t *kept;              /* [threads, vocabulary] */
     uint8_t *mask;              /* [threads, vocabulary] */
     parallel_region *parallel;  /* tswift_parallel of pool.c */
-    int64_t by_row, by_seen, rows, vocabulary, half, count, ahead, window, top_k, threads, biases;
+    int64_t by_row, by_seen, by_ids, rows, vocabulary, half, count, ahead, window, top_k, threads, biases;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
 } Call;
@@ -58,14 +58,32 @@ INLINE uint64_t mixed(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+/* Where the logit of a token is, by the ids of all rows, which ascend; -1 if there is none. */
+static int64_t place_of(const Call *c, int64_t token) {
+    if (!c->ids) return token;
+    int64_t low = 0, high = c->vocabulary;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (c->ids[middle] < token) low = middle + 1;
+        else high = middle;
+    }
+    return low < c->vocabulary && c->ids[low] == token ? low : -1;
+}
+
 static const uint8_t *penalised(const Call *c, int64_t row) {
     if (c->seen) return c->seen + row * c->by_seen;
     if (!c->newest) return 0;
     const int64_t from = c->places[row] - c->window, count = c->vocabulary, *newest = c->newest;
     uint8_t *restrict mask = c->mask;
-    for (int64_t t = 0; t < count; t++) mask[t] = newest[t] > from;
+    if (c->ids)
+        for (int64_t t = 0; t < count; t++) mask[t] = newest[c->ids[t]] > from;
+    else
+        for (int64_t t = 0; t < count; t++) mask[t] = newest[t] > from;
     for (int64_t node = 0; node < c->rows; node++)
-        if (c->ancestors[row * c->rows + node] && c->places[node] > from) c->mask[c->tokens[node]] = 1;
+        if (c->ancestors[row * c->rows + node] && c->places[node] > from) {
+            const int64_t place = place_of(c, c->tokens[node]);
+            if (place >= 0) c->mask[place] = 1;
+        }
     return c->mask;
 }
 
@@ -86,9 +104,12 @@ static double warp(const Call *c, int64_t row, double *restrict w) {
         const float *from = (const float *)c->logits + row * c->by_row;
         for (int64_t t = 0; t < count; t++) w[t] = from[t];
     }
-    for (int64_t i = 0; i < c->biases; i++) w[c->biased[i]] += c->bias[i];
+    for (int64_t i = 0; i < c->biases; i++) {
+        const int64_t place = place_of(c, c->biased[i]);
+        if (place >= 0) w[place] += c->bias[i];
+    }
     if (c->banned)
-        for (int64_t t = 0; t < count; t++) w[t] = c->banned[t] ? -INFINITY : w[t];
+        for (int64_t t = 0; t < count; t++) w[t] = c->banned[c->ids ? c->ids[t] : t] ? -INFINITY : w[t];
     if (temperature != 0 && temperature != 1)
         for (int64_t t = 0; t < count; t++) w[t] /= temperature;
     if (seen)
@@ -238,7 +259,7 @@ static void rank_row(const Call *c, int64_t row) {
         const int64_t position = noisy ? c->positions[row] + c->ahead : 0;
         const uint64_t stream = noisy ? mixed((uint64_t)(position + 1) * GOLDEN + c->seed) : 0;
         for (int64_t i = 0; i < count; i++) {
-            const int64_t t = c->ids ? c->ids[row * c->vocabulary + c->kept[i]] : c->kept[i];
+            const int64_t t = c->ids ? c->ids[row * c->by_ids + c->kept[i]] : c->kept[i];
             double score = w[c->kept[i]];
             if (noisy) {
                 const uint64_t bits = mixed(stream + (uint64_t)t * GOLDEN) >> 12, rest = bits ^ ((1ull << 52) - 1);

@@ -50,7 +50,7 @@ class _Call(ctypes.Structure):
                 "logits positions best scores seen newest tokens places ancestors banned biased bias ids",
             ),
             (ctypes.c_void_p, "unsure space kept mask parallel"),
-            (ctypes.c_int64, "by_row by_seen rows vocabulary half count ahead window top_k threads biases seed"),
+            (ctypes.c_int64, "by_row by_seen by_ids rows vocabulary half count ahead window top_k threads biases seed"),
             (ctypes.c_double, "temperature penalty log_min_p eta top_p"),
         )
         for name in names.split()
@@ -212,7 +212,7 @@ class CSampler:
         given = {"ids": ids, "logits": logits, "seen": seen, "positions": positions}
         given |= {"best": best, "scores": scores, "unsure": np.empty(rows, np.uint8)}
         pointers = {name: None if each is None else each.ctypes.data for name, each in given.items()}
-        call = _Call(by_row=width, by_seen=width, **pointers, **self._fixed)
+        call = _Call(by_row=width, by_seen=width, by_ids=width, **pointers, **self._fixed)
         self._given = given  # what the call points to
 
         def rank(count: int, most: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -231,11 +231,13 @@ class CSampler:
         count: int,
         root: tuple[int, int],
         newest: Tensor | None,
+        ids: Tensor | None = None,
     ) -> tuple[list[int], list[float]]:
         """Candidates of levels whose logits come one after the other, from a C function that ranks each when it has it.
 
         ``run`` is given what to call for the first level, and the address of the function to call. ``root`` is the
-        text's last token and its position; all else is as for :meth:`rank` and :meth:`follow`.
+        text's last token and its position; ``ids`` (int32, ascending) are the tokens that there are logits of, None for
+        all. All else is as for :meth:`rank` and :meth:`follow`.
 
         Returns:
             ``levels * count`` tokens and their scores, level after level.
@@ -253,6 +255,8 @@ class CSampler:
         if newest is not None:
             call.newest, call.tokens = newest.data_ptr(), ctypes.addressof(node)
             call.places, call.ancestors = ctypes.addressof(node) + 8, ctypes.addressof(self._itself)
+        call.ids = None if ids is None else ids.data_ptr()
+        call.vocabulary = self._fixed["vocabulary"] if ids is None else len(ids)
         run(call, ctypes.cast(self._run, ctypes.c_void_p).value or 0)
         return rows.best[:], rows.scores[:]
 

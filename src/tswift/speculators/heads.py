@@ -39,6 +39,7 @@ from tswift.models.checkpoint import (
 from tswift.models.codes import holds_packed
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
+from tswift.speculators.draft_head import DraftHead
 from tswift.speculators.formats import describe_drafter, is_drafter
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Heads(nn.Module):
     draft_ids: Tensor | None  # int32, ascending: the draft vocabulary, of which all drafted tokens are; None for any
     base: str | None = None  # fingerprint of the model that they were made for; None if unknown
     program: HeadProgram | None = None  # C functions of their steps; None if PyTorch computes them
+    _draft_head: DraftHead | None = None
 
     def __init__(self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False) -> None:
         super().__init__()
@@ -77,8 +79,16 @@ class Heads(nn.Module):
         self.register_buffer(_DRAFT_IDS, None, persistent=False)  # no weight: state_dict() is what is trained
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the program: what is made of a copy may change its weights."""
-        return {**self.__dict__, "program": None}
+        """Without what was made of weights: a copy's may change."""
+        return {**self.__dict__, "program": None, "_draft_head": None}
+
+    def draft_head(self, target: Target) -> DraftHead:
+        """The LM head that they draft by for a model, made when it is first asked for."""
+        known = self._draft_head
+        now = target, self.draft_ids, target.program
+        if known is None or any(x is not y for x, y in zip((known.target, known.ids, known.program), now, strict=True)):
+            self._draft_head = known = DraftHead(target, self.draft_ids)
+        return known
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
         """``[count, ..., H]`` states to feed to the LM head.
