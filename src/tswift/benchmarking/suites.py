@@ -1,17 +1,17 @@
-"""Suites: the paper's tables and figures as data. What each runs and shows, and how it compares with the paper.
+"""Suites: the paper's tables and figures. What each runs and shows, and how it compares with the paper.
 
-``paper/`` has a CSV for each with published figures (Wu et al., "From Hours to Minutes", arXiv 2502.18890; facts,
-transcribed): by metric, with our names for places on the axis and times in seconds. Where the paper gives no figures,
-what is varied is our choice.
+``paper/suites.toml`` says what each varies. Beside it a CSV for each has published figures (Wu et al., "From Hours to
+Minutes", arXiv 2502.18890; facts, transcribed): by metric, with our names for places on the axis and times in seconds.
+Where the paper gives no figures, what is varied is our choice.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from importlib.resources import files
 from itertools import combinations
 from statistics import mean, stdev
@@ -24,7 +24,6 @@ from tswift.errors import InputError, did_you_mean
 if TYPE_CHECKING:
     from tswift.benchmarking.record import Group, SuiteRecord
 
-PAPER_LENS = (20_000, 40_000, 60_000, 80_000, 100_000)
 PAPER_MACHINE = "NVIDIA A100 80G"
 CAUTION = (
     "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
@@ -58,7 +57,7 @@ class Suite:
     across: bool = False  # plotted over the axis, a line for each length; else over length, a line for each place
     plotted: tuple[str, ...] = ("alpha", "speedup")
     prefills: tuple[int, ...] = (4096,)
-    lens: tuple[int, ...] = PAPER_LENS
+    lens: tuple[int, ...] = (20_000, 40_000, 60_000, 80_000, 100_000)
     fixes: tuple[str, ...] = ()  # options that are set here without being varied
     plain: bool = False  # plain decoding is on the axis, too
     texts: bool = False  # keep the texts, and show them
@@ -82,132 +81,24 @@ class Suite:
         return tuple(dict.fromkeys(method for method, _ in self.contenders.values()))
 
 
-def _methods(*names: str) -> Contenders:
-    return {name: (name, {}) for name in names}
+def _suite(name: str, about: Mapping[str, Any]) -> Suite:
+    """A suite as the file has it, whose contenders are tokenswift alone where none are named."""
+    contenders = {
+        label: (drafting.pop("method"), {option: _frozen(value) for option, value in drafting.items()})
+        for label, drafting in about.get("contenders", {"": {"method": "tokenswift"}}).items()
+    }
+    return Suite(name, **{field: _frozen(value) for field, value in {**about, "contenders": contenders}.items()})
 
 
-def _tokenswift(name: str, values: Mapping[str, object], **fixed: object) -> Contenders:
-    """tokenswift with each value of one field of ``DraftOptions``, by label."""
-    return {label: ("tokenswift", {name: value, **fixed}) for label, value in values.items()}
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _varied(name: str, *values: float) -> Settings:
-    """A setting for each value of one field of ``SamplingParams``."""
-    return {str(value): {name: value} for value in values}
-
-
-def _reused(*counts: int) -> Contenders:
-    return _tokenswift("ngrams", {str(count): count for count in counts})
-
-
-_TOKENSWIFT: Contenders = {"": ("tokenswift", {})}
-_DISTINCT = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "distinct")
-_REPETITION = (*_DISTINCT, "seq_rep_4", "self_bleu", "compression")
-_of_texts = partial(Suite, columns=_REPETITION, ordered=("distinct",), plotted=("distinct", "seq_rep_4"))
-_REUSE = ("alpha", "beta", "speedup")
-_with_beta = partial(
-    Suite,
-    columns=_REUSE,
-    ordered=_REUSE,
-    plotted=_REUSE,
-    note="Where few nodes pay, as the 8 on a CPU, the heads' tree leaves 4-grams no room: --nodes 64 gives them some.",
-)
-_WINDOWS = _varied("window", 64, 128, 256, 512, 1024, 2048)
-_SAMPLERS: dict[str, dict[str, float]] = {
-    "top-p 0.9": {"top_p": 0.9, "min_p": 0.0, "eta": 0.0},
-    "min-p 0.1": {"top_p": 1.0, "min_p": 0.1, "eta": 0.0},
-    "eta 2e-4": {"top_p": 1.0, "min_p": 0.0, "eta": 2e-4},
+_FILES = files("tswift.benchmarking") / "paper"
+SUITES: dict[str, Suite] = {
+    name: _suite(name, about)
+    for name, about in tomllib.loads((_FILES / "suites.toml").read_text(encoding="utf-8")).items()
 }
-_PENALTIES = {" + penalty": 1.2, "": 1.0}  # by suffix of the label
-
-# fmt: off
-_ALL = (
-    Suite(
-        "table1", "Earlier methods over short texts", "method", _methods("triforce", "magicdec", "standalone"),
-        ordered=("speedup",), plotted=("speedup",), lens=(64, 256),
-        note="The paper's figures are of different lengths, each method's own default.",
-    ),
-    Suite(
-        "table3", "Acceptance and speedup of all methods", "method",
-        _methods("medusa", "triforce", "magicdec", "standalone", "tokenswift"),
-        wide=True, prefills=(2048, 4096, 8192),
-    ),
-    Suite(
-        "table4", "Decoding time of whole texts", "model", _TOKENSWIFT,
-        columns=("alpha", "speedup", "ar_seconds", "seconds", "delta"), along=LENGTH,
-    ),
-    Suite(
-        "table5", "The KV cache that drafting reads, without reuse", "KV",
-        _tokenswift("kv", {"full": "full", "partial": "partial", "dynamic partial": "dynamic"}, ngrams=0),
-        wide=True,
-    ),
-    Suite(
-        "table6", "Repetition with and without the contextual penalty", "sampler", _TOKENSWIFT,
-        columns=(*_REPETITION, "alpha", "speedup"), ordered=("distinct", "speedup"), plotted=("distinct", "speedup"),
-        settings={
-            f"{name}{suffix}": {**sampling, "penalty": penalty}
-            for name, sampling in _SAMPLERS.items() for suffix, penalty in _PENALTIES.items()
-        },
-    ),
-    Suite(
-        "table7", "The shape of the draft tree, without reuse", "tree",
-        _tokenswift(
-            "tree", {"[3 3 3 3]": (3, 3, 3, 3), "[1 9 9 9]": (1, 9, 9, 9), "[1 3 3 3]": (1, 3, 3, 3)}, ngrams=0
-        ),
-        wide=True, fixes=("nodes", "gamma"),
-        note="Each tree has as many nodes as it takes: after conditioned heads, a level's candidates follow "
-        "the best one of the level before only.",
-    ),
-    _of_texts(
-        "table8", "Repetition by the penalty's strength", "theta", _TOKENSWIFT,
-        settings=_varied("penalty", 1.0, 1.1, 1.2, 1.3, 1.4, 1.5),
-        across=True, columns=(*_REPETITION, "alpha", "speedup"),
-    ),
-    Suite(
-        "table12", "Acceptance and speedup by sampler", "sampler", _TOKENSWIFT,
-        settings=_SAMPLERS, wide=True,
-    ),
-    Suite(
-        "table13", "Acceptance and speedup by temperature, top-p 0.9", "temperature", _TOKENSWIFT,
-        settings={
-            str(value): {**_SAMPLERS["top-p 0.9"], "temperature": value} for value in (0.4, 0.6, 0.8, 1.0, 1.2)
-        },
-        across=True,
-    ),
-    Suite(
-        "table14", "Acceptance and speedup by the prompt's length, without reuse", "method",
-        {"": ("tokenswift", {"ngrams": 0})},
-        along=PREFILL, across=True, prefills=tuple(range(2048, 8193, 1024)),
-    ),
-    Suite(
-        "table15", "Acceptance and speedup by the penalty's window", "window", _TOKENSWIFT,
-        settings=_WINDOWS, across=True,
-    ),
-    _of_texts(
-        "table16", "Repetition by the penalty's window", "window", _TOKENSWIFT,
-        settings=_WINDOWS, across=True,
-    ),
-    Suite(
-        "figure1", "Decoding time of plain decoding and of tokenswift", "method", _methods("tokenswift"),
-        columns=("seconds", "speedup"), ordered=("seconds",), plotted=("seconds", "speedup"), plain=True,
-    ),
-    _with_beta(
-        "figure3", "Acceptance and speedup over length, without reuse and with 20 4-grams", "k", _reused(0, 20),
-        wide=True,
-    ),
-    _with_beta(
-        "figure4", "Acceptance and speedup by how many 4-grams are reused", "k", _reused(0, 5, 10, 20, 50),
-        across=True,
-    ),
-    _of_texts(
-        "case-study", "The same beginning, with and without the contextual penalty", "penalty", _TOKENSWIFT,
-        settings={"with penalty": {"penalty": 1.2}, "without": {"penalty": 1.0}},
-        lens=(1000, 2000, 4000), texts=True,
-    ),
-)
-# fmt: on
-
-SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
 
 
 def find_suite(name: str) -> Suite:
@@ -255,7 +146,7 @@ def place_name(suite: Suite, axis: str) -> str:
 
 def published_rows(suite: Suite) -> list[Row]:
     """The paper's rows; none where no figures were transcribed."""
-    file, rows = files("tswift.benchmarking") / "paper" / f"{suite.name}.csv", []
+    file, rows = _FILES / f"{suite.name}.csv", list[Row]()
     for line in csv.DictReader(file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
         known = {name: float(value) for name, value in line.items() if value and name.removesuffix("_std") in METRICS}
         figures = {name: Figure(1, known[name], known.get(f"{name}_std")) for name in known if name in METRICS}

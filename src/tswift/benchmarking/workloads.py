@@ -25,6 +25,7 @@ OPTION = "workload"
 _TEXT = ("prompt", "problem", "question", "question_content", "text")  # of a line, the first of these names that it has
 _ID = ("id", "name", "task_id", "question_id", "slug")
 _ENTRIES = 16  # of a structured text, in the prompt
+_STRUCTURED = 3  # texts where nothing is said: one of each frame
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if limit == 0:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
         if name in KINDS:
-            found = list(islice(KINDS[name](), limit or (len(_FORMS) if name == "structured" else None)))
+            found = list(islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None)))
         elif name.endswith(".jsonl"):
             data = read_file(find_path(name, OPTION), MAX_BYTES, OPTION)
             found = list(islice(_lines(data, Path(name).name), limit))
@@ -154,73 +155,30 @@ def _lines(data: bytes, file: str) -> Iterator[Text]:
         yield Text(f"{stem}/{name}", check_prompt(text, OPTION, where), kind)
 
 
-# what structured texts are made of: in each entry, a word of the list for each {name}
-_WORDS: Mapping[str, Sequence[str]] = {
-    "sky": ("clear", "overcast", "foggy", "showery", "cold and bright", "thundery", "still", "hazy"),
-    "quarter": ("north", "north-east", "east", "south", "south-west", "west", "north-west"),
-    "work": (
-        "mended the nets", "whitewashed the tower", "trimmed the lamp", "dug the potatoes", "cleaned the lenses",
-        "tarred the boat", "copied the register", "carried coals", "painted the gallery", "counted the stores",
-    ),
-    "who": (
-        "the pilot", "a pedlar", "the schoolmaster", "two fishermen", "nobody", "the inspector", "my sister",
-        "a painter from the town", "the doctor", "the postman's boy",
-    ),
-    "thing": (
-        "lamp oil", "flour", "rope", "candles", "salt", "nails", "tea", "timber", "paper", "copper wire", "wool",
-    ),
-    "thought": (
-        "the winter will be long", "one grows used to the noise of the sea", "a letter is overdue",
-        "the gulls come nearer every day", "a garden would be a comfort", "the old lamp was the better one",
-    ),
-    "room": (
-        "a drawing office", "two bedrooms", "a dispensary", "a reading room", "a photographer's studio", "a workshop",
-        "a kitchen", "an archive", "the caretaker's rooms", "a music room", "a laundry", "a store for grain",
-    ),
-    "state": ("sound", "in want of paint", "damp at the north wall", "newly papered", "cracked above the door", "bare"),
-    "ship": ("the Halcyon", "the Providence", "the Mary Ann", "the Northern Star", "the Swallow", "the Good Intent"),
-    "act": ("entered", "cleared", "anchored", "was towed in", "took on water", "discharged", "was detained"),
-    "grade": ("NOTE", "NOTE", "NOTE", "WARN", "FAULT"),
-}  # fmt: skip
-# name: how the text begins, and an entry. {n} counts, {d1} to {d9} are numbers of so many digits
-_FORMS: Mapping[str, tuple[str, str]] = {
-    "diary": (
-        "The diary of a lighthouse keeper: fifty-two weeks, every one in the same form.\n\n",
-        "Week {n}\nWeather: {sky}, wind from the {quarter}, glass at 2{d1}.{d2}.\nWork: I {work}, then {work}.\n"
-        "Visitors: {who}.\nStores: {d2} pounds of {thing}, {d1} of {thing}.\nThought: {thought}.\n\n",
-    ),
-    "building": (
-        "A survey of a building of a hundred floors, each described in the same order.\n\n",
-        "Floor {n}\nRooms: {room} and {room}.\nTenant since 18{d2}: {who}, at {d3} shillings a year.\n"
-        "Condition: {state}; the stairs {state}.\nLeft behind: {d2} parcels of {thing}.\n\n",
-    ),
-    "log": (
-        "The log of a harbour office. Time, berth, grade, event.\n\n",
-        "entry {n} | 1{d1}:{d2} | berth {d1} | {grade} | {ship} {act}; wind {quarter}, {d3} tons of {thing}; {who}\n",
-    ),
-}
-
-
 class _Slots(dict[str, object]):
     """Words for an entry. Only ``random()`` is used, which gives the same in every version of Python."""
 
-    def __init__(self, random: Random, number: int) -> None:
+    def __init__(self, words: Mapping[str, Sequence[str]], random: Random, number: int) -> None:
         super().__init__(n=number)
-        self._random = random
+        self._words, self._random = words, random
 
     def __missing__(self, name: str) -> str:
-        if name not in _WORDS:
+        if name not in self._words:  # d3 for a number of three digits
             return "".join(str(int(self._random.random() * 10)) for _ in range(int(name[1:])))
-        return _WORDS[name][int(self._random.random() * len(_WORDS[name]))]
+        return self._words[name][int(self._random.random() * len(self._words[name]))]
 
 
 def _structured() -> Iterator[Text]:
-    """A diary, a building, a log, and so on with other contents: the frame repeats, what stands in it does not."""
+    """A diary, a building, a log, and so on with other contents: the frame repeats, what stands in it does not.
+
+    ``structured.json`` has the frames, in which ``{n}`` counts entries, and the words for each other name in braces.
+    """
+    content = json.loads((bundled_prompts() / "structured.json").read_text(encoding="utf-8"))
     for seed in count():
-        for name, (beginning, entry) in _FORMS.items():
+        for name, form in content["forms"].items():
             random = Random(f"{name} {seed}")
-            slots = (_Slots(random, number) for number in range(1, _ENTRIES + 1))
-            text = beginning + "".join(map(entry.format_map, slots))
+            slots = (_Slots(content["words"], random, number) for number in range(1, _ENTRIES + 1))
+            text = form["beginning"] + "".join(map(form["entry"].format_map, slots))
             yield Text(f"structured/{name}-{seed}", text, "structured")
 
 
