@@ -123,7 +123,7 @@ def test_a_floor_is_the_sum_of_its_stretches() -> None:
 @needs_program
 def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec", "cascade", "recall", "auto")
-    config = configure(BenchOptions(methods, drafting={"budget": 128}, model=str(checkpoint)))
+    config = configure(BenchOptions.of({}, {"methods": methods, "budget": 128, "model": str(checkpoint)}))
     floor, heads = floor_of(config, RATES), config.model.heads
     assert floor is not None
     assert heads is not None
@@ -142,7 +142,7 @@ def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: py
     embeddings = network.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     assert floor.shape.weight_bytes == sum(weight.nbytes for weight in network.parameters()) - embeddings
     whole = floor_of(
-        configure(BenchOptions(("ar", "tokenswift"), drafting={"kv": "full"}, model=str(checkpoint))), RATES
+        configure(BenchOptions.of({}, {"methods": ("ar", "tokenswift"), "kv": "full", "model": str(checkpoint)})), RATES
     )
     assert whole is not None
     assert (whole.drafting["tokenswift"].budget or 0) > 10**9

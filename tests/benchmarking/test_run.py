@@ -58,8 +58,8 @@ LENGTH = 120
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
-def options(checkpoint, *methods: str, **changes) -> BenchOptions:
-    return BenchOptions(("ar", *methods), model=str(checkpoint), **changes)
+def options(checkpoint, *methods: str, trees=None, **changes) -> BenchOptions:
+    return BenchOptions.of(trees or {}, {"methods": ("ar", *methods), "model": str(checkpoint), **changes})
 
 
 def run_of(method: str, length: int, seed: int = 3) -> Run:
@@ -289,7 +289,9 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     """The workload of ``make gate`` has the hash in ``results/baseline.json``, or the gate would refuse to compare."""
     baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())["workload"]
     methods = ("ar", "medusa", "tokenswift", "cascade", "recall", "standalone", "triforce")
-    config = configure(BenchOptions(methods, drafting={"costs": "nominal"}, dtype="float64", device="cpu"))
+    config = configure(
+        BenchOptions.of({}, {"methods": methods, "costs": "nominal", "dtype": "float64", "device": "cpu"})
+    )
     prompts = encode(read_texts([]), config.model, 1024)
     plan = Plan((1024,), (500, 1000), (0, 1), warmup=0)
     assert to_json(begin_measurement(config, prompts, plan, ["tswift"]).workload) == baseline
@@ -395,10 +397,10 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
 
 def test_a_tree_goes_to_its_method(checkpoint):
     mixed = {"tokenswift": (1, 3), "medusa": "auto"}
-    config = configure(options(checkpoint, *mixed, drafting={"ngrams": 20}, trees=mixed))
+    config = configure(options(checkpoint, *mixed, ngrams=20, trees=mixed))
     assert {contender.label: contender.options.tree for contender in config.contenders} == {"ar": None, **mixed}
     assert "ngrams" in config.drafting()["tokenswift"]
-    drafting = configure(options(checkpoint, "medusa", "reuse", drafting={"ngrams": 7}, trees={"": (2, 2)})).drafting()
+    drafting = configure(options(checkpoint, "medusa", "reuse", ngrams=7, trees={"": (2, 2)})).drafting()
     assert (drafting["ar"], drafting["medusa"]["tree"], drafting["reuse"]["ngrams"]) == ({}, (2, 2), 7)
 
 
@@ -472,7 +474,7 @@ def test_a_wrong_method_is_found(checkpoint, monkeypatch):
 
 
 def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
-    config = configure(options(checkpoint, "medusa", sampling={"temperature": 0.0, "penalty": 1.0}))
+    config = configure(options(checkpoint, "medusa", temperature=0.0, penalty=1.0))
     target = config.model.target
     half = target.vocab_size // 2
     weight = target.model.get_output_embeddings().weight

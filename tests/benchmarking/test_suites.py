@@ -171,7 +171,9 @@ class Prepared:
 
     def __init__(self, checkpoint: Path, name: str, **changes: Any) -> None:
         self.suite = dataclasses.replace(SUITES[name], **changes)
-        self.groups, self.missing = prepare(self.suite, BenchOptions(model=str(checkpoint)), Plan((4,), (6,)))
+        self.groups, self.missing = prepare(
+            self.suite, BenchOptions.of({}, {"model": str(checkpoint)}), Plan((4,), (6,))
+        )
 
     def begin(self, plan: Plan) -> SuiteRecord:
         return begin_suite(self.suite, self.groups, self.missing, PROMPTS, plan, ["tswift"])

@@ -105,9 +105,8 @@ def small(tmp_path_factory):
 
 def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     """The record of a tiny benchmark with all peers, as a file has it, and its texts by label."""
-    options = BenchOptions(
-        ("ar", "reuse"), model=str(checkpoint), draft_model=str(small), dtype="float64", peers=PEERS, sampling=sampling
-    )
+    asked = {"model": str(checkpoint), "draft_model": str(small), "dtype": "float64", "peers": PEERS}
+    options = BenchOptions.of({}, {"methods": ("ar", "reuse"), **asked, **sampling})
     config, texts = configure(options), {}
     prompts = [Prompt("a/1", list(range(1, 9)), "a"), Prompt("b/1", list(range(3, 12)), "b")]
     record = begin_measurement(config, prompts, plan, ["tswift"])
@@ -159,7 +158,8 @@ def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
 
 
 def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
-    options = BenchOptions(("ar",), model=str(checkpoint), draft_model=str(small), dtype="float64", peers=PEERS)
+    asked = {"model": str(checkpoint), "draft_model": str(small), "dtype": "float64", "peers": PEERS}
+    options = BenchOptions.of({}, {"methods": ("ar",), **asked})
     config, prompts = configure(options), [Prompt("a", list(range(1, 9)))]
     record = begin_measurement(config, prompts, PLAN, ["tswift"])
 
@@ -183,8 +183,8 @@ def test_what_no_peer_can_do() -> None:
             {"model": "a-folder", "peers": ("assisted",)},
             "draft_model: is required: assisted drafts with a smaller model",
         ),
-        ({"sampling": {"logit_bias": {3: 1.0}}}, "logit_bias: is not handed to transformers' generate"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias: is not handed to transformers' generate"),
     ):
-        options = BenchOptions(**{"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
+        options = BenchOptions.of({}, {"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
         with pytest.raises(InputError, match=message):
             options.check()

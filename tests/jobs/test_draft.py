@@ -159,12 +159,11 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
 def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None) -> None:
     methods = ("ar", "medusa", "magicdec")
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
-    entry = BenchOptions(
-        methods, model=str(checkpoint), device="cpu", dtype="bfloat16", drafting={"budget": 64}, draft_weights="fp8"
-    )
+    asked = {"methods": methods, "model": str(checkpoint), "device": "cpu"}
+    entry = BenchOptions.of({}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "fp8"})
     floor = floor_of(configure(entry), MACHINE)
     assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
-    plain = BenchOptions(methods, model=str(checkpoint), device="cpu")
+    plain = BenchOptions.of({}, asked)
     measured, without = (
         begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE) for each in (entry, plain)
     )

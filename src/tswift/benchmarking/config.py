@@ -6,15 +6,15 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, renamed
-from tswift.jobs.config import TextConfig, fields_of, to_load
+from tswift.jobs.config import TextConfig, to_load
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
-from tswift.options import check_options, given_names, option, parse_numbers
+from tswift.options import changed, check_options, given_names, given_options, option, parse_numbers, part
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class CompareConfig(TextConfig):
 
 
 @dataclass(frozen=True)
-class BenchOptions(ModelConfig):
-    """Options of several methods, as on the command line; ``compare`` and ``bench`` have them."""
+class BenchOptions:
+    """A model and several methods, as on the command line; ``compare`` and ``bench`` have them."""
 
     methods: Sequence[str] = option(
         (BASELINE, "auto"),
@@ -94,8 +94,9 @@ class BenchOptions(ModelConfig):
         parse=parse_methods,
         also=("--method",),
     )
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that were given
-    drafting: Mapping[str, Any] = field(default_factory=dict)  # of DraftOptions, for all methods that use them
+    model: ModelConfig = part(ModelConfig)
+    sampling: SamplingParams = part(SamplingParams)
+    drafting: DraftOptions = part(DraftOptions)  # for all methods that use them
     trees: Trees = field(default_factory=dict)  # by method; one under "" goes to all methods that use a tree
     with_reference_ar: bool = option(
         False,
@@ -119,17 +120,17 @@ class BenchOptions(ModelConfig):
         flag="--peer",
         also=("--peers",),
     )
+    given: frozenset[str] = given_names()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_options(self)
         if self.with_reference_ar and REFERENCE not in self.methods:
             object.__setattr__(self, "methods", (*self.methods, REFERENCE))
 
     @classmethod
     def of(cls, trees: Trees, values: Mapping[str, Any]) -> BenchOptions:
-        """Options by name: those of this class, SamplingParams and DraftOptions."""
-        own, sampling, drafting = (fields_of(kind, values) for kind in (cls, SamplingParams, DraftOptions))
-        return cls(**own, sampling=sampling, drafting=drafting, trees=trees)
+        """Options by name, those of its parts among them."""
+        return changed(cls(trees=trees), values)
 
     def tree(self, method: str) -> tuple[int, ...] | str | None:
         """The tree given for a method."""
@@ -137,16 +138,15 @@ class BenchOptions(ModelConfig):
 
     def check(self) -> dict[str, DraftOptions]:
         """Each method's drafting options, after all was checked that needs no model."""
-        SamplingParams(**self.sampling)
         self.refuse_unused(self.methods)
-        drafting = {method: DraftOptions(**self.drafting, tree=self.tree(method)) for method in self.methods}
+        drafting = {method: replace(self.drafting, tree=self.tree(method)) for method in self.methods}
         self.to_load()
         if self.peers:
             assistant_of(self)
-            if self.sampling.get("logit_bias"):
+            if self.sampling.logit_bias:
                 raise InputError("is not handed to transformers' generate; leave `peers` out", "logit_bias")
             for reason, given in {
-                "random weights": self.model.startswith(SHAPE_PREFIX),
+                "random weights": self.model.model.startswith(SHAPE_PREFIX),
                 "simulated acceptance": self.simulate_alpha is not None,
             }.items():
                 if given:
@@ -164,13 +164,13 @@ class BenchOptions(ModelConfig):
     def to_load(self, methods: Sequence[str] | None = None) -> ModelConfig:
         """What is loaded for methods, if not for all of these: without a draft model that only a peer uses."""
         uses = any(find_method(method).draft or find_method(method).may_draft for method in self.methods)
-        asked = ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
-        own = replace(asked, draft_model=None) if ASSISTED in self.peers and not uses else asked
+        own = replace(self.model, draft_model=None) if ASSISTED in self.peers and not uses else self.model
         return to_load(own, self.methods if methods is None else methods)
 
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
-        refuse_unused(methods, {**self.drafting, "heads": self.heads, "tree": self.trees.get("")}, self.trees)
+        drafting = given_options(self.drafting, self.given)
+        refuse_unused(methods, {**drafting, "heads": self.model.heads, "tree": self.trees.get("")}, self.trees)
         for method in self.trees:
             if method and (method not in methods or "tree" not in find_method(method).uses):
                 raise InputError(f"is given for {method}, which is not among the methods or has no tree", "tree")
@@ -180,10 +180,11 @@ def assistant_of(options: BenchOptions) -> str | None:
     """The model that drafts for the assisted peer; None where that is not asked for."""
     if ASSISTED not in options.peers:
         return None
-    if options.draft_model is None and options.model != DEMO:
-        message = f"is required: {ASSISTED} drafts with a smaller model that has the tokens of {options.model}"
+    model = options.model
+    if model.draft_model is None and model.model != DEMO:
+        message = f"is required: {ASSISTED} drafts with a smaller model that has the tokens of {model.model}"
         raise InputError(message, "draft_model")
-    return options.draft_model or DEMO_DRAFT
+    return model.draft_model or DEMO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -399,7 +400,6 @@ def configure(
     from tswift.engine import Demand, ending, preflight
     from tswift.loading import load_model
 
-    params = SamplingParams(**options.sampling)
     drafting = options.check()
     wanted = options.to_load()
     try:
@@ -412,7 +412,7 @@ def configure(
         ]
     except InputError as error:
         raise renamed(error, {"method": "methods"}) from None
-    params, _ = ending(params, model.eos_ids, stop_at_eos=False)
+    params, _ = ending(options.sampling, model.eos_ids, stop_at_eos=False)
     cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
     peers = None

@@ -89,7 +89,7 @@ def load_peers(options: BenchOptions, model: LoadedModel) -> Peers:
 
     transformers_logging.set_verbosity_error()  # it advises against what it does itself when it is assisted
     assistant = assistant_of(options)
-    return Peers(options.peers, loaded(options.model), assistant and loaded(assistant), assistant)
+    return Peers(options.peers, loaded(options.model.model), assistant and loaded(assistant), assistant)
 
 
 class _Closed(Exception):

@@ -56,7 +56,7 @@ class Request:
         if plan.shard and judging.against:
             raise InputError("wants the whole grid, as --merge makes it of shards", "against")
         if suite:
-            refuse_shape(options.model)
+            refuse_shape(options.model.model)
         else:
             options.check()
         return cls(given, earlier, missing, suite, plan, judging, options)
@@ -67,7 +67,7 @@ class Request:
             return self
         from tswift.loading import inspect_model
 
-        plan, model = self.plan, self.options.model
+        plan, model = self.plan, self.options.model.model
         positions = inspect_model(self.options.to_load()).max_positions
         given = {"prefill" if name == "prefills" else name for name in self.given}
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
@@ -85,7 +85,7 @@ class Request:
     @property
     def simulated(self) -> bool:
         """Whether times mean something and texts do not."""
-        return self.options.simulate_alpha is not None or self.options.model.startswith(SHAPE_PREFIX)
+        return self.options.simulate_alpha is not None or self.options.model.model.startswith(SHAPE_PREFIX)
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Request:
         """The prompts' texts; none if nothing is left to be measured."""
         if self.measured:
             return []
-        refuse_missing_heads(self.options.heads)
+        refuse_missing_heads(self.options.model.heads)
         return read_workloads(self.plan.workload) if self.plan.workload else read_texts(self.plan.prompts)
 
     def begin(self, texts: Sequence[Text], command: Sequence[str], folder: Path) -> Begun:

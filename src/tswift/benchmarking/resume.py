@@ -17,6 +17,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import fields_of
 from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
+from tswift.models.config import ModelConfig
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.tables import Table
@@ -64,7 +65,7 @@ def plan_of(options: Mapping[str, object]) -> Plan:
 def refuse_changes(record: Record, typed: Options) -> None:
     """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
     known = vars(plan_of({"suite": record.suite} if isinstance(record, SuiteRecord) else {}))
-    for kind in (BenchOptions, SamplingParams, DraftOptions):
+    for kind in (BenchOptions, ModelConfig, SamplingParams, DraftOptions):
         known = {**{each.name: each.default for each, _ in options_of(kind)}, **known}
     known |= record.options or {}
     for name, value in typed.items():

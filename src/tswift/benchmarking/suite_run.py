@@ -12,6 +12,7 @@ import lzma
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
-from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,17 +155,15 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
         What runs side by side, by place on the suite's axis, ``""`` where contenders differ along it; and by label
         why a method cannot run on this model: it is left out.
     """
-    typed = [*options.sampling, *options.drafting, *(["tree"] if options.trees else [])]
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods
     if reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
-    DraftOptions(**options.drafting)  # what is out of range is refused before a model is loaded
-    params = {label: SamplingParams(**{**options.sampling, **own}) for label, own in suite.settings.items()}
+    params = {label: replace(options.sampling, **own) for label, own in suite.settings.items()}
     try:
         wanted = options.to_load(suite.methods)
     except InputError as error:
-        if options.draft_model is not None or error.field != "draft_model":
+        if options.model.draft_model is not None or error.field != "draft_model":
             raise
         # methods that need a draft model are left out
         wanted = options.to_load([method for method in suite.methods if not find_method(method).draft])
@@ -180,7 +178,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
             missing[label or method] = error.message
             errors.append(error)
     if len(contenders) == 1:
-        if errors[0].field in typed:
+        if errors[0].field in options.given or (errors[0].field == "tree" and options.trees):
             raise errors[0]
         raise InputError(f"{suite.name} cannot run on this model: {errors[0].message}", "suite")
     if reference:
@@ -197,10 +195,10 @@ def _draft_options(
     method: str, drafting: Mapping[str, Any], model: LoadedModel, options: BenchOptions, plan: Plan
 ) -> DraftOptions:
     """A contender's resolved options."""
-    fields = {**options.drafting, "tree": options.tree(method), **drafting}
+    asked = replace(options.drafting, **{"tree": options.tree(method), **drafting})
     if "tree" in drafting and model.heads is not None:
-        fields["nodes"] = tree_nodes(drafting["tree"], model.heads.conditioned)
-    resolved = resolve(method, model.target, model.heads, DraftOptions(**fields))
+        asked = replace(asked, nodes=tree_nodes(drafting["tree"], model.heads.conditioned))
+    resolved = resolve(method, model.target, model.heads, asked)
     try:
         check(model.target, Demand(max(plan.prefills), max(plan.lens), method, resolved), draft=model.draft)
     except InputError as error:

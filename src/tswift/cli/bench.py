@@ -18,7 +18,7 @@ from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading_notice
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, create_folder, default_path, lock_folder
-from tswift.models.config import SHAPES, refuse_missing_heads, refuse_shape
+from tswift.models.config import SHAPES, ModelConfig, refuse_missing_heads, refuse_shape
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from tswift.tables import Table
 
 
-@options.takes(CompareConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers"))
+@options.takes(
+    CompareConfig, ModelConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers")
+)
 def compare(
     typed: options.Typed,
     tree: options.Trees = None,
@@ -42,11 +44,12 @@ def compare(
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
     text_config, bench_options = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
-    refuse_shape(bench_options.model)
+    model = bench_options.model.model
+    refuse_shape(model)
     bench_options.check()
-    refuse_missing_heads(bench_options.heads)
-    text = text_config.read(bench_options.model)
-    with loading_notice(bench_options.model, quiet):
+    refuse_missing_heads(bench_options.model.heads)
+    text = text_config.read(model)
+    with loading_notice(model, quiet):
         from tswift.benchmarking.config import configure
         from tswift.benchmarking.run import compare as run_all
         from tswift.benchmarking.run import open_runs
@@ -71,7 +74,7 @@ def compare(
     bars, device = Bars(quiet, not no_progress), config.model.target.device
     for note in notes:
         bars.say(note)
-    name = f"model {bench_options.model}, {device}{config.model.remarks()}"
+    name = f"model {model}, {device}{config.model.remarks()}"
     bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
     plain_speed = 0.0
 
@@ -156,6 +159,7 @@ _OUTPUT = "Output"
 
 @options.takes(
     Plan,
+    ModelConfig,
     BenchOptions,
     SamplingParams,
     DraftOptions,
@@ -222,7 +226,7 @@ def bench(
         baseline = load_measurement(judging.against) if judging.against else None
         texts, folder = request.read_texts(), resume or out or default_path(request.name)
         bars = Bars(quiet, not no_progress)
-        with loading_notice(request.options.model, quiet):
+        with loading_notice(request.options.model.model, quiet):
             from tswift.benchmarking import report
             from tswift.benchmarking.plots import available
 
