@@ -347,18 +347,18 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         *[
             (lambda methods=methods, changes=changes: options("unread", *methods, **changes).check(), message)
             for methods, changes, message in [
-                ((), {"drafting": {"budget": 100}}, "budget: ar does not use it"),
-                (("medusa",), {"drafting": {"ngrams": 3}}, "ngrams: none of ar, medusa uses it"),
+                ((), {"budget": 100}, "budget: ar does not use it"),
+                (("medusa",), {"ngrams": 3}, "ngrams: none of ar, medusa uses it"),
                 (("reuse",), {"trees": {"": (2, 2)}}, "tree: none of ar, reuse uses it"),
                 (("medusa",), {"trees": {"tokenswift": (2, 2)}}, "tree: is given for tokenswift"),
-                (("tokenswift",), {"drafting": {"ngrams": 20}, "trees": {"": "auto"}}, "ngrams: none of .* with tree"),
+                (("tokenswift",), {"ngrams": 20, "trees": {"": "auto"}}, "ngrams: none of .* with tree"),
                 (
                     ("tokenswift",),
-                    {"drafting": {"ngrams": 20}, "trees": {"tokenswift": "auto"}},
+                    {"ngrams": 20, "trees": {"tokenswift": "auto"}},
                     "ngrams: none of ar, ",
                 ),
                 (("reuse",), {"heads": "chained"}, "heads: none of ar, reuse uses it"),
-                (("medusa",), {"sampling": {"min_p": 3.0}}, "min_p: must be between"),
+                (("medusa",), {"min_p": 3.0}, "min_p: must be between"),
                 ((), {"simulate_alpha": 0.5}, "simulate_alpha: none of the methods drafts"),
                 (("recall",), {"simulate_alpha": 0.5}, "simulate_alpha: goes with trees of one shape; recall chooses"),
                 (
