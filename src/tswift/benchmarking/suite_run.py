@@ -30,6 +30,7 @@ from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
+from tswift.options import changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +160,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
     reference = REFERENCE in options.methods
     if reference and not (suite.axis == "method" and suite.along == AXIS):
         raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
-    params = {label: replace(options.sampling, **own) for label, own in suite.settings.items()}
+    params = {label: changed(options.sampling, own) for label, own in suite.settings.items()}
     try:
         wanted = options.to_load(suite.methods)
     except InputError as error:
