@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -36,7 +37,15 @@ from tswift.forward.adapting import (
     try_graphs,
     wrap_model,
 )
-from tswift.forward.coded import gguf_bytes, load_gguf, load_rounded, random_rounded, rounded_bytes
+from tswift.forward.coded import (
+    gguf_bytes,
+    load_floats,
+    load_gguf,
+    load_rounded,
+    missing_names,
+    random_rounded,
+    rounded_bytes,
+)
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
 from tswift.forward.floats import HALVES, pack
 from tswift.forward.hf import (
@@ -45,10 +54,11 @@ from tswift.forward.hf import (
     own_quantization,
     stretched,
 )
-from tswift.forward.program import may_serve, too_large_to_copy
+from tswift.forward.program import may_serve
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     INDEX,
+    StoredTensor,
     as_input_error,
     find_source,
     gguf_of,
@@ -285,7 +295,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         if asked.draft_model is not None:
             draft = _load_draft(asked.draft_model, loaded, asked.attention)
             loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
-        if plan.coded:
+        if plan.coded or plan.packed:
             give_back()  # what was needed to make codes is more than they take
         return loaded
 
@@ -302,7 +312,7 @@ class _LoadPlan:
     drafter: SpeculatorFile | None = None
     heads: Path | str | None = None  # as heads_source() returns it
     held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
-    packed: bool = False  # whether matrices are held as a C program reads them, and not by PyTorch, too
+    packed: bool = False  # whether matrices are held as a C program reads them, and not as PyTorch does
 
     @property
     def coded(self) -> str:
@@ -369,7 +379,8 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     if serves and ranks.count == 1 and _packs(asked, config):
         held = dtype if dtype in HALVES else None
         dtype = torch.float32 if held else dtype
-        packed = held is not None or (dtype == torch.float32 and too_large_to_copy(skeleton(config)))
+        # what learns through a model, whose rows need not be exact, needs its weights as PyTorch has them
+        packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
     kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
     if reduced is not None:  # what cannot be quantised is refused before it is loaded
@@ -522,15 +533,11 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         other_dtype = dtype_note(config, plan.held or plan.dtype)  # from_pretrained may overwrite the configuration's
         if file is not None:
             network = load_gguf(file, config, plan.held or plan.dtype)
-        elif asked.weights is not None:
+        elif asked.weights is not None or plan.packed:
             files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
-            network = load_rounded(config, stored_tensors(files), asked.weights, model)
-            with suppress(OSError):  # a checkpoint need not have one
-                network.generation_config = GenerationConfig.from_pretrained(source)
+            network = _packed_network(plan, stored_tensors(files), source)
         else:
             network = _from_safetensors(plan, source, options)
-        if plan.packed:
-            pack(network)
         if network.dtype == torch.float64 and is_moe(config):
             network.set_experts_implementation("eager")  # the others multiply no float64
         target = wrap_model(
@@ -553,6 +560,21 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         held=plan.held,
     )
     return loaded, note
+
+
+def _packed_network(plan: _LoadPlan, stored: Mapping[str, StoredTensor], source: str) -> PreTrainedModel:
+    """The model of a checkpoint whose matrices are packed, as codes or as floats."""
+    asked, config = plan.asked, plan.config
+    if asked.weights is not None:
+        network = load_rounded(config, stored, asked.weights, asked.model)
+    elif missing_names(config, stored):  # transformers knows other names for some
+        network = _from_safetensors(plan, source, {})
+        pack(network)
+    else:
+        network = load_floats(config, stored, plan.held or torch.float32, asked.model)
+    with suppress(OSError):  # a checkpoint need not have one
+        network.generation_config = GenerationConfig.from_pretrained(source)
+    return network
 
 
 def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) -> PreTrainedModel:

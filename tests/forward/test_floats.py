@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from tests.conftest import make_checkpoint
 from tests.helpers import needs_program
-from tswift import loading
 from tswift.engine import generate
+from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM, wrap_model
 from tswift.forward.floats import HALVES, PackedFloats, PackedLinear, pack
-from tswift.loading import LoadedModel, inspect_model, load
+from tswift.loading import LoadedModel, adopt, inspect_model, load
+from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
 
 pytestmark = needs_program
@@ -29,19 +30,19 @@ def test_weights_come_back_as_they_were_packed(dtype: torch.dtype, outputs: int,
     for given in (weight, weight.float()):
         packed, wanted = PackedFloats(given), torch.tensor([[0, outputs - 1], [outputs // 2, 0]])
         assert packed.kind == dtype
-        assert torch.equal(packed.plain(), weight)
+        assert torch.equal(packed.rows(torch.arange(outputs)), weight.float())
         assert torch.equal(packed.rows(wanted), weight.float()[wanted])
 
 
 def test_gradients_flow_through_it() -> None:
     layer = nn.Linear(40, 24).requires_grad_(False)
     rows = torch.randn(3, 40, requires_grad=True)
-    PackedLinear(layer)(rows).sum().backward()
+    PackedLinear(layer.weight, layer.bias)(rows).sum().backward()
     assert torch.allclose(rows.grad, layer.weight.sum(0).expand(3, -1), atol=1e-5)
 
 
-def tokens_of(model: LoadedModel, method: str) -> list[int]:
-    return [token for step in generate(model, "The ship", 200, method=method, seed=2) for token in step.tokens]
+def tokens_of(model: LoadedModel, method: str, prompt: str | list[int] = "The ship") -> list[int]:
+    return [token for step in generate(model, prompt, 200, method=method, seed=2) for token in step.tokens]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -63,14 +64,25 @@ def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bo
     assert 2 * sizes[0].weight_bytes <= sizes[1].weight_bytes
 
 
-def test_no_model_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_held_once(tmp_path: Path) -> None:
+    """Texts, hashes of weights and heads are those of a model that PyTorch holds."""
     folder = str(make_checkpoint(tmp_path / "m", head_dim=32))
-    wanted = tokens_of(load(folder, device="cpu"), "ar")
-    monkeypatch.setattr(loading, "too_large_to_copy", lambda network: True)
-    large = load(folder, device="cpu")
-    assert all(weight.dim() < 2 for weight in large.target.model.parameters())
-    assert (large.layers, large.about()["dtype"]) == (PROGRAM, "float32")
-    assert tokens_of(large, "ar") == wanted
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    packed = load(folder, device="cpu")
+    assert all(weight.dim() < 2 for weight in packed.target.model.parameters())
+    assert (packed.layers, packed.about()["dtype"]) == (PROGRAM, "float32")
+    for hashed in (weights_hash, fingerprint_of, fingerprint_in_any_dtype):
+        assert hashed(packed.target.model) == hashed(network)
+    prompt = [3, 1, 4, 1, 5]
+    assert tokens_of(packed, "ar", prompt) == tokens_of(adopt(network), "ar", prompt)
+
+
+def test_products_that_are_wrong_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(make_checkpoint(tmp_path / "m", head_dim=32))
+    monkeypatch.setattr("tswift.forward.floats.multiply", lambda c, rows: torch.ones(c.outputs))
+    with pytest.raises(InputError, match="are wrong on this machine"):
+        load(folder, device="cpu")
+    assert load(folder, device="cpu", attention="sdpa").layers != PROGRAM
 
 
 def test_embeddings_that_are_scaled() -> None:

@@ -55,8 +55,9 @@ def codes_of(outputs: int, inputs: int, bits: int, half: bool = True, block: int
     made = quantize(weight, bits)
     if block and block != made.block:
         codes = torch.randint(2**bits, (outputs, inputs), generator=random).to(torch.uint8)
-        factors = torch.randn(2, outputs, inputs // block, generator=random).half().float()
-        made = Codes(codes, factors[0] / 64, factors[1], bits)
+        factors = torch.randn(2, outputs, inputs // block, generator=random)
+        scale, minimum = (factors / torch.tensor([64, 1])[:, None, None]).half().float()
+        made = Codes(codes, scale, minimum, bits)
     scale, minimum = (each if half else each * (1 + 2**-20) for each in (made.scale, made.minimum))
     return Codes(made.codes, scale, -centre * scale if centre else minimum, bits)
 
@@ -87,7 +88,7 @@ def test_codes_come_back_as_they_were_packed(
         assert torch.equal(getattr(back, name), getattr(codes, name))
     size = (2 if half else 4) * (1 if centre else 2)  # of an output's scale and minimum
     assert layer.packed.bytes.nbytes == -(-outputs // 16) * 16 * blocks * (block * bits // 8 + size)
-    embeddings, tokens = PackedEmbedding(layer), torch.randint(outputs, (2, 3))
+    embeddings, tokens = PackedEmbedding(layer.packed), torch.randint(outputs, (2, 3))
     assert torch.equal(embeddings(tokens), codes.dequantized()[tokens])
 
 
@@ -200,8 +201,8 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
     for name, layer in [*made.named_modules()]:
         if isinstance(layer, nn.Linear):
             made.set_submodule(name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits))
-    own = made.get_output_embeddings() if tied else quantize(made.get_input_embeddings().weight, 8)
-    made.set_input_embeddings(PackedEmbedding(own))
+    own = made.get_output_embeddings() if tied else IntegerLinear(quantize(made.get_input_embeddings().weight, 8))
+    made.set_input_embeddings(PackedEmbedding(own.packed))
     return made
 
 

@@ -16,7 +16,7 @@ from tests.forward.test_passes import OPTIONS, PARAMS
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tokens_of
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.forward.adapting import wrap_model
+from tswift.forward.adapting import PROGRAM, wrap_model
 from tswift.forward.hf import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
 from tswift.loading import inspect_model
 from tswift.models.checkpoint import weights_hash
@@ -232,13 +232,14 @@ def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.Monke
 
 @able
 def test_what_will_be_copied_is_foreseen() -> None:
-    model, cpu = tswift.load(device="cpu").target.model, torch.device("cpu")
+    model, cpu = tswift.load(device="cpu", attention="sdpa").target.model, torch.device("cpu")
     layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
     held = 4 * sum(layer.weight.numel() for layer in layers if layer.ordered is not None)
     wide = tswift.load(device="cpu", dtype="float64").target.model
     given = (torch.float32, cpu), (torch.float64, cpu), (torch.float32, torch.device("meta"))
     assert [copied_bytes(wide, *each) for each in given] == [held, 0, 0]
-    weights = sum(weight.numel() for weight in model.parameters())
-    assert (
-        inspect_model(ModelConfig(model="demo", device="cpu")).weight_bytes == 4 * weights + 2 * held > 4 * weights
-    )  # the C program's
+    weights = 4 * sum(weight.numel() for weight in model.parameters())
+    spec = {kind: inspect_model(ModelConfig(model="demo", device="cpu", attention=kind)) for kind in ("sdpa", "auto")}
+    assert spec["sdpa"].weight_bytes == weights + held > weights
+    if tswift.load(device="cpu").layers == PROGRAM:
+        assert spec["auto"].weight_bytes == weights  # packed, once

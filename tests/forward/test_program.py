@@ -287,7 +287,7 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
 def test_a_product(inputs: int, outputs: int, threads: int) -> None:
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, outputs, bias=inputs != 48).requires_grad_(False)
-    product, before = PackedLinear(layer), torch.get_num_threads()
+    product, before = PackedLinear(layer.weight, layer.bias), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         rows = torch.randn(2, 9, inputs)

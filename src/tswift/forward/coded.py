@@ -1,7 +1,7 @@
-"""Networks whose matrices are codes: of a GGUF file, or made of any checkpoint when it is loaded (``--weights``).
+"""Networks whose matrices are packed: codes of a GGUF file, codes made of any checkpoint (``--weights``), or floats.
 
-A network is made without weights and filled tensor by tensor. So its weights are never in memory as a whole but as
-codes. What was made of a checkpoint is kept in the user's cache folder, and mapped into memory by later processes.
+A network is made without weights and filled tensor by tensor. So its weights are never in memory as a whole but
+packed. What was made of a checkpoint is kept in the user's cache folder, and mapped into memory by later processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
+from tswift.forward.floats import PackedFloats, PackedLinear
 from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.models import codes
 from tswift.models.checkpoint import StoredTensor, skeleton
@@ -38,9 +39,10 @@ BITS = {"int8": 8, "int4": 4}  # of a code, by the value of ``--weights``
 _END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them in 6 or 8, too
 _FLOAT = torch.float32.itemsize
 _PIECE = 1 << 24  # weights that are rounded at a time
+_APART = 1e-3  # most that products in C may be from PyTorch's, in units of the largest
 _KEPT = "weights"  # how the files of codes in the cache folder begin
 
-Matrix = Codes | PackedCodes | Tensor
+Matrix = Codes | PackedCodes | PackedFloats | Tensor
 
 
 def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
@@ -56,19 +58,24 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
         if isinstance(weight, Tensor):
             setattr(owner, kind, nn.Parameter(weight.to(dtype), requires_grad=False))
         elif owner is embeddings and (type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")):
-            linear = IntegerLinear(weight)
+            linear = _linear(weight, None)
             scale = float(getattr(owner, "scalar_embed_scale", 1))
-            network.set_submodule(path, PackedEmbedding(linear, scale))
+            network.set_submodule(path, PackedEmbedding(linear.packed, scale))
             if tied:
                 network.set_output_embeddings(linear)
         elif type(owner) is nn.Linear:
-            network.set_submodule(path, IntegerLinear(weight, owner.bias))
+            network.set_submodule(path, _linear(weight, owner.bias))
         else:
-            codes = weight if isinstance(weight, Codes) else weight.codes()
-            owner.weight = nn.Parameter(codes.dequantized().to(dtype), requires_grad=False)
+            packed = PackedCodes(weight) if isinstance(weight, Codes) else weight
+            plain = packed.rows(torch.arange(packed.outputs))
+            owner.weight = nn.Parameter(plain.to(dtype), requires_grad=False)
     if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
     return network.eval().requires_grad_(False)
+
+
+def _linear(weight: Codes | PackedCodes | PackedFloats, bias: Tensor | None) -> IntegerLinear | PackedLinear:
+    return PackedLinear(weight, bias) if isinstance(weight, PackedFloats) else IntegerLinear(weight, bias)
 
 
 def gguf_bytes(file: GGUFFile) -> int:
@@ -112,6 +119,43 @@ def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> P
     return network
 
 
+def missing_names(config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The parameters of a model that a checkpoint does not have by the names of the modeling code."""
+    return [name for name, _ in skeleton(config).named_parameters() if name not in stored]
+
+
+def load_floats(
+    config: PreTrainedConfig, stored: Mapping[str, StoredTensor], dtype: torch.dtype, model: str
+) -> PreTrainedModel:
+    """The network of a checkpoint, its matrices packed as floats.
+
+    Args:
+        config: of the checkpoint.
+        stored: its tensors by name, all of them.
+        dtype: of the matrices.
+        model: its name, for errors.
+
+    Raises:
+        InputError: the C products come to something else than PyTorch's here.
+    """
+    matrices = _matrices(config)
+
+    def read(name: str) -> Matrix:
+        weight = stored[name].read().to(dtype)
+        if name not in matrices:
+            return weight.float().clone()  # a part of a file would keep all of it mapped into memory
+        packed = PackedFloats(weight)
+        row = torch.linspace(-1, 1, packed.inputs)
+        wanted = nn.functional.linear(row, weight.float())
+        ours = PackedLinear(packed)(row)
+        if (ours - wanted).abs().max() > _APART * wanted.abs().max() and wanted.isfinite().all():
+            advice = "--attention sdpa does without C"
+            raise InputError(f"{model}: products in C are wrong on this machine, as of {name}; {advice}", "attention")
+        return packed
+
+    return _filled(config, torch.float32, read)
+
+
 def load_rounded(
     config: PreTrainedConfig, stored: Mapping[str, StoredTensor], kind: str, model: str
 ) -> PreTrainedModel:
@@ -126,7 +170,7 @@ def load_rounded(
     Raises:
         InputError: the checkpoint lacks a weight, or has a matrix without whole blocks.
     """
-    missing = [name for name, _ in skeleton(config).named_parameters() if name not in stored]
+    missing = missing_names(config, stored)
     if missing:
         raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
     read = _rounding(config, lambda name: stored[name].read(), kind, model)
@@ -219,14 +263,20 @@ def _rounding(
 
 def rounded_bits(config: PreTrainedConfig, kind: str) -> dict[str, int]:
     """The bits of a code, by the name of each matrix that is rounded."""
+    return {name: max(BITS[kind], _END_BITS if at_end else 0) for name, at_end in _matrices(config).items()}
+
+
+def _matrices(config: PreTrainedConfig) -> dict[str, bool]:
+    """By name, the weights that are matrices of linear layers or embeddings; whether of embeddings or LM head."""
     network = skeleton(config)
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    bits = {}
-    for name, weight in network.named_parameters():
-        owner = network.get_submodule(name.rpartition(".")[0])
-        if weight.dim() == 2 and type(owner) in (nn.Linear, nn.Embedding):
-            bits[name] = max(BITS[kind], _END_BITS if owner in ends else 0)
-    return bits
+    owners = {name: network.get_submodule(name.rpartition(".")[0]) for name, _ in network.named_parameters()}
+    return {name: owner in ends for name, owner in owners.items() if _is_matrix(name, owner)}
+
+
+def _is_matrix(name: str, owner: nn.Module) -> bool:
+    embeds = type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")
+    return name.endswith(".weight") and (type(owner) is nn.Linear or embeds)
 
 
 def _rounded(weight: Tensor, bits: int) -> Codes:

@@ -13,6 +13,7 @@ from tswift.forward.products import library, multiply
 from tswift.models.codes import Packed
 
 HALVES = (torch.bfloat16, torch.float16)
+_PIECE = 1 << 22  # weights that are packed at a time
 
 
 class PackedFloats(Packed):
@@ -32,14 +33,24 @@ class PackedFloats(Packed):
         program = library()
         self.outputs, self.inputs = weight.shape
         self._block, self._lanes = int(program.tswift_block()), int(program.tswift_lanes())
-        narrow = (kind for kind in HALVES if torch.equal(weight.to(kind).to(weight.dtype), weight))
+        pieces = weight.detach().split(self._block * max(1, _PIECE // weight[: self._block].numel()))
+        narrow = (kind for kind in HALVES if all(torch.equal(rows.to(kind).to(rows.dtype), rows) for rows in pieces))
         self._kind = weight.dtype if weight.dtype in HALVES else next(narrow, torch.float32)
-        padded = nn.functional.pad(weight.detach().to(self.kind), (0, 0, 0, -self.outputs % self._block))
+        # bytes, as those of a network stay what they are when its numbers are converted
+        shape = -(-self.outputs // self._block), self.inputs, self._block * self.kind.itemsize
+        self.register_buffer("bytes", torch.empty(shape, dtype=torch.uint8))
+        at = 0
+        for rows in pieces:
+            packed = self._packed(rows)
+            self.bytes[at : at + len(packed)] = packed
+            at += len(packed)
+
+    def _packed(self, rows: Tensor) -> Tensor:
+        padded = nn.functional.pad(rows.to(self.kind), (0, 0, 0, -len(rows) % self._block))
         packed = padded.view(-1, self._block, self.inputs).transpose(1, 2)
         if self.kind == torch.bfloat16:  # the numbers of two vectors take turns
             packed = packed.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4)
-        # bytes, as those of a network stay what they are when its numbers are converted
-        self.register_buffer("bytes", packed.contiguous().view(len(packed), self.inputs, -1).view(torch.uint8))
+        return packed.contiguous().view(len(packed), self.inputs, -1).view(torch.uint8)
 
     @property
     def kind(self) -> torch.dtype:
@@ -53,26 +64,22 @@ class PackedFloats(Packed):
             own = own % self._lanes * 2 + own // self._lanes
         return self.bytes.view(self.kind)[outputs // self._block, :, own].float()
 
-    def plain(self) -> Tensor:
-        """All the weights ``[outputs, inputs]``."""
-        return self.rows(torch.arange(self.outputs)).to(self.kind)
-
 
 class PackedLinear(nn.Module):
     """A linear layer of floats by the C program: frozen weights, packed. Inputs are float32.
 
     Args:
-        layer: as the modeling code has it.
+        weight: the matrix.
+        bias: ``[outputs]``, or None.
 
     Raises:
         Unbuilt: there is no program here.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, weight: Tensor | PackedFloats, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.packed = PackedFloats(layer.weight)
+        self.packed = weight if isinstance(weight, PackedFloats) else PackedFloats(weight)
         self.out_features, self.in_features = self.packed.outputs, self.packed.inputs
-        bias = getattr(layer, "bias", None)
         self.bias = None if bias is None else nn.Parameter(bias.detach().float().contiguous(), requires_grad=False)
 
     @property
@@ -85,12 +92,12 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights, unpacked anew."""
-        return self.packed.plain()
+        return self.packed.rows(torch.arange(self.out_features))
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., inputs]`` float32 to ``[..., outputs]``."""
         if input.requires_grad and torch.is_grad_enabled():
-            return nn.functional.linear(input, self.weight.float(), self.bias)
+            return nn.functional.linear(input, self.weight, self.bias)
         return multiply(self.c, input.float())
 
     def extra_repr(self) -> str:
@@ -108,7 +115,8 @@ def pack(network: PreTrainedModel) -> None:
     tied = lm_head.weight is embeddings.weight
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     for name in names:
-        network.set_submodule(name, PackedLinear(network.get_submodule(name)))
+        layer = network.get_submodule(name)
+        network.set_submodule(name, PackedLinear(layer.weight, layer.bias))
     scale = float(getattr(embeddings, "scalar_embed_scale", 1))
     packed = network.get_output_embeddings().packed if tied else PackedFloats(embeddings.weight)
     network.set_input_embeddings(PackedEmbedding(packed, scale))

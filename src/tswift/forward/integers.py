@@ -21,11 +21,13 @@ from tswift.caches import ask_for_huge_pages
 from tswift.forward import products
 from tswift.forward.products import KINDS, C
 from tswift.models.codes import Codes, Packed, PackedCodes
+from tswift.models.devices import give_back
 from tswift.native_build import Unbuilt
 
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
 _HIGHEST = {8: 127, 16: 32639}  # of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits
 _LINE, _PAGE = 64, 1 << 21  # bytes of a line of the cache, and of a large page
+_MOVED = 1 << 26  # bytes after which the memory that they were in is given back
 _LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
 
 
@@ -137,14 +139,13 @@ class PackedEmbedding(nn.Module):
     """Embeddings of packed weights, of which rows are made float32 when they are looked up.
 
     Args:
-        packed: as of a linear layer, a row for every token; or the layer (a tied LM head) that holds them.
+        packed: as of a linear layer (a tied LM head), a row for every token.
         scale: a factor of all.
     """
 
-    def __init__(self, packed: Codes | Packed | IntegerLinear, scale: float = 1.0) -> None:
+    def __init__(self, packed: Packed, scale: float = 1.0) -> None:
         super().__init__()
-        made = PackedCodes(packed) if isinstance(packed, Codes) else packed
-        self.packed: Packed = made.packed if isinstance(made, IntegerLinear) else made
+        self.packed = packed
         self.num_embeddings, self.embedding_dim = self.packed.outputs, self.packed.inputs
         self.scalar_embed_scale = scale
 
@@ -176,9 +177,14 @@ def lay_together(network: nn.Module) -> None:
     whole = torch.empty(sum(sizes) + _PAGE, dtype=torch.uint8)
     ask_for_huge_pages(whole)
     whole = whole[-whole.data_ptr() % _LINE :]
+    moved = 0
     for each, piece in zip(packed, whole.split([*sizes, len(whole) - sum(sizes)]), strict=False):
         own = piece[: each.bytes.nbytes].view(each.bytes.shape)
         each.bytes = own.copy_(each.bytes)
+        moved += len(piece)
+        if moved >= _MOVED:  # or all weights would be in memory twice
+            give_back()
+            moved = 0
 
 
 @contextmanager

@@ -54,9 +54,11 @@ def weights_state(network: nn.Module) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in network.parameters()]
 
 
-def _packed(layer: nn.Module) -> PackedLinear | IntegerLinear:
+def _packed(layer: Any) -> PackedLinear | IntegerLinear:
     """A linear layer as the program has it: unless it is packed already."""
-    return layer if isinstance(layer, IntegerLinear | PackedLinear) else PackedLinear(layer)
+    if isinstance(layer, IntegerLinear | PackedLinear):
+        return layer
+    return PackedLinear(layer.weight, layer.bias)
 
 
 class PassProgram:
@@ -271,7 +273,7 @@ def rounded_linear(layer: nn.Linear) -> IntegerLinear | PackedLinear:
     That changes guesses now and then: the bundled heads draft as many tokens a step as unrounded, to within 1%.
     """
     if layer.in_features % LEAST_BLOCK:
-        return PackedLinear(layer)
+        return PackedLinear(layer.weight, layer.bias)
     return IntegerLinear(quantize(layer.weight, DRAFT_BITS), layer.bias, DRAFT_BITS)
 
 

@@ -36,6 +36,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tswift.errors import MAX_RECORD, InputError, close_name, did_you_mean, find_path, parse_json, read_file
+from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX
 from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
 
@@ -525,7 +526,7 @@ def fingerprint_in_any_dtype(network: nn.Module) -> str:
     Rounding changes no sign, so it is the same in whatever dtype a model is loaded; training does change some.
     """
     digest = sha256()
-    for weight in network.parameters():
+    for _, weight in named_weights(network):
         digest.update(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().flatten()[:1024].signbit().cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -543,12 +544,26 @@ def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Buffers in the checkpoint count: some quantised layers keep their weights there.
     """
-    weights = dict(network.named_parameters())
+    weights = dict(named_weights(network))
     every = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    modules = network.named_modules(remove_duplicate=False)
+    every |= {f"{name}.bytes" for name, module in modules if is_packed_floats(module)}
     weights.update((name, kept) for name, kept in network.state_dict().items() if name not in every)
     for name, weight in weights.items():
         if isinstance(weight, Tensor):  # not a module's extra state
             yield from _plain(name, weight.detach())
+
+
+def named_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters by name, and matrices of packed floats as the float32 parameters that they were; each once."""
+    seen = set()
+    for path, module in network.named_modules():
+        packed = getattr(module, "packed", None)
+        own = [(f"{path}.weight", packed)] if is_packed_floats(packed) else []
+        for name, weight in [*own, *module.named_parameters(path, recurse=False)]:
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield name, weight if isinstance(weight, Tensor) else weight.rows(torch.arange(weight.outputs))
 
 
 def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -181,6 +181,11 @@ def holds_packed(network: nn.Module) -> bool:
     return any(isinstance(module, Packed) for module in network.modules())
 
 
+def is_packed_floats(module: object) -> bool:
+    """Whether this is a packed matrix of floats."""
+    return isinstance(module, Packed) and module.bits == 0
+
+
 def read_bytes(network: nn.Module) -> int:
     """Bytes of weights that a pass over a network with packed ones reads: all but embeddings of which only rows are."""
     read = sum(each.nbytes for each in network.parameters())

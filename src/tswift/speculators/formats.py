@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, renaming
 from tswift.forward.hf import UnsupportedModel
+from tswift.forward.integers import holds_codes
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     CONFIG,
@@ -30,7 +31,6 @@ from tswift.models.checkpoint import (
     read_object,
     stored_tensors,
 )
-from tswift.models.codes import holds_packed
 from tswift.models.shapes import fill_randomly
 from tswift.speculators.networks import DFLASH, DSPARK, EAGLE3, BlockSpeculator, EagleSpeculator, SpeculatorSpec, build
 
@@ -99,10 +99,13 @@ class SpeculatorFile:
                 network = build(self.spec, target).to(target.dtype)
             fill_randomly(network)
             return attached(network)
-        quantised = getattr(target.model.config, "quantization_config", None) or holds_packed(target.model)
+        quantised = getattr(target.model.config, "quantization_config", None) or holds_codes(target.model)
         if not (any_model or quantised):
             for name, stored in self.copies.items():
-                own = getattr(target.model, _COPIED[name])().weight[:_COMPARED].detach().float().cpu()
+                layer = getattr(target.model, _COPIED[name])()
+                packed = getattr(layer, "packed", None)
+                ours = layer.weight[:_COMPARED] if packed is None else packed.rows(torch.arange(_COMPARED))
+                own = ours.detach().float().cpu()
                 with safe_open(stored.path, framework="pt") as file:
                     rows = file.get_slice(stored.name)[:_COMPARED].float()
                 if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):

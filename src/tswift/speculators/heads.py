@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tswift.errors import InputError, close_name, find_path, parse_json, renaming
 from tswift.forward.hf import UnsupportedModel, use_onednn
+from tswift.forward.integers import holds_codes
 from tswift.forward.program import MAX_COPIED, HeadProgram
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
@@ -36,7 +37,6 @@ from tswift.models.checkpoint import (
     read_into,
     read_object,
 )
-from tswift.models.codes import holds_packed
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.draft_head import DraftHead
@@ -431,9 +431,9 @@ def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
     file = find_heads(path)
     file.refuse_misfit(target.hidden_size, target.vocab_size)
     heads = file.load(target.dtype, target.device)
-    # packed weights cannot be told from others
+    # codes cannot be told from others
     known = heads.base is not None and getattr(target.model.config, "quantization_config", None) is None
-    known = known and not holds_packed(target.model)
+    known = known and not holds_codes(target.model)
     if known and not any_model and heads.base != fingerprint_in_any_dtype(target.model):
         raise _refused(path, "was made for another model: the fingerprints differ")
     if heads.pre_norm:
