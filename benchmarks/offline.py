@@ -9,6 +9,8 @@ account of registers and spills. Prints a Markdown table, or a JSON line per ker
 A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree`` or ``chain``, and
 optionally ``window`` and ``softcap``. Or it is compute capability, dtype, KV heads, query heads per KV head, head size,
 hidden size, size of the MLP, and ``layer``: the kernels between a layer's products; optionally ``norms`` of heads.
+Or it is compute capability, dtype, KV heads, head size, nodes, and ``walk``: the kernels that lay a tree out, walk it
+and commit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +38,11 @@ from triton.compiler import ASTSource
 from benchmarks import tables
 from tswift.attention import triton as backend
 from tswift.attention.sdpa import AttentionSpec, Layout
+from tswift.decoding import device_tree_triton
+from tswift.decoding.device_tree import Path as Walked
 from tswift.forward import layer_kernels
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
 
 _TYPES = {
     torch.float64: "*fp64",
@@ -88,6 +96,7 @@ def assembled(ptx: str) -> dict[str, int]:
 
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
+WALK_NAMES = {backend: ("keep_path", "append_path"), device_tree_triton: ("lay_out_node", "walk_tree")}
 LAYER_NAMES = ("add_norm_rows", "rotate_rows", "silu_mul_rows", "multiply_rows", "multiply_silu_rows")
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
@@ -118,12 +127,18 @@ LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, a model of 70b; t
 ]
 
 
+PROMPT = 512  # rows
+
+WALKS = [("bfloat16", 8, 128, nodes, "walk") for nodes in (1, 32, 128)]
+
+
 class Compiler:
     """Stands in a kernel's place: to launch it is to compile it."""
 
     def __init__(self, name: str, capability: int, kernels: list[dict[str, Any]]) -> None:
         self.name, self.capability, self.kernels = name, capability, kernels
-        self.kernel = getattr(layer_kernels if name in LAYER_NAMES else backend, name)
+        places = (layer_kernels, device_tree_triton, backend)
+        self.kernel = next(getattr(place, name) for place in places if hasattr(place, name))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
         return self
@@ -228,17 +243,39 @@ def compiled_layer(
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
 
 
+def compiled_walk(capability: int, dtype: str, kv_heads: int, size: int, nodes: int, kind: str) -> list[dict[str, Any]]:
+    """The kernels beside a pass that lay a tree out, walk it and commit."""
+    kernels: list[dict[str, Any]] = []
+    cpu, depth = torch.device("cpu"), 4
+    state, drawn, control = device_tree_triton.random_state(nodes, depth, Random(0), cpu)
+    longest = min(depth + 1, nodes)
+    path = Walked(longest, torch.zeros(2 + 2 * longest, dtype=torch.int64))
+    sampler = Sampler(SamplingParams(), 0, 100, cpu)
+    own, full = ([torch.zeros(2, kv_heads, slots, size, dtype=getattr(torch, dtype))] * 2 for slots in (64, 256))
+    with ExitStack() as patched:
+        for place, names in WALK_NAMES.items():
+            compilers = {name: Compiler(name, capability, kernels) for name in names}
+            patched.enter_context(patch.multiple(place, **compilers))
+        tree = device_tree_triton.lay_out(state, nodes, depth)
+        device_tree_triton.walk(state, tree, drawn, control, sampler, path)
+        if nodes > 1:
+            backend.TritonAttention.keep(*full, path.length, path.nodes, path.count)
+            backend.TritonAttention.append(own, full, path.length, path.slots, path.slots, path.count)
+    return [kernel | {"dtype": dtype, "nodes": nodes, "HEAD": size} for kernel in kernels]
+
+
 def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) -> None:
-    """Products with weights of a type, over one row and over all."""
+    """Products with weights of a type, over one row and over all; in the type of rows over many, too."""
     hidden = rows.shape[1]
     scales = torch.ones(2 * inner) if type_.itemsize == 1 else None
 
     def weights(outputs: int, inputs: int) -> Tensor:
         return torch.empty(outputs, inputs, dtype=type_, device="meta")
 
-    for few in (rows[:1], rows):
-        layer_kernels.multiply(few, weights(joined, hidden), scales, None, early=True)
-        layer_kernels.multiply_silu(few, weights(2 * inner, hidden), scales)
+    many = torch.zeros(PROMPT, hidden, dtype=rows.dtype)
+    for given in (rows[:1], rows, *([many] if scales is None else [])):
+        layer_kernels.multiply(given, weights(joined, hidden), scales, None, early=True)
+        layer_kernels.multiply_silu(given, weights(2 * inner, hidden), scales)
 
 
 def main() -> None:
@@ -251,8 +288,9 @@ def main() -> None:
         tuple(int(word) if word.isdigit() else word for word in case.split(",")) for case in args.case
     ]
     kernels = []
-    for case in cases or [(capability, *shape) for shape in (*SHAPES, *LAYERS) for capability in LIMITS]:
-        for kernel in (compiled_layer if "layer" in case else compiled)(*case):
+    for case in cases or [(capability, *shape) for shape in (*SHAPES, *LAYERS, *WALKS) for capability in LIMITS]:
+        one = compiled_layer if "layer" in case else compiled_walk if "walk" in case else compiled
+        for kernel in one(*case):
             kernels.append(kernel)
             if args.json:
                 print(json.dumps(kernel), flush=True)

@@ -199,7 +199,7 @@ class ToyTarget:
         self.device, self.dtype = torch.device("cpu"), torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
-        self.replays = self.wide_prompts = False
+        self.replays = self.wide_prompts = self.wide_text = False
         self.width = self.program = None
 
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:

@@ -32,6 +32,7 @@ KEYS = 3.9e12  # of the memory, by the attention of one node
 L2 = 6.0e12  # least certain of all; of partial results, and of keys that several blocks of rows read
 ATTENTION_FLOPS = 560e12
 PRODUCT_FLOPS = 600e12  # of products over many rows
+OWN_FLOPS = 450e12  # of products over many rows by our own kernel
 EXPOSED = 0.3  # share of a product's operations that reading weights does not hide
 FLOAT64_RATE = 3.8e12  # of the memory, by the sampler's float64 kernels
 # Seconds.
@@ -40,6 +41,7 @@ SMALL = 0.7e-6  # a kernel that is neither a product nor attention, beyond its g
 LEAST_ATTENTION = 8e-6  # attention of a layer over few keys
 LM_HEAD_SHARE = 0.94  # of ACHIEVED
 IDLE = 0.1e-3  # from the end of one program to the launch of the next: aimed at
+AHEAD = 0.01e-3  # the same where the next one was launched before: a guess
 # Kernels, counted by a dispatch mode on a CPU, views apart; those of a pass stand outside its layers.
 BESIDE = 19
 PACKING = 5  # of a tree's ancestors
@@ -48,15 +50,15 @@ DEPTH = 4  # most tokens drafted along a path
 SAMPLER_BYTES = 20.0  # per logit: two bytes read twice; noise in float64 takes as long as 16 more
 SAMPLER_KERNELS = 3
 DRAFT_TAIL = 26 + 3  # after the draft pass, in its graph: heads, warping, and the ranking of candidates
-COMMIT = 90  # that complete the tree, walk it and commit
-PLAIN_COMMIT = 26  # the same in plain decoding
+WALKING = 6e-6  # seconds by which two kernels that lay a tree out and walk it exceed small ones: loads that wait
 BUDGET = 4096  # keys that a draft pass reads
 # Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's tree is a guess.
 BLOCK_LAYERS = 5
 BLOCK_KERNELS = 600
 BLOCK_HOST = 0.3e-3
 PROMPT_ROWS = 512
-PROMPT_HOST = 6e-3  # that the host takes to launch such a pass: 9.2 ms were measured with 17 kernels a layer
+LAUNCH = 9.2e-3 / 17 / 32  # that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
+PROMPT_KERNELS = 11  # of a layer
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,14 @@ class Design:
         ramp: seconds of a product in which memory is not read yet, or no longer.
         parts: sums in float32 that a product of queries, keys and values, of attention's output, and of MLP's leaves
             for the kernel behind it.
-    small: kernels of a layer that are neither products nor attention.
-    gap: seconds between kernels of a layer that depend on each other; but for the attention's first, and outside of
-        layers, where it is :data:`GAP`.
+        small: kernels of a layer that are neither products nor attention.
+        gap: seconds between kernels of a layer that depend on each other; but for the attention's first, and outside of
+            layers, where it is :data:`GAP`.
+        wide_text: whether what was generated is taken up in wide passes.
+        commit: kernels that complete a tree, walk it and commit.
+        plain_commit: the same in plain decoding.
+        walks: whether one kernel lays out the tree and one walks it.
+        idle: seconds between a verification and the draft that follows it.
     """
 
     name: str
@@ -79,6 +86,15 @@ class Design:
     parts: tuple[int, int, int] = (0, 0, 0)
     small: int = 4
     gap: float = GAP
+    wide_text: bool = False
+    commit: int = 90
+    plain_commit: int = 26
+    walks: bool = False
+    idle: float = IDLE
+
+    def committing(self, kernels: int) -> float:
+        """Seconds of so many kernels that walk and commit."""
+        return kernels * (GAP + SMALL) + (WALKING if self.walks else 0.0)
 
     @property
     def gaps(self) -> float:
@@ -86,14 +102,22 @@ class Design:
         return (4 + 1 + max(self.small, 3)) * self.gap + max(self.gap, GAP)
 
 
-NOW = Design("today: own products, launched early", ramp=0.8e-6, parts=(4, 4, 4), small=3, gap=0.5e-6)
+_KERNELS: dict[str, Any] = {
+    "parts": (4, 4, 4),
+    "wide_text": True,
+    "commit": 13,
+    "plain_commit": 3,
+    "walks": True,
+    "idle": AHEAD,
+}
+NOW = Design("today: own products, launched early", ramp=0.8e-6, small=3, gap=0.5e-6, **_KERNELS)
 DESIGNS = (
     Design("17 kernels, cuBLAS at 77%", (0.72, 0.90), small=11),
     Design("10 kernels, cuBLAS at 77%", (0.72, 0.90)),
     Design("10 kernels, cuBLAS at 80%", (0.80, 0.92)),
     Design("own products", ramp=2.5e-6, parts=(4, 4, 4), small=3),
     NOW,
-    Design("one kernel a layer", ramp=0.8e-6, parts=(4, 4, 4), small=0, gap=1.3e-6),
+    Design("one kernel a layer", ramp=0.8e-6, small=0, gap=1.3e-6, **_KERNELS),
 )
 
 
@@ -148,14 +172,14 @@ def sampler(vocabulary: int, rows: int) -> float:
 
 def plain_parts(shape: Shape, vocabulary: int, design: Design, context: float) -> dict[str, float]:
     """Seconds of the parts of a step of plain decoding."""
-    beside = sampler(vocabulary, 1) + PLAIN_COMMIT * (GAP + SMALL)
+    beside = sampler(vocabulary, 1) + design.committing(design.plain_commit)
     return pass_parts(shape, design, context, 1) | {"sampler, commit": beside, "idle": IDLE}
 
 
 def verification(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> float:
     """Seconds of a program that verifies a tree."""
     size = next(size for size in sizes(nodes) if size >= nodes)
-    beside = sampler(vocabulary, nodes) + COMMIT * (GAP + SMALL)
+    beside = sampler(vocabulary, nodes) + design.committing(design.commit)
     return sum(pass_parts(shape, design, context, size).values()) + beside
 
 
@@ -178,13 +202,30 @@ def block_step(shape: Shape, vocabulary: int, design: Design, context: float, no
 def forwarded(shape: Shape, design: Design, start: int, stop: int, rows: int) -> float:
     """Seconds of forwarding a text from ``start`` to ``stop`` in passes of so many rows, launched in one go each."""
     middle = (start + stop) / 2
-    one = pass_parts(shape, design, middle, rows)
-    reading = sum(one.values()) - one["operations not hidden"]
     if rows > MAX_WIDTH:  # a prompt's, bound by operations
-        multiplying = 2 * shape.read * rows / PRODUCT_FLOPS
+        multiplying = 2 * (shape.read - shape.lm_head) * rows / PRODUCT_FLOPS
         attention = 4 * middle * rows * shape.query_heads * shape.head_dim * shape.layers / ATTENTION_FLOPS
-        return (stop - start) / rows * max(multiplying + attention, PROMPT_HOST)
-    return (stop - start) / rows * (reading + one["operations not hidden"])
+        return (stop - start) / rows * max(multiplying + attention, PROMPT_KERNELS * shape.layers * LAUNCH)
+    return (stop - start) / rows * sum(pass_parts(shape, design, middle, rows).values())
+
+
+def taken_up(shape: Shape, design: Design, start: int, stop: int, nodes: int) -> float:
+    """Seconds of forwarding what was generated, with the bits that it was generated with."""
+    if not design.wide_text:
+        return forwarded(shape, design, start, stop, nodes)
+    rows, middle, heads = PROMPT_ROWS, (start + stop) / 2, shape.query_heads * shape.head_dim
+    groups = shape.query_heads // shape.kv_heads
+    tile = triton.configuration(MAX_WIDTH * groups, triton.head_width(shape.head_dim), shape.itemsize, 9)
+    # a node's newest keys, for which it has a program whose rows are mostly empty
+    tails = (MAX_WIDTH + 1.5 * tile.keys) * tile.rows / groups
+    multiplying = 4 * (middle + tails) * rows * heads * shape.layers / ATTENTION_FLOPS
+    blocks = rows / MAX_WIDTH
+    reading = blocks * middle * shape.kv_bytes / KEYS
+    _, chunks = triton.chunking(shape.kv_heads, MAX_WIDTH, int(middle))
+    merging = 2 * chunks * rows * heads * 4 * shape.layers / ACHIEVED  # partial results, written and read
+    one = 2 * (shape.read - shape.lm_head) * rows / OWN_FLOPS + max(multiplying, reading) + merging
+    launching = (PROMPT_KERNELS - 2 + 2 * blocks) * shape.layers * LAUNCH
+    return (stop - start) / rows * max(one, launching)
 
 
 def table_of_parts(shape: Shape, vocabulary: int, context: int) -> list[dict[str, Any]]:
@@ -217,12 +258,12 @@ def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, pre
             "verification, ms": 1e3 * verify,
             "plain step, ms": 1e3 * plain,
             f"ar, {tokens:,} tokens, s": tokens * plain,
-            f"tokenswift, {tokens:,} tokens, s": steps * (draft + verify + IDLE),
-            "the same, FP8 drafts, s": steps * (cheap + verify + IDLE),
+            f"tokenswift, {tokens:,} tokens, s": steps * (draft + verify + design.idle),
+            "the same, FP8 drafts, s": steps * (cheap + verify + design.idle),
             "block, of its bytes": block / floor,
             f"prompt of {prefill:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS),
             f"resume at {tokens:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS)
-            + forwarded(shape, design, prefill, tokens, nodes),
+            + taken_up(shape, design, prefill, tokens, nodes),
         }
     return [
         {"estimate": row} | {name: f"{column[row]:.3g}" for name, column in columns.items()}

@@ -97,8 +97,8 @@ def steps(run: Run) -> None:
     """A prompt, real steps at several contexts, and what they come to over the whole text."""
     model, contexts = run.model(run.scale.main), run.scale.contexts
     begun = min(contexts)
-    for exact in (True, False):
-        _prompt(run, model.target, begun, exact)
+    for exact, written in ((True, False), (False, False), (True, True)):
+        _prompt(run, model.target, begun, exact, written)
     cases = [
         ("ar", None, True, contexts),
         *(("tokenswift", count, True, contexts) for count in run.scale.step_nodes),
@@ -124,18 +124,18 @@ def steps(run: Run) -> None:
             run.note("integrated from steps", **about, contexts=len(per_token), prefill=begun, seconds=seconds)
 
 
-def _prompt(run: Run, target: Target, tokens: int, exact: bool) -> None:
-    """Seconds of forwarding a prompt, the second time."""
+def _prompt(run: Run, target: Target, tokens: int, exact: bool, written: bool) -> None:
+    """Seconds of forwarding a prompt, or a text that was written before, the second time."""
     ids = [index * 7919 % target.vocab_size for index in range(tokens)]
     with patch.object(target, "width", target.width if exact else None):
         for _ in range(2):
             kv = FullKV(target.kv_shape, tokens)
             synchronize(target.device)
             started = time.perf_counter()
-            prefill(target, ids, kv)
+            prefill(target, ids, kv, 0 if written else None)
             synchronize(target.device)
             seconds = time.perf_counter() - started
-    run.note("prompt", tokens=tokens, exact=exact, seconds=seconds)
+    run.note("prompt", tokens=tokens, exact=exact, written=written, wide=target.wide_text, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:

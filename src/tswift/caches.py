@@ -423,26 +423,16 @@ class PartialKV(KVBuffer):
             self._positions[:, :, where] = torch.tensor(source).to(self._positions.device, non_blocking=True)
 
     def track(self) -> None:
-        """Keep the length on the device from now on, where :meth:`append_rows` moves it."""
+        """Keep the length on the device from now on, where :meth:`Attention.append` moves it.
+
+        The host learns of what was appended by :meth:`appended`.
+        """
         self.device_length = torch.full((), self.length, dtype=torch.int32, device=self.shape.device)
 
     def next_slots(self, count: int) -> list[int]:
         """The slots that the next ``count`` tokens go to; scratch where a selection comes first."""
         slots = [*self._free[-count:][::-1], *self._aging][:count]
         return slots + [self.capacity - 1] * (count - len(slots))
-
-    def append_rows(self, full: KVBuffer, places: Tensor, count: Tensor, slots: Tensor) -> None:
-        """On the device, copy the first ``count`` ``[1]`` tokens of ``places`` ``[m]`` in the full cache to ``slots``.
-
-        Nothing is waited for; the host learns of it by :meth:`appended`.
-        """
-        assert self.device_length is not None
-        kept = torch.arange(len(places), device=places.device) < count
-        where = torch.where(kept, slots, self.capacity - 1)  # scratch takes what is not kept
-        for own, theirs in ((self.keys, full.keys), (self.values, full.values)):
-            own.index_copy_(2, where, theirs.index_select(2, places))
-        reached = torch.where(kept, slots + 1, 0).amax()
-        self.device_length.copy_(torch.maximum(self.device_length, reached))
 
     def appended(self, count: int) -> dict[int, int]:
         """So many tokens are appended, as by the device; their places by the slots that they go to.

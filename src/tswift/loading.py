@@ -35,6 +35,7 @@ from tswift.forward.adapting import (
     select_backend,
     set_width,
     try_graphs,
+    try_wide_text,
     wrap_model,
 )
 from tswift.forward.coded import (
@@ -435,6 +436,7 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
     if target.width is not None:
         try:
             bits = fingerprint(target)
+            try_wide_text(target)
         except Inexact as error:
             target.set_width(None)
             target.fallbacks.note("exact", str(error))

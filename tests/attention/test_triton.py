@@ -274,6 +274,21 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
     assert torch.equal(values, expected[1])
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
+    """By the kernel as by PyTorch, but for the last slot, which is scratch."""
+    full, own = torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(), torch.randn(2, 3, 2, 20, 80).bfloat16()
+    own[1] = own[1].transpose(0, 1).contiguous().transpose(0, 1)
+    places, slots = torch.arange(31, 35), torch.tensor([17, 4, 18, 5])
+    left = []
+    for attention in (backend.TritonAttention, Attention):
+        mine, length = own.clone(), torch.tensor(17, dtype=torch.int32)
+        attention.append(mine.unbind(), full, length, places, slots, torch.tensor([count]))
+        left.append((mine[:, :, :, :-1], length))
+    assert torch.equal(left[0][0], left[1][0])
+    assert left[0][1] == left[1][1] == (17, 18, 18, 19, 19)[count]
+
+
 def test_store_keeps_within_the_capacity() -> None:
     keys, values = torch.zeros(2, 2, 10, 8)
     backend.TritonAttention.store(keys, values, *torch.ones(2, 2, 4, 8), torch.tensor(8))

@@ -330,7 +330,7 @@ class StaticAttention:
     """Attention over a whole cache, masked by a length that only the device knows; in place of Triton's."""
 
     STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
-    keep = staticmethod(Attention.keep)
+    keep, append = staticmethod(Attention.keep), staticmethod(Attention.append)
 
     def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout

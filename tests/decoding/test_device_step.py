@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -26,8 +28,9 @@ from tests.helpers import (
 )
 from tswift.benchmarking.run import SimulatedWalk
 from tswift.caches import PartialKV
-from tswift.decoding import device_step
-from tswift.decoding.device_step import DeviceStepper, ancestors_of, reached_node, try_steps
+from tswift.decoding import device_tree
+from tswift.decoding.device_step import DeviceStepper, try_steps
+from tswift.decoding.device_tree import ancestors_of, reached_node
 from tswift.decoding.loop import Decoding, NotFinite
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
@@ -87,6 +90,29 @@ def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
         assert len(ours.logprobs) == len(ours.tokens)
         for field in ("raw", "warped", "raw_top", "warped_top"):
             np.testing.assert_allclose(ours.logprobs[field], theirs.logprobs[field], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs: int | None) -> None:
+    """Unless a selection may come first, or somebody wants the verification's logits, which it may overwrite."""
+    events: list[str] = []
+    decoding = Decoding(
+        target := static_target(), random_prompt(90), PARAMS, 3, drafter("tokenswift", target, ROOMY), 90,
+        logprobs=logprobs,
+    )  # fmt: skip
+    decoding.prefill()
+    for place, name in (
+        (PartialKV, "select"),
+        (decoding._stepper, "_verified"),
+        (decoding._stepper, "_launch_draft"),
+        (decoding._drafter, "committed"),
+    ):
+        right = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, n=name, r=right: events.append(n) or r(*given))
+    assert tokens_of(decoding.steps()) == tokens_of(on_host_and_device("ar", length=90)[0])
+    pairs = Counter(pairwise(events))
+    assert pairs["committed", "select"] == pairs["select", "_launch_draft"] > 1
+    assert (pairs["_verified", "_launch_draft"] > 10) == (logprobs is None)
 
 
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
@@ -268,8 +294,8 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = device_step.ancestors_of
-    monkeypatch.setattr(device_step, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
+    right = device_tree.ancestors_of
+    monkeypatch.setattr(device_tree, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
     assert tried().fallbacks.graph_fault is not None
 
 

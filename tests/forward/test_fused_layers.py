@@ -20,10 +20,12 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import ARCHITECTURES
 from tests.fuzzing import few
 from tests.helpers import random_tree
+from tswift.attention import sdpa
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
 from tswift.forward import adapting, draft_weights, fused_layers
+from tswift.forward import target as forward_target
 from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
 from tswift.forward.fused_layers import (
     fuse,
@@ -36,7 +38,7 @@ from tswift.forward.fused_layers import (
     tree_sum,
 )
 from tswift.forward.hf import join
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target, chunks, prefill
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
 REASON = why_not("triton", torch.float32, torch.device("cpu"))
@@ -163,6 +165,23 @@ def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype
     for at, among in ((0, row), (3, around)):
         assert same_bits(kernels.multiply(among, weights, None, bias)[:, at], made[:, -1])
         assert same_bits(kernels.multiply_silu(among, weights)[at], active[-1])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(256, 128, 512), (64, 256, 130)])
+def test_rows_among_many_have_the_bits_that_they_have_among_few(
+    inputs: int, outputs: int, rows: int, dtype: torch.dtype
+) -> None:
+    """Products of a wide pass are those of passes of a width, whose parts are added where they are read."""
+    given, weights = random(1, rows, inputs, dtype=dtype), random(2, outputs, inputs, dtype=dtype) / 16
+    bias = random(3, outputs, dtype=dtype)
+    assert kernels.product_parts(inputs, outputs) == inputs // 64
+    made, active = kernels.multiply(given, weights, None, bias), kernels.multiply_silu(given, weights)
+    assert made.shape == (1, rows, outputs)
+    few = given.split(32)
+    products = [whole(kernels.multiply(each, weights, None, bias), dtype) for each in few]
+    assert same_bits(whole(made, dtype), torch.cat(products))
+    assert same_bits(active, torch.cat([kernels.multiply_silu(each, weights) for each in few]))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -324,6 +343,66 @@ def test_rows_are_exact_with_products_of_ours(small, monkeypatch: pytest.MonkeyP
     target = wrapped("Qwen2.5", torch.bfloat16)
     target.width = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
+
+
+@pytest.fixture(params=["Qwen2.5", pytest.param("Mistral 7B v0.1", marks=pytest.mark.slow)])
+def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A model with products of ours, passes of 6 rows, and of 24 for a prompt."""
+    for place, name, value in (
+        (adapting, "_HELD", 70),  # the interpreter is slow
+        (adapting, "_WIDE", (24, 7)),
+        (adapting, "CHUNK", 24),
+        (forward_target, "CHUNK", 24),
+        (kernels, "MOST_ROWS", 8),
+        (kernels, "_MANY_ROWS", 16),
+        (sdpa, "MAX_WIDTH", 8),
+    ):
+        monkeypatch.setattr(place, name, value)
+    target = wrapped(request.param, torch.bfloat16)
+    target.set_width(6, True)
+    return target
+
+
+def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, found = [(7 * at + 3) % 97 for at in range(75)], []
+    passes = Counter[int]()
+    right = narrow._compute
+    monkeypatch.setattr(narrow, "_compute", lambda ids, *more: passes.update([len(ids)]) or right(ids, *more))
+    for _ in range(2):
+        kv = FullKV(narrow.kv_shape, 75)
+        hidden = [part.hidden for part in chunks(narrow, text, kv, 30)]
+        found.append((torch.cat(hidden), kv.keys.clone(), kv.values.clone()))
+        if not narrow.wide_text:
+            assert passes == {24: 1, 6: 8, 3: 1}  # the prompt's 24 and 6, and 45 tokens behind it
+            adapting.try_wide_text(narrow)
+            assert (narrow.wide_text, narrow.fallbacks) == (True, {})
+            passes.clear()
+    assert passes == {24: 2, 6: 1, 21: 1}
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["multiply", "multiply_silu"])
+def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
+    narrow: Target, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    right = getattr(kernels, name)
+
+    def otherwise(rows: Tensor, *given: Any) -> Tensor:
+        out = right(rows, *given)
+        if len(rows) > kernels.MOST_ROWS:
+            out[..., -1, -1] *= 1.01
+        return out
+
+    monkeypatch.setattr(kernels, name, otherwise)
+    adapting.try_wide_text(narrow)
+    assert not narrow.wide_text
+    assert execution_note(narrow).endswith("narrow passes: a token has other bits in wide ones")
+
+
+def test_layers_with_products_of_pytorch_have_narrow_passes(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "product_parts", lambda inputs, outputs: 0 if outputs == 32 else 1)
+    adapting.try_wide_text(narrow)
+    assert (narrow.wide_text, narrow.fallbacks) == (False, {})
 
 
 @pytest.mark.parametrize(("name", "word"), [("multiply", "products"), ("multiply_silu", "products with SiLU")])

@@ -108,6 +108,21 @@ class Attention(Protocol):
         for buffer in (keys, values):
             buffer.index_copy_(2, length + steps, buffer.index_select(2, kept))
 
+    @staticmethod
+    def append(
+        own: Sequence[Tensor], full: Sequence[Tensor], length: Tensor, places: Tensor, slots: Tensor, count: Tensor
+    ) -> None:
+        """Copy keys and values ``[layers, kv heads, slots, d]`` of a text's cache into slots of a partial one.
+
+        Of the ``places`` ``[m]`` in the ``full`` cache the first ``count`` ``[1]`` go to ``slots`` ``[m]``, all others
+        to the last one, which is scratch. The ``length`` ``[]`` int32 of the partial cache grows to hold them.
+        """
+        kept = torch.arange(len(places), device=places.device) < count
+        where = torch.where(kept, slots, own[0].shape[2] - 1)
+        for ours, theirs in zip(own, full, strict=True):
+            ours.index_copy_(2, where, theirs.index_select(2, places))
+        length.copy_(torch.maximum(length, torch.where(kept, slots + 1, 0).amax()))
+
 
 def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The mask added to scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.
@@ -243,7 +258,7 @@ class ReferenceAttention(Attention):
 class PerLayerAttention:
     """Attention of one pass by a backend that itself does what each layer's spec (``spec``) says."""
 
-    def __init__(self, attend: Attention, spec: Sequence[AttentionSpec]) -> None:
+    def __init__(self, attend: Attention | BlockwiseAttention, spec: Sequence[AttentionSpec]) -> None:
         self._attend: Callable[..., Tensor] = attend
         self.layer_specs, self.PADDED = spec, attend.PADDED
 
@@ -411,6 +426,31 @@ class BatchInvariantAttention(Attention):
             found = _products(_weights(scores, higher, hidden), repeat(wide[1]))
             out, top = out * torch.exp(top - higher) + found, higher
         return top, out
+
+
+class BlockwiseAttention:
+    """Another attention over a chain of any length, in blocks of nodes few enough for that attention's exact rows.
+
+    Args:
+        attention: one that is ``STATIC`` and ``EXACT``.
+        layout: the model's.
+        length: the number of keys before the chain, on the device.
+        nodes: of the chain, whose keys and values are in the cache already.
+    """
+
+    PADDED: ClassVar[bool] = False
+
+    def __init__(self, attention: type[Attention], layout: Layout, length: Tensor, nodes: int) -> None:
+        starts = range(0, nodes, MAX_WIDTH)
+        self._blocks: list[tuple[slice, Callable[..., Tensor]]] = [
+            (slice(start, start + MAX_WIDTH), attention(layout, length + start, min(MAX_WIDTH, nodes - start), None))
+            for start in starts
+        ]
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec) -> Tensor:
+        """As :meth:`Attention.__call__`."""
+        found = [attend(query[:, own], keys, values, scale, **wants) for own, attend in self._blocks]
+        return torch.cat([rows.transpose(0, 1) for rows in found]).transpose(0, 1)  # as the next product reads it
 
 
 def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterator[tuple[int, int]]:

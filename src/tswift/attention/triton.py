@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -343,6 +344,38 @@ def keep_path(
         tl.store(buffer + (first + step) * slot + dims, row, mask=moves)
 
 
+@triton.jit
+def append_path(
+    keys, values, full_keys, full_values, length, places, slots, count, keys_layer, keys_head, keys_slot, values_layer,
+    values_head, values_slot, full_keys_layer, full_keys_head, full_keys_slot, full_values_layer, full_values_head,
+    full_values_slot,
+    STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Copy one head's accepted keys, or values, into a partial cache; grid ``(layers, kv heads, 2)``."""
+    layer = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    to = keys + layer * keys_layer + head * keys_head
+    source = full_keys + layer * full_keys_layer + head * full_keys_head
+    to_slot = keys_slot
+    source_slot = full_keys_slot
+    if tl.program_id(2) == 1:
+        to = values + layer * values_layer + head * values_head
+        source = full_values + layer * full_values_layer + head * full_values_head
+        to_slot = values_slot
+        source_slot = full_values_slot
+    dims = tl.arange(0, WIDTH)
+    kept = tl.load(count)
+    reached = tl.zeros([], tl.int64)
+    for step in range(STEPS):
+        held = (dims < HEAD) & (step < kept)
+        slot = tl.load(slots + step)
+        row = tl.load(source + tl.load(places + step) * source_slot + dims, mask=held)
+        tl.store(to + slot * to_slot + dims, row, mask=held)
+        reached = tl.where(step < kept, tl.maximum(reached, slot + 1), reached)
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        tl.store(length, tl.maximum(tl.load(length), reached.to(tl.int32)))
+
+
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -438,6 +471,19 @@ class TritonAttention(Attention):
             keep_path[layers, kv_heads, 2](
                 keys, values, length, path, count, *keys.stride()[:3], *values.stride()[:3], STEPS=len(path),
                 HEAD=size, WIDTH=head_width(size), num_warps=1,
+            )  # fmt: skip
+
+    @staticmethod
+    def append(
+        own: Sequence[Tensor], full: Sequence[Tensor], length: Tensor, places: Tensor, slots: Tensor, count: Tensor
+    ) -> None:
+        """As :meth:`Attention.append`, in one launch, without scratch; the last dimension of all is contiguous."""
+        layers, kv_heads, _, size = own[0].shape
+        strides = [stride for each in (*own, *full) for stride in each.stride()[:3]]
+        with torch.cuda.device_of(own[0]):
+            append_path[layers, kv_heads, 2](
+                *own, *full, length, places, slots, count, *strides, STEPS=len(places), HEAD=size,
+                WIDTH=head_width(size), num_warps=1,
             )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens
 the verification program does all of that: pass, sampling rule, walk, commit. On CUDA each program is one graph, and the
 state that it reads and writes stays in place, so that it serves every step of a decode. A step::
 
-    host    launch draft | look up n-grams, send a block | launch verification | wait  | read the result, next draft ...
-    device       draft program                           | verification program        | next draft ...
+    host    look up n-grams, send a block | launch verification and the next draft | wait  | read the result ...
+    device       draft program            | verification program                           | next draft ...
 
 A program is warmed up and captured with ``max_new`` = 0 in the block from the host, for which nothing is committed.
 
@@ -22,12 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tswift.caches import FullKV
+from tswift.decoding import device_tree
+from tswift.decoding.device_tree import Path, TreeState
 from tswift.decoding.drafter import (
     AcceptFn,
     Context,
@@ -78,25 +81,23 @@ class HostBlock:
             self._sent[:] = self._array
 
 
-class DeviceState:
-    """What one step leaves on the device for the next, for trees of up to ``n`` nodes; all is written in place.
+class DeviceState(TreeState):
+    """What one step leaves on the device for the next, for trees of up to ``n`` nodes.
 
     Attributes:
-        tokens: ``[n]`` int64 of the draft tree, root first; -1 where there is no candidate.
-        parents: ``[n]`` int64, indices of nodes; the root's is 0.
-        position: ``[1]`` int64, the root's position in the text.
-        length: ``[]`` int32, tokens in the cache; the root's slot.
         hidden: ``[n, H]`` last hidden states of the last verification.
         pre_norm: the same before the final norm; None where the model does not give them.
-        last: ``[1]`` int64, the node of the last verification that drew the root.
     """
 
     def __init__(self, target: Target, nodes: int) -> None:
         device = target.device
-        self.tokens = torch.full((nodes,), -1, dtype=torch.int64, device=device)
-        self.parents = torch.zeros(nodes, dtype=torch.int64, device=device)
-        self.position, self.last = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self.length = torch.zeros((), dtype=torch.int32, device=device)
+        super().__init__(
+            torch.full((nodes,), -1, dtype=torch.int64, device=device),
+            torch.zeros(nodes, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
         self.hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
         self.pre_norm = torch.zeros_like(self.hidden) if target.has_pre_norm else None
 
@@ -111,34 +112,6 @@ class DeviceState:
         self.position.fill_(context.position)
         self.length.fill_(context.kv.length)
         self.last.zero_()
-
-
-def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
-    """As :meth:`DraftTree.ancestors`, on the device: ``[n, n]`` bool.
-
-    The root is node 0 and its own parent; ``index`` is 0, 1, ...; ``depth`` the most edges between a node and the root.
-    """
-    lines, above = index[:, None], parents  # of each node its nearest ancestors, itself first, and the next one above
-    while lines.shape[1] <= min(depth, len(index) - 1):  # twice as many each time
-        lines = torch.cat([lines, lines[above]], 1)
-        above = above[above]
-    found = torch.zeros(len(index), len(index), dtype=torch.bool, device=index.device)
-    return found.scatter_(1, lines, True)
-
-
-def reached_node(
-    tokens: Tensor, parents: Tensor, ancestors: Tensor, depths: Tensor, drawn: Tensor, max_new: Tensor
-) -> Tensor:
-    """As :meth:`DraftTree.walk`, on the device: ``[1]`` int64, the last node of the accepted path.
-
-    The token of a node that is not there is -1; two children of a node may carry the same one. The root is its own
-    parent. A path has no more nodes than ``max_new`` ``[1]``, the most tokens to add.
-    """
-    # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
-    # where nothing could be drawn, a node that is not there carries the same: -1
-    carried = ((tokens == drawn[parents]) & (tokens >= 0)) | (depths == 0)
-    reached = (carried | ~ancestors).all(1) & (depths < max_new)
-    return torch.where(reached, depths, 0).argmax(0, keepdim=True)
 
 
 class DeviceStepper:
@@ -159,8 +132,6 @@ class DeviceStepper:
         if by_host:
             own |= {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
-        control = self._block.device["control"]
-        self._wanted, self._forced = control[:1], control[1:]
         self._longest = longest = min(self._depth + 1, self._limit)
         readers = [each for each in drafter.memories if isinstance(each, LogitReader)]
         self._reader = readers[0] if readers and target.device.type == "cuda" else None
@@ -170,8 +141,8 @@ class DeviceStepper:
         self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
         self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
         self._event = torch.cuda.Event() if target.device.type == "cuda" else None
-        self._index = torch.arange(self._limit, device=target.device)
-        self._alone = torch.ones(1, 1, dtype=torch.bool, device=target.device)  # the ancestors of a root without a tree
+        self._path = Path(longest, self._result)
+        self._trees = _tree_operators(target)
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
         self.state.load(context)
@@ -203,9 +174,11 @@ class DeviceStepper:
         max_new = min(max_new, self._depth + 1)
         drafted = self._draft is not None and drafter.drafts_itself(context)
         nodes, forced, sources = self._propose(max_new, accept, drafted)
-        new, path, live, forwarded, logits = self._verified((nodes, drafted), max_new, forced)
+        ahead = nodes > 1 and self._drafts_ahead()
+        new, path, live, forwarded, logits = self._verified((nodes, drafted), max_new, forced, ahead)
         if not path and nodes > 1:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
+            ahead = self._drafted = False
             new, path, live, forwarded, logits = self._verified((1, drafted), max_new, _BY_RULE)
         if not path:
             raise NoTokenLeft(logits[0])
@@ -219,7 +192,7 @@ class DeviceStepper:
         if self._draft is not None:
             self._draft.committed(count)
         drafter.committed(context)
-        if self._draft is not None and drafter.drafts_next:
+        if self._draft is not None and drafter.drafts_next and not ahead:
             self._launch_draft()
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
@@ -233,6 +206,15 @@ class DeviceStepper:
         context.text, context.sampler.length, context.last = text, sampler.length, None
         context.sampler.newest.copy_(sampler.newest)
         self.state.load(context)
+
+    def _drafts_ahead(self) -> bool:
+        """Whether the next draft may begin before the host has seen what this step accepts.
+
+        A replayed draft may overwrite logits and queries of the verification, so nobody may want these.
+        """
+        if self._draft is None or self._drafter.proposes or self._context.recorder is not None:
+            return False
+        return self._draft.ready(self._depth + 1)
 
     def _launch_draft(self) -> None:
         assert self._run_draft is not None
@@ -257,9 +239,9 @@ class DeviceStepper:
         return size, _forced(accept, tree, max_new), tree.sources
 
     def _verified(
-        self, program: tuple[int, bool], max_new: int, forced: int
+        self, program: tuple[int, bool], max_new: int, forced: int, ahead: bool = False
     ) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
-        """Run the verification program and wait for it.
+        """Run the verification program and wait for it; behind it the device may draft ``ahead`` meanwhile.
 
         Returns the accepted draft and the token drawn after it, none if there was nothing to draw; the nodes they were
         drawn after; how many nodes carried a token; the pass, and its logits ``[n, V]``, good until the next program.
@@ -270,6 +252,9 @@ class DeviceStepper:
         self._answer.copy_(self._result, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
+        if ahead:
+            self._launch_draft()
+        if self._event is not None:
             self._event.synchronize()  # the one wait of a step
         found = self._answer.numpy()
         count, live, *rest = found[: 2 + 2 * self._longest].tolist()
@@ -295,46 +280,36 @@ class DeviceStepper:
         else:
             state.tokens[1:].copy_(self._block.device["tokens"])
             state.parents[1:].copy_(self._block.device["parents"])
-        tokens, kv, index = state.tokens[:nodes], self._kv, self._index[:nodes]
-        ancestors = self._alone if nodes == 1 else ancestors_of(state.parents[:nodes], index, self._depth)
-        depths = index if nodes == 1 else ancestors.sum(1) - 1
-        positions = state.position + depths
-        forwarded = target.compute_static(tokens.clamp(min=0), positions, kv, state.length, ancestors)
+        kv, path = self._kv, self._path
+        tree = self._trees.lay_out(state, nodes, self._depth)
+        forwarded = target.compute_static(tree.tokens, tree.positions, kv, state.length, tree.ancestors)
         logits = target.logits(forwarded.hidden)
-        drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
-        steps = self._index[: min(self._depth + 1, nodes)]
-        if nodes == 1:  # plain decoding's: the fewer launches the better
-            last, path, emitted, live = index, steps, drawn, self._alone[0]
-            count = (drawn >= 0).logical_and(self._wanted > 0).long()
-        else:
-            last = reached_node(tokens, state.parents[:nodes], ancestors, depths, drawn, self._wanted)
-            last = torch.where(self._forced >= 0, self._forced, last)
-            count = torch.where((drawn[last] < 0) | (self._wanted <= 0), 0, depths[last] + 1)
-            place = torch.where(ancestors[last][0], depths, nodes)  # nodes that are not on the path go to a spare entry
-            path = torch.zeros(nodes + 1, dtype=torch.int64, device=target.device).scatter_(0, place, index)[
-                : len(steps)
-            ]
-            following = tokens[path.roll(-1)].clamp(min=0)
-            emitted = torch.where(steps < count - 1, following, drawn[last])
-            target.keep(kv, state.length, path, count)
-            live = (tokens >= 0).sum(0, keepdim=True)
-        sampler.extend_rows(emitted, state.position + 1 + steps, count)
+        drawn = sampler.draw_rows(logits, state.tokens[:nodes], tree.positions, tree.ancestors)
+        self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
+        steps = slice(min(self._longest, nodes))
+        if nodes > 1:
+            target.keep(kv, path.length, path.nodes[steps], path.count)
         if self._draft is not None:
-            self._draft.append(kv, state.length + steps, count)
+            self._draft.append(kv, path.slots[steps], path.count)
         state.hidden[:nodes].copy_(forwarded.hidden)
         if state.pre_norm is not None and forwarded.pre_norm is not None:
             state.pre_norm[:nodes].copy_(forwarded.pre_norm)
-        state.last.copy_(last)
-        # where nothing is committed, the root stays
-        state.tokens[:1].copy_(torch.where(count > 0, drawn[last], state.tokens[:1]))
-        state.position.add_(count)
-        state.length.add_(count[0])
-        torch.cat([count, live], out=self._result[:2])
-        self._result[2 : 2 + len(steps)].copy_(emitted)
-        self._result[2 + self._longest : 2 + self._longest + len(steps)].copy_(path)
         if self._reader is not None:
-            self._digest[: len(steps)].copy_(self._reader.digest(logits.index_select(0, path)))
+            self._digest[steps].copy_(self._reader.digest(logits.index_select(0, path.nodes[steps])))
         return forwarded, logits
+
+
+def _tree_operators(target: Target) -> ModuleType:
+    """What lays trees out and walks them: kernels on CUDA, if they do what PyTorch's operators do."""
+    if target.device.type != "cuda":
+        return device_tree
+    try:
+        from tswift.decoding import device_tree_triton
+    except ImportError:
+        return device_tree
+    fault = device_tree_triton.fault(target.device)
+    target.fallbacks.note("trees", fault)
+    return device_tree if fault else device_tree_triton
 
 
 def _forced(accept: AcceptFn | None, tree: DraftTree, max_new: int) -> int:

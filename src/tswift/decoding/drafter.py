@@ -211,6 +211,9 @@ class DeviceDraft(Protocol):
     def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """Program, after verification: the first ``count`` ``[1]`` of these slots ``[m]`` hold committed tokens now."""
 
+    def ready(self, most: int) -> bool:
+        """Whether the next draft needs nothing of the host, if at most so many tokens are committed before it."""
+
     def prepare(self, context: Context) -> None:
         """On the host: write the next block while the device drafts."""
 

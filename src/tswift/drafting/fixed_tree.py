@@ -127,7 +127,12 @@ class FixedTree:
     def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """As :meth:`DeviceDraft.append`."""
         if self._partial is not None:
-            self._partial.append_rows(kv, slots, count, self._device["slots"][: len(slots)])
+            self.target.append(self._partial, kv, slots, self._device["slots"][: len(slots)], count)
+
+    def ready(self, most: int) -> bool:
+        """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the verification."""
+        kv = self._partial
+        return kv is None or (kv.policy.observes == 1 and (not kv.policy.renews or kv.room >= 2 * most))
 
     def prepare(self, context: Context) -> None:
         """As :meth:`DeviceDraft.prepare`."""

@@ -21,11 +21,12 @@ from tswift.attention.backends import BACKENDS, USUAL, choose, fails
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV
 from tswift.errors import InputError
-from tswift.forward.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
 from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, use_onednn, watched
 from tswift.forward.integers import finely_rounded, holds_codes
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
+from tswift.forward.program import CHUNK
 from tswift.forward.target import Target, chunks, first_broken
 from tswift.models.checkpoint import is_moe
 from tswift.models.config import SHAPE_PREFIX
@@ -85,6 +86,10 @@ def execution_note(target: Target) -> str:
         words += f"; no CUDA graphs: {target.fallbacks.graph_fault}"
     if "sampler" in target.fallbacks:
         words += f"; sampler by PyTorch: {target.fallbacks['sampler']}"
+    if "trees" in target.fallbacks:
+        words += f"; trees walked by PyTorch: {target.fallbacks['trees']}"
+    if "wide" in target.fallbacks:
+        words += f"; texts are forwarded in narrow passes: {target.fallbacks['wide']}"
     return words
 
 
@@ -106,6 +111,7 @@ _HELD = 1_500  # random keys in the cache: several chunks of every attention
 _HELD_ON_CUDA, _HELD_BYTES = 20_000, 3 << 30  # there a text that long is cut otherwise; at most so many bytes
 _OTHERS = (0, 99, 700)  # other lengths of the cache
 _PROMPTS = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
+_WIDE = (CHUNK, 77)  # tokens of wide passes over a text
 
 
 class Inexact(Exception):
@@ -126,12 +132,7 @@ def fingerprint(target: Target) -> str:
     held = _HELD
     if device.type == "cuda":
         held = max(_HELD, min(_HELD_ON_CUDA, _HELD_BYTES // target.kv_shape.bytes_per_token))
-    before = max(0, min(held, target.max_positions - width))  # learned positions end
-    kv = FullKV(target.kv_shape, before + width)
-    for part, buffer in enumerate((kv.keys, kv.values)):
-        made = torch.randn(buffer[0, :, :before].shape, generator=random).to(device)
-        for layer, rows in enumerate(buffer):
-            rows[:, :before] = kv.shape.narrowed(made, part, layer)
+    kv, before = _held_cache(target, held, width, random)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
 
@@ -172,6 +173,43 @@ def fingerprint(target: Target) -> str:
         parts += [_prompt(target, count, ids) for count in _PROMPTS]
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -> tuple[FullKV, int]:
+    """A cache with random keys and values, as many as a model may have, room for more tokens, and how many it holds."""
+    before = max(0, min(held, target.max_positions - more))  # learned positions end
+    kv = FullKV(target.kv_shape, before + more)
+    for part, buffer in enumerate((kv.keys, kv.values)):
+        made = torch.randn(buffer[0, :, :before].shape, generator=random).to(target.device)
+        for layer, rows in enumerate(buffer):
+            rows[:, :before] = kv.shape.narrowed(made, part, layer)
+    return kv, before
+
+
+@torch.inference_mode()
+def try_wide_text(target: Target) -> None:
+    """Let a text be forwarded in wide passes, if these give a token the bits that those of the width give it.
+
+    Only where prompts have wide passes, and layers and attention are of kernels that should make rows alike.
+    """
+    count = sum(_WIDE)
+    known = target.wide_prompts and target.replays and count <= target.max_positions
+    if target.width is None or not (known and makes_rows_alike(target.model)):
+        return
+    random = torch.Generator().manual_seed(1)
+    kv, before = _held_cache(target, _HELD, count, random)
+    ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
+    places = torch.arange(before, before + count, device=target.device)
+    found = []
+    for sizes, forward in (([*_WIDE], target.forward_wide), (target.width, partial(target.forward, ancestors=None))):
+        kv.length = before
+        hidden = []
+        for tokens, positions in zip(ids.split(sizes), places.split(sizes), strict=True):
+            hidden.append(forward(tokens, positions, kv).hidden)
+            kv.advance(len(tokens))
+        found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values))])
+    target.wide_text = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    target.fallbacks.note("wide", None if target.wide_text else "a token has other bits in wide ones")
 
 
 def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:

@@ -74,16 +74,21 @@ class FusedLayer(nn.Module):
         # what runs before this product is one of our kernels, unless another attention serves, or rows are added
         early = run.special is None and run.attend.PADDED
         hidden, normed = self.post_attention_layernorm.added(
-            hidden_states, _multiplied([self.self_attn.o_proj], mixed, early)[0]
+            hidden_states, _multiplied([self.self_attn.o_proj], mixed, run.alike, early)[0]
         )
-        active = _activated(self.mlp, normed[0])
-        hidden, normed = self.following[0].added(hidden, _multiplied([self.mlp.down_proj], active)[0])
+        active = _activated(self.mlp, normed[0], run.alike)
+        hidden, normed = self.following[0].added(hidden, _multiplied([self.mlp.down_proj], active, run.alike)[0])
         self.following[0].handed = (hidden, normed)
         return hidden
 
 
-def _weights(layers: Sequence[nn.Module], rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Weights, scales and bias of linear layers with the same input, if a kernel multiplies so few rows by them."""
+def _weights(
+    layers: Sequence[nn.Module], rows: Tensor, alike: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Weights, scales and bias of linear layers with the same input, if a kernel multiplies so few rows by them.
+
+    Or more of them, if these are to be ``alike``: with the bits that each has among few.
+    """
     from tswift.forward.layer_kernels import MOST_ROWS, product_parts
 
     first = layers[0]
@@ -96,12 +101,12 @@ def _weights(layers: Sequence[nn.Module], rows: Tensor) -> tuple[Tensor, Tensor 
     else:
         return None
     outputs, inputs = found[0].shape
-    return found if len(rows) <= MOST_ROWS and product_parts(inputs, outputs) else None
+    return found if (alike or len(rows) <= MOST_ROWS) and product_parts(inputs, outputs) else None
 
 
-def _multiplied(layers: Sequence[nn.Module], rows: Tensor, early: bool = True) -> list[Tensor]:
+def _multiplied(layers: Sequence[nn.Module], rows: Tensor, alike: bool, early: bool = True) -> list[Tensor]:
     """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``, or parts ``[parts, n, out]``."""
-    known = _weights(layers, rows)
+    known = _weights(layers, rows, alike)
     if known is None:
         shared = rows.unsqueeze(0)  # one object: joined layers know their input by it
         return [each(shared)[0] for each in layers]
@@ -112,11 +117,11 @@ def _multiplied(layers: Sequence[nn.Module], rows: Tensor, early: bool = True) -
     return list(parts.split([each.out_features for each in layers], -1))
 
 
-def _activated(mlp: Any, rows: Tensor) -> Tensor:
+def _activated(mlp: Any, rows: Tensor, alike: bool) -> Tensor:
     """What the last product of an MLP takes: ``[n, m]`` from ``[n, H]``."""
     from tswift.forward.layer_kernels import multiply_silu, silu_mul
 
-    known = _weights([mlp.gate_proj, mlp.up_proj], rows)
+    known = _weights([mlp.gate_proj, mlp.up_proj], rows, alike)
     if known is not None and known[2] is None:
         return multiply_silu(rows, known[0], known[1])
     shared = rows.unsqueeze(0)
@@ -127,7 +132,7 @@ def _attended(module: Any, normed: Tensor, angles: tuple[Tensor, Tensor], run: P
     """Attention of one layer: ``[n, query heads * d]`` from normalised hidden states."""
     from tswift.forward.layer_kernels import rotate
 
-    query, key, value = _multiplied([module.q_proj, module.k_proj, module.v_proj], normed)
+    query, key, value = _multiplied([module.q_proj, module.k_proj, module.v_proj], normed, run.alike)
     cosines, sines = (each[0].contiguous() for each in angles)
     weights, eps = _head_norms(module)
     index, scale, head = module.layer_idx, module.scaling, module.head_dim
@@ -187,6 +192,22 @@ def separate_layers(network: nn.Module) -> None:
 def is_fused(network: nn.Module) -> bool:
     """Whether a network's layers run by kernels."""
     return next(_fused(network), None) is not None
+
+
+def makes_rows_alike(network: PreTrainedModel) -> bool:
+    """Whether all of a network's layers run by kernels, its products too, so that a row needs no fixed width."""
+    if not is_fused(network):
+        return False
+    for layer in network.get_decoder().layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        first = [attention.q_proj, attention.k_proj, attention.v_proj]
+        for linears in (first, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
+            row = torch.empty(1, linears[0].in_features, dtype=network.dtype, device="meta")
+            if _weights(linears, row) is None:
+                return False
+        if mlp.gate_proj.bias is not None:  # their product is PyTorch's
+            return False
+    return True
 
 
 def _fused(network: nn.Module) -> Iterator[nn.Module]:

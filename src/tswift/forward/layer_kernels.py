@@ -7,7 +7,9 @@ and a layer whose sizes do not fit, leave the products to PyTorch, and SiLU is a
 **Products of few rows** read each weight once, and that is what they take. Weights stand where matrix units take many
 rows, and rows where they take few. As many programs as fit side by side share the outputs and, where these are few, the
 inputs: then each leaves a part of the sum in float32, and the kernel behind adds the parts up, always in one order, and
-rounds. How a sum is cut follows from the layer's sizes alone.
+rounds. How a sum is cut follows from the layer's sizes alone. Products of many rows, where these are to have the bits
+that they have among few, go through the same tiles and parts in the same order, a block of rows at a time; one program
+adds its parts up by itself.
 
 **Bits are the same everywhere.** A program computes one row (or a few heads of one row) from that row alone, so a row's
 place in a pass and the pass's width decide nothing. A sum over a row is a tree of pairs: neighbours are added, then
@@ -87,34 +89,40 @@ def _ask_for(rows, STEP: tl.constexpr):
 @triton.jit(do_not_specialize=["nodes"])
 def multiply_rows(
     rows, weights, scales, bias, parts, nodes, rows_row,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a product of some rows; grid ``(tiles of outputs, parts)``. Weights in FP8 have scales."""
-    part = tl.program_id(1)
-    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row = tl.arange(0, ROWS)
+    """A part of a product of a block of rows, or the sum of ``ADDED`` ones. Weights in FP8 have scales.
+
+    Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read the same weights run side by side.
+    """
+    part = tl.program_id(2)
+    outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = (row < nodes)[None, :]
-    inputs = part * SPAN + tl.arange(0, STEP)
+    inputs = part * ADDED * SPAN + tl.arange(0, STEP)
     weight_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
     row_at = rows + row[None, :] * rows_row + inputs[:, None]
     if EARLY:
         _ask_for(weights + outputs.to(tl.int64) * SIZE + part * SPAN, STEP)
         after_the_one_before()
-    total = tl.zeros([TILE, ROWS], tl.float32)
-    for step in range(SPAN // STEP):
-        taken = tl.load(row_at + step * STEP, mask=used, other=0.0)
-        if WIDE:
-            taken = taken.to(tl.float32)
-        weight = tl.load(weight_at + step * STEP).to(taken.dtype)
-        total = tl.dot(weight, taken, total, input_precision="ieee")
-    if scales is not None:
-        total = total * tl.load(scales + outputs)[:, None]
-    if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
-        if part == 0:
-            total = total + tl.load(bias + outputs).to(tl.float32)[:, None]
+    whole = tl.zeros([TILE, ROWS], tl.float32)
+    for index in range(ADDED):
+        total = tl.zeros([TILE, ROWS], tl.float32)
+        for step in range(SPAN // STEP):
+            taken = tl.load(row_at + index * SPAN + step * STEP, mask=used, other=0.0)
+            if WIDE:
+                taken = taken.to(tl.float32)
+            weight = tl.load(weight_at + index * SPAN + step * STEP).to(taken.dtype)
+            total = tl.dot(weight, taken, total, input_precision="ieee")
+        if scales is not None:
+            total = total * tl.load(scales + outputs)[:, None]
+        if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
+            if part + index == 0:
+                total = total + tl.load(bias + outputs).to(tl.float32)[:, None]
+        whole = tl.where(index == 0, total, whole + total)
     at = parts + (part * nodes + row).to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
-    tl.store(at, total, mask=used)
+    tl.store(at, whole, mask=used)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -123,13 +131,13 @@ def multiply_silu_rows(
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Two products of some rows, and SiLU of the first times the second; grid ``(tiles of outputs,)``.
+    """Two products of a block of rows, and SiLU of the first times the second.
 
-    The second one's weights and scales stand behind the first one's.
+    Grid ``(blocks of rows, tiles of outputs)``. The second one's weights and scales stand behind the first one's.
     """
     kind: tl.constexpr = out.dtype.element_ty
-    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row = tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = (row < nodes)[None, :]
     inputs = tl.arange(0, STEP)
     first_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
@@ -299,6 +307,9 @@ _STEP = 64
 _PROGRAMS = 120
 _MOST_PARTS = 8
 MOST_ROWS = 64
+# Of products of more rows: the rows of a block. A tensor core sums each of its outputs by itself, so that only the
+# number of them changes with it; models are tried with it before use (adapting.try_wide_text).
+_MANY_ROWS = 128
 _UNFUSED = {"enable_fp_fusion": False}  # what is rounded once and what twice is said by the kernels alone
 
 
@@ -316,43 +327,47 @@ def product_parts(inputs: int, outputs: int) -> int:
     return parts
 
 
-def _padded(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+def _block(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows)) if rows <= MOST_ROWS else _MANY_ROWS
 
 
 def multiply(
     rows: Tensor, weights: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, early: bool = False
 ) -> Tensor:
-    """The product of up to ``MOST_ROWS`` rows ``[n, in]`` with weights ``[out, in]``, in parts ``[parts, n, out]``.
+    """The product of rows ``[n, in]`` with weights ``[out, in]``, in parts ``[parts, n, out]``.
 
-    The parts' sum is the product. Scales ``[out]`` are of weights in FP8. ``early`` is for a launch right behind one of
-    the kernels here or in the attention.
+    The parts' sum is the product; that of more than ``MOST_ROWS`` rows is the only part. A row is the same, to the bit,
+    whatever their number. Scales ``[out]`` are of weights in FP8. ``early`` is for a launch right behind one of the
+    kernels here or in the attention.
     """
     (nodes, size), outputs = rows.shape, len(weights)
-    parts = product_parts(size, outputs)
-    out = rows.new_empty(parts, nodes, outputs, dtype=torch.float32)
+    parts, many = product_parts(size, outputs), nodes > MOST_ROWS
+    added = parts if many else 1
+    out = rows.new_empty(parts // added, nodes, outputs, dtype=torch.float32)
+    block = _block(nodes)
     with torch.cuda.device_of(rows):
-        multiply_rows[outputs // _TILE, parts](
+        multiply_rows[triton.cdiv(nodes, block), outputs // _TILE, parts // added](
             rows, weights, scales, bias, out, nodes, rows.stride(0),
-            SIZE=size, OUTPUTS=outputs, SPAN=size // parts, TILE=_TILE, STEP=_STEP, ROWS=_padded(nodes),
-            WIDE=_INTERPRETED, num_warps=4, num_stages=4, **launched_early(rows, early),
+            SIZE=size, OUTPUTS=outputs, SPAN=size // parts, ADDED=added, TILE=_TILE, STEP=_STEP, ROWS=block,
+            WIDE=_INTERPRETED, num_warps=8 if many else 4, num_stages=3 if many else 4,
+            **launched_early(rows, early), **_UNFUSED,
         )  # fmt: skip
     return out
 
 
 def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` ``[n, m]`` of up to ``MOST_ROWS`` rows ``[n, in]``; both one's weights are ``[2 * m, in]``.
+    """``silu(gate) * up`` ``[n, m]`` of rows ``[n, in]``, as alike as in :func:`multiply`; the weights ``[2 * m, in]``.
 
     Only right behind another kernel of these.
     """
     (nodes, size), outputs = rows.shape, len(weights) // 2
     out = rows.new_empty(nodes, outputs)
-    tile = _TILE // 2
+    tile, block = _TILE // 2, _block(nodes)
     with torch.cuda.device_of(rows):
-        multiply_silu_rows[outputs // tile,](
+        multiply_silu_rows[triton.cdiv(nodes, block), outputs // tile](
             rows, weights, scales, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs, TILE=tile, STEP=_STEP,
-            ROWS=_padded(nodes), WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=4, num_stages=4,
-            **launched_early(rows, True), **_UNFUSED,
+            ROWS=block, WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=4,
+            num_stages=3 if nodes > MOST_ROWS else 4, **launched_early(rows, True), **_UNFUSED,
         )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.sdpa import Attention, MaskedAttention, PerLayerAttention
+from tswift.attention.sdpa import Attention, BlockwiseAttention, MaskedAttention, PerLayerAttention
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
 
@@ -86,12 +86,13 @@ class Pass:
     """A pass in progress."""
 
     write: Write  # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to
-    attend: Attention
+    attend: Attention | BlockwiseAttention
     special: MaskedAttention | PerLayerAttention | None  # of layers with windows, soft caps or sinks, if there are any
     nodes: int
     rows: int  # number that it is padded to; nothing attends to the padding, and nothing of it is kept
     # the cache and its length on the device, if a kernel may write keys and values there itself
     slots: tuple[KVBuffer, Tensor] | None = None
+    alike: bool = False  # whether a row is to have the bits of a narrow pass, however many there are
     queries: list[Tensor] = field(default_factory=list)  # of the layers so far, ``[query heads, n, d]``, rotated
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

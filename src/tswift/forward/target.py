@@ -21,13 +21,14 @@ from tswift.attention.backends import exact_for
 from tswift.attention.sdpa import (
     Attention,
     BatchInvariantAttention,
+    BlockwiseAttention,
     Layout,
     MaskedAttention,
     PerLayerAttention,
     ReferenceAttention,
     TreeAttention,
 )
-from tswift.caches import FullKV, KVBuffer, KVShape
+from tswift.caches import FullKV, KVBuffer, KVShape, PartialKV
 from tswift.forward.hf import (
     Tap,
     UnsupportedModel,
@@ -54,7 +55,7 @@ class Fallbacks(dict[str, str]):
 
     For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for kernels between the
     "layers"' products, for "steps" on the device (then no pass is replayed), for CUDA "graphs", for the "sampler"'s
-    kernels, for "exact" passes.
+    kernels, for "exact" passes, for "wide" ones over a text, for the kernels that walk "trees".
     """
 
     def note(self, part: str, reason: str | None) -> None:
@@ -102,6 +103,9 @@ class Target:
         # with a width: a prompt is forwarded in chunks of CHUNK tokens all the same, as products of few rows are slow.
         # Their bits differ from those of narrow passes, so every method has to forward the same tokens as the prompt
         self.wide_prompts = False
+        # with a width: what was generated may be forwarded in chunks of CHUNK tokens, too, as a token's bits are those
+        # of narrow passes there
+        self.wide_text = False
         self.fallbacks = Fallbacks()
         # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch makes them
         self.program: PassProgram | None = None
@@ -144,7 +148,7 @@ class Target:
 
     def set_width(self, width: int | None, wide_prompts: bool = False) -> None:
         """Pad every pass over the text to so many rows from now on, but for prompts' chunks if those are wide."""
-        self.width, self.wide_prompts = width, wide_prompts
+        self.width, self.wide_prompts, self.wide_text = width, wide_prompts, False
 
     def set_program(self, program: PassProgram | None) -> None:
         """Let a C program make passes, or PyTorch again."""
@@ -261,19 +265,48 @@ class Target:
 
         Only where :attr:`replays` is true, and :meth:`serves` for the cache.
         """
+        attend = self._attention(self._layout, length, len(tokens), ancestors)
+        rows = rows_of(self.width, kv, len(tokens))
+        return self._compute_in_place(tokens, positions, kv, length, attend, rows)
+
+    @torch.inference_mode()
+    def forward_wide(self, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:
+        """As :meth:`forward`, of any number of tokens that follow each other, by layers that make rows alike.
+
+        A token has the bits that a pass of the width gives it. Only where :attr:`replays` is true.
+        """
+        length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
+        attend = BlockwiseAttention(self._attention, self._layout, length, len(tokens))
+        return self._compute_in_place(tokens, positions, kv, length, attend, len(tokens), alike=True)
+
+    def _compute_in_place(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        length: Tensor,
+        attend: Attention | BlockwiseAttention,
+        rows: int,
+        alike: bool = False,
+    ) -> Forwarded:
+        """Call the decoder, whose keys and values go to the cache's scratch slots, wherever these begin."""
 
         def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             self._attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
             return kv.keys[layer], kv.values[layer]
 
-        attend = self._attention(self._layout, length, len(tokens), ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
-        run = Pass(write, attend, special, len(tokens), rows_of(self.width, kv, len(tokens)), (kv, length))
-        return self._compute(tokens, positions, run)
+        return self._compute(tokens, positions, Pass(write, attend, special, len(tokens), rows, (kv, length), alike))
 
     def keep(self, kv: KVBuffer, length: Tensor, path: Tensor, count: Tensor) -> None:
         """Move a tree's accepted nodes behind the text, see :meth:`Attention.keep`; the length stays."""
         self._attention.keep(kv.keys, kv.values, length, path, count)
+
+    def append(self, kv: PartialKV, full: KVBuffer, places: Tensor, slots: Tensor, count: Tensor) -> None:
+        """Copy new tokens of the text's cache into a partial one, see :meth:`Attention.append`."""
+        assert kv.device_length is not None
+        own, theirs = ((each.keys, each.values) for each in (kv, full))
+        self._attention.append(own, theirs, kv.device_length, places, slots, count)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -416,7 +449,8 @@ def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None
     """Forward a text in chunks, commit each, and yield its pass.
 
     With exact passes the keys and values of a text are those that decoding made, bit for bit. So a prompt is always cut
-    at the same places, if its chunks are wide, and what was generated is forwarded in passes of the width.
+    at the same places, if its chunks are wide, and what was generated is forwarded in passes of the width, unless a
+    token has its bits in wide ones, too.
 
     Args:
         target: the model.
@@ -432,15 +466,18 @@ def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None
         start = kv.length
         wide = start < prompt and target.wide_prompts
         width = CHUNK
-        if target.width is not None and not (target.program is not None and target.program.takes(kv, 1)):
+        alike = not wide and target.wide_text and target.replays
+        if target.width is not None and not (target.program is not None and target.program.takes(kv, 1)) and not alike:
             width = min(CHUNK - start % CHUNK, prompt - start) if wide else min(CHUNK, target.width)
         chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
         tokens = tokens[len(chunk) :]
         positions = torch.arange(start, start + len(chunk), device=target.device)
-        if replayed is None and start >= prompt and end - start > _REPLAYED * width:
+        if replayed is None and start >= prompt and end - start > _REPLAYED * width and not alike:
             replayed = _replayed(target, kv)
         if wide:
             forwarded = target.forward_eager(chunk, positions, kv)
+        elif alike:
+            forwarded = target.forward_wide(chunk, positions, kv)
         elif replayed is not None and end - start > width and kv.capacity - start >= width:
             forwarded = replayed(chunk, positions, None, start)
         else:  # the last pass, too: what it gives must outlive the program

@@ -1,0 +1,189 @@
+"""Triton kernels that lay out a draft tree and walk it; only ``device_step`` imports this module.
+
+What they write is what :mod:`tswift.decoding.device_tree` writes: integers, and never rounded. Before use they are
+compared with it on random trees, on the device itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from random import Random
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tswift.decoding import device_tree
+from tswift.decoding.device_tree import Path, Tree, TreeState
+from tswift.errors import cause_of
+from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.rule import Sampler
+
+MOST_NODES = 128
+_TRIED = ((1, 0), (7, 3), (32, 4), (128, 31))  # nodes and depths of trees
+_REPEATS = 8
+_WORDS = 50  # of a vocabulary
+
+
+@triton.jit(do_not_specialize=["nodes", "depth"])
+def lay_out_node(
+    tokens, parents, position, ids, positions, ancestors, depths, nodes, depth, NODES: tl.constexpr
+):  # fmt: skip
+    """Go up from one node to the root, which is its own parent; grid ``(nodes,)``."""
+    node = tl.program_id(0)
+    index = tl.arange(0, NODES)
+    at = node.to(tl.int64)
+    own = tl.zeros([], tl.int64)
+    line = index == node
+    for _ in range(depth):
+        above = tl.load(parents + at)
+        own += (above != at).to(tl.int64)
+        at = above
+        line = line | (index == at)
+    tl.store(ancestors + node * nodes + index, line.to(tl.int8), mask=index < nodes)
+    tl.store(depths + node, own)
+    tl.store(positions + node, tl.load(position) + own)
+    tl.store(ids + node, tl.maximum(tl.load(tokens + node), 0))
+
+
+@triton.jit(do_not_specialize=["nodes", "longest"])
+def walk_tree(
+    tokens, parents, position, length, last, ancestors, depths, drawn, control, newest, result, slots, before, nodes,
+    longest,
+    NODES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Find the last accepted node, write its path, and move the state on; one program.
+
+    ``newest`` are the positions of the vocabulary's last occurrences, if tokens are penalised.
+    """
+    node = tl.arange(0, NODES)
+    used = node < nodes
+    token = tl.load(tokens + node, mask=used, other=-1)
+    after = tl.load(drawn + tl.load(parents + node, mask=used, other=0), mask=used, other=-1)
+    depth = tl.load(depths + node, mask=used, other=0)
+    lines = node[:, None] * nodes + node[None, :]
+    above = tl.load(ancestors + lines, mask=used[:, None] & used[None, :], other=0) != 0
+    # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
+    carried = ((token == after) & (token >= 0)) | (depth == 0)
+    missed = tl.sum((above & (~carried[None, :])).to(tl.int32), 1)
+    wanted = tl.load(control)
+    reached = used & (missed == 0) & (depth < wanted)
+    # the deepest one, and of those the first
+    best = tl.max(tl.where(reached, depth * NODES + NODES - 1 - node, NODES - 1), 0)
+    end = NODES - 1 - best % NODES
+    forced = tl.load(control + 1)
+    end = tl.where(forced >= 0, forced, end)
+    new = tl.load(drawn + end)
+    deepest = tl.load(depths + end)
+    count = tl.where((new < 0) | (wanted <= 0), 0, deepest + 1)
+    live = tl.sum((token >= 0).to(tl.int64), 0)
+    place = tl.load(position)
+    held = tl.load(length)
+    tl.debug_barrier()  # all is read before anything of it is written
+    step = tl.arange(0, STEPS).to(tl.int64)
+    some = (step < longest) & (step < nodes)
+    on_path = used & (tl.load(ancestors + end * nodes + node, mask=used, other=0) != 0) & (depth < longest)
+    tl.store(result, count)
+    tl.store(result + 1, live)
+    path = result + 2 + longest
+    tl.store(path + depth, node.to(tl.int64), mask=on_path)
+    tl.store(path + step, tl.zeros_like(step), mask=some & (step > deepest))
+    tl.store(result + 1 + depth, tl.maximum(token, 0), mask=on_path & (depth > 0) & (count > 0))
+    tl.store(result + 2 + step, tl.zeros_like(step) + new, mask=some & (step >= count - 1))
+    tl.store(slots + step, held + step, mask=some)
+    if newest is not None:  # of a token twice on the path the last one counts, whichever is written first
+        tl.atomic_max(newest + tl.maximum(token, 0), place + depth, mask=on_path & (depth > 0) & (count > 0))
+        tl.atomic_max(newest + tl.maximum(new, 0), place + count, mask=count > 0)
+    tl.store(before, held)
+    tl.store(last, end)
+    tl.store(tokens, new, mask=count > 0)
+    tl.store(position, place + count)
+    tl.store(length, held + count.to(tl.int32))
+
+
+def _padded(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))
+
+
+def lay_out(state: TreeState, nodes: int, depth: int) -> Tree:
+    """As :func:`device_tree.lay_out`."""
+    if nodes > MOST_NODES:
+        return device_tree.lay_out(state, nodes, depth)
+    made = state.tokens.new_empty(3, nodes)
+    ids, positions, depths = made
+    ancestors = state.tokens.new_empty(nodes, nodes, dtype=torch.bool)
+    with torch.cuda.device_of(made):
+        lay_out_node[nodes,](
+            state.tokens, state.parents, state.position, ids, positions, ancestors.view(torch.int8), depths, nodes,
+            min(depth, nodes - 1), NODES=_padded(nodes), num_warps=1,
+        )  # fmt: skip
+    return Tree(ids, positions, ancestors, depths)
+
+
+def walk(state: TreeState, tree: Tree, drawn: Tensor, control: Tensor, sampler: Sampler, path: Path) -> None:
+    """As :func:`device_tree.walk`."""
+    nodes = len(drawn)
+    if nodes > MOST_NODES:
+        device_tree.walk(state, tree, drawn, control, sampler, path)
+        return
+    newest = sampler.newest if sampler.params.penalises else None
+    with torch.cuda.device_of(drawn):
+        walk_tree[1,](
+            state.tokens, state.parents, state.position, state.length, state.last, tree.ancestors.view(torch.int8),
+            tree.depths, drawn, control, newest, path.result, path.slots, path.length, nodes, path.longest,
+            NODES=_padded(nodes), STEPS=_padded(path.longest), num_warps=max(4, _padded(nodes) // 8),
+        )  # fmt: skip
+
+
+def random_state(nodes: int, depth: int, random: Random, device: torch.device) -> tuple[TreeState, Tensor, Tensor]:
+    """A random tree in a text, what is drawn after its nodes, and what a walk is to do; paths are often accepted."""
+    tokens, parents, depths = [random.randrange(_WORDS)], [0], [0]
+    drawn = [random.randrange(-1, _WORDS) for _ in range(nodes)]
+    for _ in range(1, nodes):
+        parent = max(0, len(tokens) - random.randint(1, 3)) if random.random() < 0.6 else random.randrange(len(tokens))
+        while depths[parent] >= depth:
+            parent = parents[parent]
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        tokens.append(random.choice((drawn[parent], drawn[parent], random.randrange(-1, _WORDS))))
+    forced = random.randrange(nodes) if random.random() < 0.2 else -1
+    wanted = random.choice((0, 1, 2, depth + 1))
+    if forced >= 0:
+        wanted = depths[forced] + 1
+    held = random.randrange(200_000)
+    nodes_of, above, position, last = (torch.tensor(each, device=device) for each in (tokens, parents, [held], [0]))
+    length = torch.tensor(held, dtype=torch.int32, device=device)
+    state = TreeState(nodes_of, above, position, length, last)
+    return state, torch.tensor(drawn, device=device), torch.tensor([wanted, forced], device=device)
+
+
+def differ(nodes: int, depth: int, random: Random, device: torch.device) -> bool:
+    """Whether kernels and operators leave something else after a walk down a random tree."""
+    given, drawn, control = random_state(nodes, depth, random, device)
+    left = []
+    longest = min(depth + 1, nodes)
+    for ours in (device_tree.lay_out, device_tree.walk), (lay_out, walk):
+        state = TreeState(*(getattr(given, field.name).clone() for field in fields(given)))
+        path = Path(longest, torch.zeros(2 + 2 * longest, dtype=torch.int64, device=device))
+        tree = ours[0](state, nodes, depth)
+        sampler = Sampler(SamplingParams(window=24), 0, _WORDS, device)
+        ours[1](state, tree, drawn, control, sampler, path)
+        moved = state.tokens, state.position, state.length, state.last
+        left.append([*moved, *tree, sampler.newest, path.result, path.slots, path.length])
+    return not all(torch.equal(one, other) for one, other in zip(*left, strict=True))
+
+
+_FAULTS: dict[torch.device, str | None] = {}
+
+
+def fault(device: torch.device) -> str | None:
+    """Why the kernels are not to be used on a device; None if they are. They are tried once."""
+    if device not in _FAULTS:
+        random = Random(0)
+        try:
+            wrong = [nodes for nodes, depth in _TRIED for _ in range(_REPEATS) if differ(nodes, depth, random, device)]
+            _FAULTS[device] = f"kernels walk trees of {wrong[0]} nodes otherwise than PyTorch" if wrong else None
+        except Exception as error:  # whatever it is that a compiler or a driver dislikes
+            _FAULTS[device] = cause_of(error)
+    return _FAULTS[device]
