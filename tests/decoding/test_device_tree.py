@@ -53,7 +53,7 @@ def test_a_decode_with_kernels_is_the_one_without(monkeypatch: pytest.MonkeyPatc
     for operators in (device_tree, kernels):
         monkeypatch.setattr(device_step, "_tree_operators", lambda target, own=operators: own)
         target = static_target()
-        steps = decode_steps(target, drafter(method, target, ROOMY), random_prompt(90), PARAMS, 3, 40)
+        steps = decode_steps(target, drafter(method, target, ROOMY), random_prompt(90), PARAMS, 3, 30)
         found.append((tokens_of(steps), [(step.accepted, step.source) for step in steps]))
     assert found[0] == found[1]
 
@@ -65,6 +65,7 @@ def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         right(state, tree, drawn, control, sampler, path)
         path.slots[-1] += len(drawn) == 32
 
+    monkeypatch.setattr(kernels, "_REPEATS", 1)  # the interpreter is slow
     monkeypatch.setattr(kernels, "walk", wrong)
     monkeypatch.setattr(kernels, "_FAULTS", {})
     assert kernels.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
@@ -99,5 +100,4 @@ def test_a_verification_is_few_operators_beside_its_pass(
     monkeypatch.setattr(DeviceStepper, "_verify", counted)
     with operators:
         next(decoding.steps())
-    print(operators.seen)
     assert sum(operators.seen.values()) - 3 <= most

@@ -258,6 +258,7 @@ class Target:
         self.fallbacks.note("graphs", self._graphs.failure)
         return captured
 
+    @torch.inference_mode()
     def compute_static(
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, length: Tensor, ancestors: Tensor | None
     ) -> Forwarded:
