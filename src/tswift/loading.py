@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist, guard
-from tswift.errors import InputError, renaming, suggesting_names
+from tswift.errors import DecodeError, InputError, renaming, suggesting_names
 from tswift.forward.adapting import (
     Inexact,
     execution_note,
@@ -61,6 +62,7 @@ from tswift.models.checkpoint import (
     INDEX,
     StoredTensor,
     as_input_error,
+    checkpoint_hash,
     find_source,
     gguf_of,
     has_tokenizer,
@@ -73,10 +75,11 @@ from tswift.models.checkpoint import (
     stored_tensors,
     weights_hash,
 )
-from tswift.models.config import DEMO, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.config import DEMO, NO_HEADS, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
 from tswift.models.gguf import SUFFIX
 from tswift.models.shapes import HEADS, StandInTokenizer, random_weights
+from tswift.native_build import cache_folder
 from tswift.speculators.formats import SpeculatorFile, drafter_of
 from tswift.speculators.heads import (
     HEAD_TYPES,
@@ -103,6 +106,7 @@ class LoadedModel:
     target: Target  # the model, wrapped
     heads: Heads | None  # that draft for it, if it has any
     eos_ids: tuple[int, ...]  # token ids that end a text
+    heads_found: Path | None = None  # the heads' file, where nobody named it: installed for the model, or bundled
     attention: str = "sdpa"  # the backend in use
     simulated: bool = False  # its weights are random: times mean something, texts do not
     exact: str | None = None  # hash of the bits that passes of a fixed width have here; None without a fixed width
@@ -150,6 +154,7 @@ class LoadedModel:
             "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
             **({} if inexact is None else {"inexact": inexact}),
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
+            **({} if self.heads_found is None else {"heads_found": str(self.heads_found)}),
             "eos_ids": list(self.eos_ids),
             "simulated": self.simulated,
             "quantization": self.quantization,
@@ -179,6 +184,7 @@ class LoadedModel:
             "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
             f"not exact, as {inexact}" if inexact else "",
             f"weights quantised ({self.quantization})" if self.quantization else "",
+            "" if self.heads_found is None else f"{self.about()['heads']} heads from {self.heads_found}",
             "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
             f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
         ]
@@ -219,8 +225,9 @@ def load(
             between the layers' products has kernels, too, and passes are replayed as CUDA graphs.
         heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
             a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
-            ``heads.safetensors`` there, if it exists, or the heads that the model carries. A shape has random heads of
-            either kind, chained if nothing is said.
+            ``heads.safetensors`` there, if it exists, or the heads that the model carries, or those that were installed
+            for its weights or come with tswift; ``none`` takes none. A shape has random heads of either kind, chained
+            if nothing is said.
         weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to integers, on a CPU. What is
             decoded is the rounded model. None leaves them as they are in the checkpoint.
         draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
@@ -285,6 +292,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         loaded = replace(
             loaded,
             heads=_load_heads(source, target, simulated),
+            heads_found=plan.heads_found,
             eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
             drafter_name=asked.drafter,
             yarn=asked.yarn,
@@ -322,6 +330,14 @@ class _LoadPlan:
             return self.asked.weights
         file = gguf_of(self.asked.model)
         return "" if file is None else file.kinds
+
+    @property
+    def heads_found(self) -> Path | None:
+        """The file of heads that nobody named."""
+        source = self.heads
+        if self.asked.heads is not None or not isinstance(source, Path):
+            return None
+        return source if source.parent in (cache_folder(), _BUNDLED_HEADS) else None
 
     def refuse_unfit_codes(self) -> None:
         """Refuse what cannot be had with weights that are codes.
@@ -408,6 +424,7 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     return plan
 
 
+_BUNDLED_HEADS = Path(__file__).parent / "models" / "heads"
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
@@ -416,9 +433,48 @@ def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[
     if model.startswith(SHAPE_PREFIX):
         kind = "chained" if heads is None else str(heads)
         return kind if kind in HEAD_TYPES else heads_path(kind, None)
+    if heads == NO_HEADS:
+        return None
     _, folder = find_source(model)
     path = heads_path(heads, folder)
-    return (folder or ON_HUB) if path is None and carries_heads(config) else path
+    if path is None and carries_heads(config):
+        return folder or ON_HUB
+    return found_heads(model) if path is None else path
+
+
+def found_heads(model: str) -> Path | None:
+    """Heads that were installed for a model's weights, or come with tswift; None if there are none."""
+    name = _heads_name(model)
+    if name is None:
+        return None
+    folders = [folder for folder in (cache_folder(), _BUNDLED_HEADS) if folder is not None]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def install_heads(model: str, heads: Path) -> Path:
+    """Copy a heads file to where it is found for a model from now on.
+
+    Raises:
+        DecodeError: that cannot be done.
+    """
+    name, folder = _heads_name(model), cache_folder()
+    if name is None or folder is None:
+        reason = f"the weights of {model} are not in files here" if name is None else "there is no folder for them"
+        raise DecodeError(f"the heads cannot be installed: {reason}")
+    beside = folder / f"{name}.{os.getpid()}"
+    try:
+        shutil.copyfile(heads, beside)
+        beside.replace(folder / name)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise DecodeError(f"the heads cannot be installed in {folder} ({error.strerror})") from None
+    return folder / name
+
+
+def _heads_name(model: str) -> str | None:
+    """Name of the file of heads for the weights of a model; None where those cannot be told."""
+    known = checkpoint_hash(model)
+    return None if known is None else f"heads-{known[:20]}.safetensors"
 
 
 def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
@@ -510,7 +566,7 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
             target,
             None,
             (),
-            backend,
+            attention=backend,
             simulated=True,
             quantization=plan.coded or None,
             held=plan.held,
@@ -555,7 +611,7 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         target,
         None,
         (),
-        backend,
+        attention=backend,
         quantization=quantization,
         ranks=ranks,
         dtype_note=other_dtype,
@@ -661,7 +717,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
     with suppress(InputError):  # heads of what the model once was
         source = heads_source(name, network.config, None) if Path(name).is_dir() else None
         heads = _load_heads(source, target, simulated=False)
-    return LoadedModel(name, None, target, heads, (), backend, exact=_prepare(target, backend, note, None))
+    return LoadedModel(name, None, target, heads, (), attention=backend, exact=_prepare(target, backend, note, None))
 
 
 def _eos_ids(

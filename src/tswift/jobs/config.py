@@ -272,7 +272,7 @@ class RunConfig:
             raise InputError("cannot be given together with --preset, which sets the sampling", "sampling_from")
         check_stop(self.stop)
         refuse_shape(self.model.model)
-        heads = {} if self.model.heads is None else {"heads": self.model.heads}
+        heads = {} if self.model.heads_wanted is None else {"heads": self.model.heads_wanted}
         refuse_unused([self.method], {**given_options(self.drafting, self.given), **heads})
         self.to_load()
         if self.model.exact and method.reference:

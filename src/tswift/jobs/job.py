@@ -59,7 +59,7 @@ from tswift.jobs.folder import (
 )
 from tswift.loading import LoadedModel, load_model, load_tokenizer
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.models.config import ModelConfig
+from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.options import changed
 from tswift.sampling.generation_config import own_params, recommends
@@ -428,7 +428,10 @@ def resume(
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             _check_text(run, saved, loaded, discard_damaged)
             return None
-        model = loaded or load_exact_or_not(config.to_load(), "exact" in asked, ranks)
+        wanted = config.to_load()
+        if run.record.model["heads"] is None and wanted.heads is None:  # some may have been installed since
+            wanted = replace(wanted, heads=NO_HEADS)
+        model = loaded or load_exact_or_not(wanted, "exact" in asked, ranks)
         draft = _refuse_other_model(run, config, model).get("draft")
         if config.stop:
             whole = TextStream(model.tokenizer, config.stop)

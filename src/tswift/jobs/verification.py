@@ -18,7 +18,7 @@ from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_f
 from tswift.jobs.job import load_exact_or_not
 from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.models.config import ModelConfig, refuse_shape
+from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import changed, given_options
 from tswift.sampling.parameters import SamplingParams
@@ -55,7 +55,7 @@ def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
     exact = typed.get("exact")
     if exact and not config.exact:
         raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
-    alone = replace(config, heads=None, draft_model=None, drafter=None, draft_weights=None)
+    alone = replace(config, heads=NO_HEADS, draft_model=None, drafter=None, draft_weights=None)
     if "model" in typed:
         alone = replace(alone, weights=None)
     wanted = changed(alone, {"kv_dtype": _kv_dtype(config, typed), **typed})

@@ -56,6 +56,7 @@ _SIZES = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
+_SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
 
@@ -376,6 +377,11 @@ class StoredTensor:
         with safe_open(self.path, framework="pt") as file:
             return file.get_tensor(self.name)
 
+    def beginning(self) -> torch.Tensor:
+        """The values of the first row."""
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_slice(self.name)[:1] if self.shape else file.get_tensor(self.name)[None]
+
 
 def read_header(path: Path, option: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors that a safetensors file declares, by name, and its metadata; no values are read."""
@@ -530,6 +536,27 @@ def fingerprint_in_any_dtype(network: nn.Module) -> str:
         digest.update(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().flatten()[:1024].signbit().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def checkpoint_hash(model: str) -> str | None:
+    """SHA-256 over the names, types and shapes of a checkpoint's weights, and a row of each.
+
+    It is known before the weights are loaded, and the same however they are. None where they are not on this machine.
+    """
+    source, folder = find_source(model)
+    file, digest = gguf_of(model), sha256()
+    if file is not None:
+        for name, stored in sorted(file.tensors.items()):
+            digest.update(f"{name}{stored.kind.name}{stored.shape}".encode())
+            digest.update(file.beginning(stored, _SAMPLE))
+        return digest.hexdigest()
+    with suppress(OSError, InputError):
+        known = folder or Path(hf_hub_download(source, CONFIG, local_files_only=True)).parent
+        for name, tensor in sorted(stored_tensors(known).items()):
+            digest.update(f"{name}{tensor.dtype}{tensor.shape}".encode())
+            digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+    return None
 
 
 def config_hash(model: PreTrainedModel) -> str:

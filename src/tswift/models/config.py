@@ -18,6 +18,7 @@ SHAPES = (
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16")
 HEAD_KINDS = ("chained", "conditioned")
+NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"fp8": 8, "int4": 4}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
@@ -56,7 +57,7 @@ def refuse_missing_heads(heads: str | None) -> None:
     Raises:
         InputError: there is no such file.
     """
-    if heads is None or heads in HEAD_KINDS:
+    if heads is None or heads in (*HEAD_KINDS, NO_HEADS):
         return
     path = find_path(heads, "heads")
     if not path.exists():
@@ -72,7 +73,10 @@ class ModelConfig:
     """
 
     heads: str | None = option(
-        None, "chained, conditioned or a file.", panel=_DRAFTING, shown="heads.safetensors by the model"
+        None,
+        "chained, conditioned, a file, or none.",
+        panel=_DRAFTING,
+        shown="those by the model, installed for it, or bundled",
     )
     draft_model: str | None = option(
         None,
@@ -137,3 +141,8 @@ class ModelConfig:
         if self.attention not in ATTENTIONS:
             message = f"no attention {self.attention!r:.40}; there are {', '.join(ATTENTIONS)}"
             raise InputError(message + did_you_mean(self.attention, ATTENTIONS), "attention")
+
+    @property
+    def heads_wanted(self) -> str | None:
+        """Heads that were asked for."""
+        return None if self.heads == NO_HEADS else self.heads

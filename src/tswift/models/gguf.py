@@ -216,6 +216,10 @@ class GGUFFile:
         numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2  # a minimum, unless one code stands for 0
         return _DECODERS[stored.kind][0], block, numbers * (4 if kind.endswith("K") else 2)
 
+    def beginning(self, stored: StoredWeight, most: int) -> bytes:
+        """The first bytes of a tensor."""
+        return np.fromfile(self.path, np.uint8, min(stored.bytes, most), offset=stored.start).tobytes()
+
     def _bytes(self, stored: StoredWeight) -> Bytes:
         """The bytes of a tensor: read, not mapped, so that they do not stay in memory."""
         data = np.fromfile(self.path, np.uint8, stored.bytes, offset=stored.start)
