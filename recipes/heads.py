@@ -18,6 +18,7 @@ from tswift.training.config import DISTILL
 from tswift.training.data import jumping_positions
 from tswift.training.losses import HeadsLoss
 from tswift.training.tasks import Trainer, learning_rate
+from tswift.training.teacher import teach
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def train_heads(
         rows = max(1, plan.tokens_per_step // length)
         ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(model.device)
         positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
-        found = judge(ids, positions)
+        found = judge(*teach(target, ids, positions=positions))
         (found.loss.sum() / found.positions).backward()
         losses = np.array(found.mean_loss)
         trainer.step(learning_rate(step, step / plan.steps, plan.warmup))

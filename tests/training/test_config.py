@@ -35,7 +35,8 @@ def test_defaults_of_a_gpu_and_of_a_cpu(kind: type[TrainConfig], typed: dict | N
     assert tuple(getattr(config, name) for name in SCHEDULE) == schedule
     assert config.step_tokens == math.prod(schedule[:3])
     for name, value in kind.ON_CPU.items():
-        assert f"{value:,g}" in str(option_of(kind, "steps" if name == "minutes" else name).shown)
+        shown = f"{value:,}" if type(value) is int else f"{value:g}"
+        assert shown in str(option_of(kind, "steps" if name == "minutes" else name).shown)
 
 
 def test_the_shape_of_table_11() -> None:
@@ -99,11 +100,11 @@ def test_resolved_settings_hold_in_another_folder(tmp_path: Path, monkeypatch: p
 def test_only_what_changes_no_weight_may_be_another(tmp_path: Path) -> None:
     config = HeadsConfig(str(tmp_path)).resolved()
     free = {"device": "cpu", "save_minutes": 1.0, "alpha_tokens": 9, "eval_every": 0, "save_every": 3}
-    free |= {"attention": "sdpa"}
+    free |= {"attention": "sdpa", "install": True}
     assert config.resumed(free | {"lr": 5e-3, "steps": 200}, tmp_path) == replace(config, **free)
     fixed = {"lr": 0.5, "steps": 7, "minutes": 1.0, "kind": "chained", "batch": 3_000, "seed": 1, "held_out": 2}
     fixed |= {"dtype": "float64", "seq_len": 9, "accumulate": 3, "warmup": 1, "weight_decay": 0.0, "documents": 9}
-    fixed |= {"objective": "distill", "heads_count": 2}
+    fixed |= {"objective": "distill", "heads_count": 2, "draft_vocabulary": 0, "keep_tokens": 5}
     assert {*free, *fixed, "corpus", "model"} == {item.name for item, _ in options_of(HeadsConfig)}
     for name, value in fixed.items():
         began = "nothing" if getattr(config, name) is None else getattr(config, name)

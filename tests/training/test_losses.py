@@ -30,6 +30,7 @@ from tswift.training import tasks
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics
 from tswift.training.tasks import Trainer, learning_rate, measure_agreement, muon
+from tswift.training.teacher import teach
 
 ROWS, LENGTH, COUNT = 2, 23, 3
 IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -98,9 +99,10 @@ def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> 
         losses.append(-(goal * logits.log_softmax(-1)).sum())
         hits.append(hits_of(logits, follows))
     room = (1, 5 * ROWS * VOCAB, 1 << 30)
-    check(heads, lambda most: HeadsLoss(heads, tiny_target(), objective, most)(IDS, positions), room,
+    taught = teach(tiny_target(), IDS, positions=positions, count=VOCAB if objective == "distill" else 0)
+    check(heads, lambda most: HeadsLoss(heads, tiny_target(), objective, most)(*taught), room,
           torch.stack(losses), hits)  # fmt: skip
-    assert HeadsLoss(heads, tiny_target())(IDS).positions == ROWS * USED
+    assert HeadsLoss(heads, tiny_target(), objective)(*taught).positions == ROWS * USED
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -167,8 +169,10 @@ def test_no_more_logits_than_there_is_room_for(what: str, objective: str) -> Non
     else:
         loss = DraftLoss(LlamaForCausalLM(config), target, objective, most)
         loss.network.set_attn_implementation(CAUSAL)
+    ids = torch.randint(vocabulary, (1, length))
+    given = teach(target, ids, count=64 * (objective == "distill")) if what == "heads" else (ids, None)
     with Largest() as largest:
-        loss(torch.randint(vocabulary, (1, length)), None).loss.sum().backward()
+        loss(*given).loss.sum().backward()
     states = length * 2 * hidden  # what a conditioned head makes of a row
     assert states < largest.elements <= most  # all logits would be 5 million
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import re
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tswift
-from recipes import demo, demo_draft
+from recipes import demo, demo_draft, texts
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, tiny_llama
+from tests.training.tiny import Tiny
 from tswift.errors import InputError
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, ChainedHeads
@@ -132,3 +134,22 @@ def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
     first, last = ([float(loss) for loss in line.split("losses ")[1].split()[:2]] for line in (lines[0], lines[-1]))
     assert all(later < earlier for earlier, later in zip(first, last, strict=True))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())  # the base is frozen
+
+
+def test_texts_for_heads_are_the_models_own_and_parts_of_books(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "_EXTRACT", 30)
+    books = [f"{name} " * 20 for name in ("alpha", "beta", "gamma", "delta")] + ["too short to take part of"]
+    parts = texts.extracts(books, 4, np.random.default_rng(1))
+    assert {part.split()[0] for part in parts} == {"alpha", "beta", "gamma", "delta"}
+    assert {len(part) for part in parts} <= {*range(24, 30)}
+    model = tswift.load(str(tiny.model), dtype="float64")
+    model.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    for name, value in {"_ANSWER": 12, "_START": 3, "_END": 20}.items():
+        monkeypatch.setattr(texts, name, value)
+    rng = np.random.default_rng(1)
+    *answers, book = itertools.islice(texts.written(model, books, 1, rng), 3)
+    asked = [request.format(topic) for request in texts.REQUESTS for topic in texts.TOPICS]
+    assert all(any(text.startswith(request) and len(text) > len(request) for request in asked) for text in answers)
+    start = model.tokenizer.decode(model.tokenizer(book)["input_ids"][:3])
+    assert any(start in text for text in books)
+    assert 3 < len(model.tokenizer(book)["input_ids"]) <= 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from tswift.errors import InputError
 from tswift.training.config import BLOCK, TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
+    from tswift.cli.output import Bars
     from tswift.tables import Table
     from tswift.training.run import Outcome
 
@@ -60,7 +62,7 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             with bars:
                 if config is not None:
                     chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
-                    words = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
+                    words = " ".join(f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items())
                     note = f"on a CPU, to end in minutes rather than days, the defaults are {words}" if chosen else None
                     outcome = training.train(kind(**typed.of(kind), **chosen), out, bars, typed.command, note)
                 else:
@@ -78,9 +80,24 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             )
             raise typer.Exit(128 + outcome.signum)
         bars.say(f"written: {outcome.folder / result}")
+        if first and isinstance(outcome.config, HeadsConfig):
+            _tell_use(outcome.config, outcome.folder / result, bars)
 
     run.__doc__, run.__name__ = text, kind.COMMAND.replace("-", "_")
     return options.takes(kind)(run)
+
+
+def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
+    """Say how heads are used; install them, if that is wanted."""
+    from tswift.loading import install_heads
+
+    use = f"tswift generate --model {shlex.quote(config.model)}"
+    if config.install:
+        bars.say(f"installed: {install_heads(config.model, heads)}")
+        bars.say(f"{use} drafts with them; --heads none does not")
+    else:
+        bars.say(f"{use} --heads {heads} drafts with them")
+        bars.say(f"tswift train --resume {heads.parent} --install puts them where --model finds them")
 
 
 def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] = ()) -> Table:

@@ -38,7 +38,7 @@ class DraftHead:
         own = None if self.program is None else self.program.lm_head_c
         self._linear: Any = None  # None to ask the model for the logits of all tokens
         if ids is not None or (own is not None and not own.bits and own.inputs * own.outputs <= _COPIED):
-            self._linear = _rows(target.model.get_output_embeddings(), self._places, target.dtype)
+            self._linear = lm_head_rows(target.model.get_output_embeddings(), self._places, target.dtype)
         self.c: Any = own if ids is None else None
         if self._linear is not None and own is not None:
             self._linear = rounded_linear(self._linear)
@@ -61,7 +61,7 @@ class DraftHead:
         return logits.index_copy_(-1, self._places, drafted)
 
 
-def _rows(lm_head: Any, ids: Tensor | None, dtype: torch.dtype) -> nn.Linear | None:
+def lm_head_rows(lm_head: Any, ids: Tensor | None, dtype: torch.dtype) -> nn.Linear | None:
     """Rows of an LM head as a layer, ``ids`` None for all; None if its weights are not plain numbers."""
     packed, weight, bias = (getattr(lm_head, name, None) for name in ("packed", "weight", "bias"))
     if isinstance(packed, Packed):

@@ -149,15 +149,28 @@ class HeadsConfig(TrainConfig):
     kind: str = _heads("conditioned", "conditioned or chained.", choices=HEAD_KINDS)
     heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
     objective: str = _heads(TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES)
+    draft_vocabulary: int = _heads(8192, "Tokens that they may draft: the corpus's most frequent; 0 is all.", least=0)
+    keep_tokens: int = _schedule(
+        0, "Tokens of which the model's states are kept, to be learnt from again.", shown="0; 1,000,000 on a CPU",
+        least=0,
+    )  # fmt: skip
     alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
+    install: bool = _output(False, "Put the heads where --model finds them, in the cache folder.", shown="")
 
     COMMAND: ClassVar[str] = "train"
+    ON_CPU: ClassVar[Mapping[str, object]] = {**TrainConfig.ON_CPU, "keep_tokens": 1_000_000}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least = self.heads_count + 2  # every head has a token to predict
         if self.seq_len < least:
             raise InputError(f"must be at least {least}, got {self.seq_len}", "seq_len")
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows of which the model's states are kept, by each process: no more than there are in all steps."""
+        kept = self.keep_tokens // self.seq_len
+        return kept if self.minutes is not None else min(kept, self.last_step * self.accumulate * self.batch)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,16 @@ class Documents:
             "sha256": sha256("".join(kept).encode()).hexdigest(),
         }
 
+    def frequent(self, count: int, vocabulary: int) -> np.ndarray:
+        """The tokens that the training documents have most often, int32, ascending; of equals the lower ids.
+
+        In a byte-pair vocabulary lower ids were found earlier, so they are frequent in other texts.
+        """
+        counts = np.zeros(vocabulary, dtype=np.int64)
+        for document in self.train:
+            counts += np.bincount(self.rows[int(document)]["tokens"], minlength=vocabulary)
+        return np.sort(np.argsort(-counts, kind="stable")[:count]).astype(np.int32)
+
     def held_out_rows(self, length: int) -> list[np.ndarray]:
         """The first ``length`` tokens of each held-out document, prefix included, int64."""
         return [self._row(document, 0, length) for document in self.held_out]

@@ -1,14 +1,14 @@
 """Losses of heads and draft models, and their accuracy.
 
-Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen, so nothing of its passes
-is kept. Logits are computed for a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take
-4 GB for every head.
+Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen. Logits are computed for
+a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take 4 GB for every head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,17 +17,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tswift.caches import FullKV
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
 from tswift.speculators.networks import BlockSpeculator
 from tswift.training.config import DISTILL, TEXT
+from tswift.training.teacher import draft_logits, read_states
 
 TOP = 3  # top-1 to top-3 accuracy
 CAUSAL = "tswift_training_causal"  # an attention of transformers: plain causality, whatever the positions
 
 _MAX_LOGITS = 1 << 26  # held at a time: 256 MB in float32, and a few times as much on the way to their gradient
-_CHUNK = 512  # tokens of a row in one pass of the model
 
 
 def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -95,42 +94,58 @@ class NetworkLoss(nn.Module):
 
     def _summed(self, logits: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
         """The loss of ``[n, V]`` logits, and ``[3]`` hits."""
-        with torch.no_grad():
-            hits = (logits.topk(TOP).indices == tokens.unsqueeze(-1)).cumsum(-1).sum(0).double()
-        return F.cross_entropy(logits, tokens if teacher is None else teacher, reduction="sum"), hits
+        loss = F.cross_entropy(logits, tokens if teacher is None else teacher, reduction="sum")
+        return loss, _hits(logits.detach(), tokens)
 
 
 class HeadsLoss(NetworkLoss):
-    """Loss of heads, over the positions for which every head has a token to predict: not the last ``heads + 1``."""
+    """Loss of heads over their draft vocabulary, over the positions for which every head has a token to predict.
+
+    These are not the last ``heads + 1``. Where a token that follows is not in the draft vocabulary, or its probability
+    is not among those learnt, nothing is learnt of it.
+    """
 
     network: Heads
 
-    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Metrics:
-        """Metrics of each head."""
+    def __init__(
+        self, network: nn.Module, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+    ) -> None:
+        super().__init__(network, target, objective, max_logits)
+        drafted = self.network.draft_ids
+        self._logits = draft_logits(target, drafted)
+        self._size = target.vocab_size if drafted is None else len(drafted)
+        ids = torch.arange(self._size, device=target.device)
+        self._places = torch.full((target.vocab_size,), -1, device=target.device)  # in the draft vocabulary, of tokens
+        self._places[ids if drafted is None else drafted.long()] = ids
+
+    def forward(self, ids: Tensor, hidden: Tensor, likeliest: Tensor, shares: Tensor) -> Metrics:
+        """Metrics of each head, of rows as :class:`~tswift.training.teacher.Taught` has them."""
         heads, target, rows = self.network, self._target, ids.shape[0]
         used = ids.shape[1] - heads.count - 1
-        hidden, dtype, embedded = read_states(target, ids, positions)[0], next(heads.parameters()).dtype, None
+        dtype, embedded = next(heads.parameters()).dtype, None
         if heads.conditioned:
-            all_embedded = target.embed(ids).to(dtype, copy=True)  # a copy: inference tensors cannot be trained on
+            several, places = ids.unique(return_inverse=True)
+            all_embedded = target.embed(several).to(dtype, copy=True)[places]  # inference tensors cannot be trained on
             embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
         states = heads(hidden[:, :used].to(dtype), embedded)
-        width = self._max_logits // (rows * target.vocab_size)
-        width = max(1, width - (heads.count - 1 if self._objective == DISTILL else 0))
+        if self._objective == TEXT:
+            likeliest, shares = self._places[ids].unsqueeze(-1), torch.ones_like(ids.unsqueeze(-1), dtype=dtype)
+            shares = shares * (likeliest >= 0)
+        width = max(1, self._max_logits // (rows * self._size))
         slopes = torch.zeros_like(states)  # taken stretch by stretch: no logits are kept, or made again, for them
         losses = torch.zeros(heads.count, dtype=torch.float64, device=states.device)
         hits = torch.zeros(heads.count, TOP, dtype=torch.float64, device=states.device)
-        for start in range(0, used, width):
+        after = 1 + (self._objective == TEXT)  # text goes by the token itself, a model by its state one token before
+        for start, i in product(range(0, used, width), range(heads.count)):
             end = min(start + width, used)
-            teacher = self._teacher(hidden[:, start + 1 : end + heads.count])
-            for i in range(heads.count):
-                goal = None if teacher is None else teacher[:, i : i + end - start].flatten(0, 1)
-                part = states[i, :, start:end].detach().requires_grad_(torch.is_grad_enabled())
-                logits = _float32(target.open_logits(part.to(target.dtype))).flatten(0, 1)
-                loss, hit = self._summed(logits, ids[:, start + i + 2 : end + i + 2].flatten(), goal)
-                if part.requires_grad:
-                    slopes[i, :, start:end] = torch.autograd.grad(loss, part)[0]
-                losses[i] += loss.detach()
-                hits[i] += hit
+            part = states[i, :, start:end].detach().requires_grad_(torch.is_grad_enabled())
+            logits = _float32(self._logits(part)).flatten(0, 1)
+            goal = slice(start + i + after, end + i + after)
+            loss = _cross_entropy(logits, likeliest[:, goal].flatten(0, 1), shares[:, goal].flatten(0, 1))
+            if part.requires_grad:
+                slopes[i, :, start:end] = torch.autograd.grad(loss, part)[0]
+            losses[i] += loss.detach()
+            hits[i] += _hits(logits.detach(), self._places[ids[:, start + i + 2 : end + i + 2]].flatten())
         along = (states * slopes).sum((1, 2, 3))
         return Metrics(losses + (along - along.detach()), hits, rows * used)
 
@@ -212,30 +227,17 @@ class BlockLoss(NetworkLoss):
         return *self._summed(logits, goal, self._teacher(teacher)), markov
 
 
-def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Last hidden states ``[B, T, H]`` of the model, and the taps ``[B, T, M * H]`` of one that has them.
-
-    They come from the passes that decode: heads see the same when they draft.
-    """
-    rows, length = ids.shape
-    hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
-    taps: list[Tensor] = []
-    kv = FullKV(target.kv_shape, length)
-    if positions is None:
-        positions = torch.arange(length, device=target.device).expand(rows, -1)
-    for row in range(rows):
-        kv.length = 0
-        for start in range(0, length, _CHUNK):
-            part = slice(start, start + _CHUNK)
-            with torch.autocast(target.device.type, enabled=False):
-                forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
-            hidden[row, part] = forwarded.hidden
-            if forwarded.layer_states is not None:
-                taps.append(forwarded.layer_states.clone())
-            kv.commit(range(len(ids[row, part])))
-    return hidden, torch.cat(taps).unflatten(0, (rows, length)) if taps else hidden[:, :, :0]
-
-
 def _float32(logits: Tensor) -> Tensor:
     """Logits in float32, or in float64 as they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _cross_entropy(logits: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Of ``[n, V]`` logits from a few probabilities ``[n, K]`` at places; the others are 0."""
+    known = (shares * logits.gather(1, places.clamp(min=0))).sum()
+    return (shares.sum(1) * logits.logsumexp(1)).sum() - known
+
+
+def _hits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[3]``: how often tokens ``[n]`` were among the best 1, 2 and 3."""
+    return (logits.topk(TOP).indices == tokens.unsqueeze(-1)).cumsum(-1).sum(0).double()

@@ -14,13 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import MAX_RECORD, DecodeError, InputError, read_file, renamed
+from tswift.errors import MAX_RECORD, DecodeError, InputError, read_file
 from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
@@ -35,12 +34,13 @@ from tswift.jobs.folder import (
 from tswift.jobs.job import Signals, Stopped
 from tswift.loading import load
 from tswift.models.checkpoint import fingerprint_of
+from tswift.models.config import NO_HEADS
 from tswift.models.devices import environment, find_device, now, ran_out
 from tswift.tables import Reporter
 from tswift.training.config import TrainConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.tasks import Trainee, learning_rate, trainee_of
+from tswift.training.tasks import TEACHER, Trainee, learning_rate, trainee_of
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
@@ -159,13 +159,9 @@ class _Training:
         corpus_files(config.corpus)  # before a model is loaded
         device = ranks.device or find_device(config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-        try:
-            # rows of a training are no text: they may be as wide as they are
-            model = load(
-                config.model, device=str(device), dtype=dtype, kv_dtype=dtype, attention=config.attention, exact=False
-            )
-        except InputError as error:  # heads that lie beside it are read, too
-            raise renamed(error, {"heads": "model"}) from None
+        model = load(  # rows of a training are no text: they may be as wide as they are
+            config.model, device=str(device), dtype=dtype, attention=config.attention, heads=NO_HEADS, exact=False
+        )
         target = model.target
         if config.seq_len > target.max_positions:
             raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "seq_len")
@@ -174,12 +170,12 @@ class _Training:
         if not ranks.first:  # the first process tokenises the corpus, the others find what datasets has kept
             ranks.wait()
         on_progress = partial(progress.update, "tokenise")
-        self._documents = prepare(config, model.tokenizer, target.vocab_size, on_progress)
+        documents = prepare(config, model.tokenizer, target.vocab_size, on_progress)
         if ranks.first:
             ranks.wait()
-        corpus = self._documents.summary()
+        corpus = documents.summary()
         _describe(config, corpus, progress)
-        self._trainee: Trainee = trainee_of(config)(config, model, self._documents, ranks, progress)
+        self._trainee: Trainee = trainee_of(config)(config, model, documents, ranks, progress, folder.path)
         facts = {
             "device": str(target.device),
             "dtype": dtype,
@@ -225,6 +221,8 @@ class _Training:
                     self._folder.write_results(self._trainee.save)
                     self._evaluate(AFTER)
                     self._write_record(FINISHED)
+                if signum is None:
+                    (self._folder.path / TEACHER.format(self._ranks.rank)).unlink(missing_ok=True)
             except Stopped as stopped:
                 signum = stopped.number
             except (MemoryError, RuntimeError) as error:
@@ -244,7 +242,7 @@ class _Training:
         while True:
             started = time.monotonic()
             stop, share = ranks.highest(signals.number, self._share())
-            metrics = None if stop or share >= 1 else self._gradients(signals)
+            metrics = None if stop or share >= 1 else self._gradients(signals, share)
             if metrics is None:
                 self._save()
                 return int(ranks.highest(signals.number)[0]) or None
@@ -279,16 +277,13 @@ class _Training:
         """Seconds for training of minutes that include the evaluations before and after it; at least half of them."""
         return max(30 * minutes, 60 * minutes - 2 * self._record.get(EVALUATING, 0.0))
 
-    def _gradients(self, signals: Signals) -> Metrics | None:
+    def _gradients(self, signals: Signals, share: float) -> Metrics | None:
         """Add up the gradients of a step; None if a signal came meanwhile."""
         config, ranks, metrics = self._config, self._ranks, []
         for number in range(config.accumulate):
             if number and ranks.highest(signals.number)[0]:
                 return None
-            key = (config.seed, self._step, number * ranks.count + ranks.rank)
-            ids = torch.from_numpy(self._documents.batch(config.batch, config.seq_len, key))
-            last = number == config.accumulate - 1
-            metrics.append(self._trainee.learn(ids, key, of=config.accumulate, last=last))
+            metrics.append(self._trainee.learn(self._step, number, share))
         whole = total(metrics)
         ranks.total(whole.loss, whole.hits)
         if not whole.loss.isfinite().all():

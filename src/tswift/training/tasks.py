@@ -33,13 +33,16 @@ from tswift.speculators.formats import attached, published_config
 from tswift.speculators.heads import HEAD_TYPES, load_heads
 from tswift.speculators.networks import DSPARK, BlockSpeculator, SpeculatorSpec, build
 from tswift.tables import Reporter
-from tswift.training.config import BLOCK, TIMES, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import BLOCK, DISTILL, TIMES, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
+from tswift.training.teacher import LIKELIEST, Lessons, Taught, teach
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
+TEACHER = "teacher-{}.bin"  # by rank
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
 _ROWS = 256  # of scores in float64 at a time, for each model
+_NEW = 0.5  # share of a training of heads in which rows are new ones
 _BLOCKS = 4  # tokens of a row for every block that is learnt from
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
 
@@ -97,8 +100,11 @@ class Trainee(ABC):
     loss_type: type[NetworkLoss]
     name: str  # in checkpoints
 
-    def __init__(self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Reporter) -> None:
+    def __init__(
+        self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Reporter, folder: Path
+    ) -> None:
         self._config, self._model, self._target, self._progress = config, model, model.target, progress
+        self._documents, self._ranks, self._folder = documents, ranks, folder
         self._rows = [torch.from_numpy(row) for row in documents.held_out_rows(config.seq_len)]
         # at least float32: beside a model in bfloat16, small updates would be lost on weights in bfloat16
         dtype = torch.promote_types(self._target.dtype, torch.float32)
@@ -116,21 +122,38 @@ class Trainee(ABC):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Those of the network, with the highest learning rates."""
 
-    def learn(self, ids: Tensor, key: Sequence[int], of: int = 1, last: bool = True) -> Metrics:
-        """Add the gradient of a micro-batch, ``[B, T]`` int64 token ids; ``key`` is the random generator's.
+    def learn(self, step: int, number: int, share: float) -> Metrics:
+        """Add the gradient of a micro-batch.
 
-        ``of`` is how many micro-batches a step has; after the ``last`` one, processes average their gradients.
+        Args:
+            step: how many steps were done before.
+            number: of the micro-batch in its step. After the last one, processes average their gradients.
+            share: of the training that is done.
         """
-        with self._wrapped.no_sync() if self._wrapped is not None and not last else nullcontext():
-            found = self._metrics(self._wrapped or self.loss, ids, *self.places(len(ids), key))
-            (found.loss.sum() / (of * found.positions)).backward()
+        accumulate = self._config.accumulate
+        apart = self._wrapped is not None and number < accumulate - 1
+        with self._wrapped.no_sync() if self._wrapped is not None and apart else nullcontext():
+            found = self._metrics(self._wrapped or self.loss, *self.rows(step, number, share))
+            (found.loss.sum() / (accumulate * found.positions)).backward()
         return replace(found, loss=found.loss.detach().double())
 
     def _metrics(self, network: nn.Module, *inputs: Tensor | None) -> Metrics:
         target = self._target
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=self.halves):
             metrics: Metrics = network(*(each if each is None else each.to(target.device) for each in inputs))
         return metrics
+
+    @property
+    def halves(self) -> bool:
+        """Whether products are taken in bfloat16."""
+        return self._target.dtype == torch.bfloat16
+
+    def rows(self, step: int, number: int, share: float) -> tuple[Tensor | None, ...]:
+        """What the loss takes for a micro-batch; the arguments are as of :meth:`learn`."""
+        config, ranks = self._config, self._ranks
+        key = (config.seed, step, number * ranks.count + ranks.rank)
+        ids = torch.from_numpy(self._documents.batch(config.batch, config.seq_len, key))
+        return ids, *self.places(len(ids), key)
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
         """What the loss takes beside token ids: positions, None for 0, 1, ...; rows are drawn with the key alone."""
@@ -149,13 +172,47 @@ class HeadsTrainee(Trainee):
     """Heads that learn to predict what a frozen model says next; heads of the model's own are not used."""
 
     loss_type, name = HeadsLoss, "heads"
+    _ids: Tensor | None = None  # the draft vocabulary
 
     def build(self) -> nn.Module:
-        """Heads with random weights."""
-        if self._config.alpha_tokens >= self._target.max_positions:
-            raise InputError(f"must be below the model's {self._target.max_positions:,} positions", "alpha_tokens")
-        heads: nn.Module = HEAD_TYPES[self._config.kind](self._target.hidden_size, self._config.heads_count)
+        """Heads with random weights; what they learn from is made ready, too."""
+        config, target = self._config, self._target
+        if config.alpha_tokens >= target.max_positions:
+            raise InputError(f"must be below the model's {target.max_positions:,} positions", "alpha_tokens")
+        heads = HEAD_TYPES[config.kind](target.hidden_size, config.heads_count)
+        size = config.draft_vocabulary
+        if 0 < size < target.vocab_size:
+            heads.draft_ids = torch.from_numpy(self._documents.frequent(size, target.vocab_size))
+            self._ids = heads.draft_ids.to(target.device)
+        self._held_out = [self._teach(row[None]) for row in self._rows]
+        shape = config.seq_len, target.hidden_size, self._held_out[0].likeliest.shape[-1]
+        path = self._folder / TEACHER.format(self._ranks.rank)
+        self._lessons = Lessons(path, self._read, config.kept_rows, shape, config.seed)
+        if config.kept_rows:
+            size = self._lessons.bytes / 1e9
+            self._progress.say(f"what the model says of up to {config.keep_tokens:,} tokens: {path}, {size:.1f} GB")
         return heads
+
+    def _teach(self, ids: Tensor) -> Taught:
+        count = LIKELIEST if self._config.objective == DISTILL else 0
+        return teach(self._target, ids.to(self._target.device), self._ids, count=count)
+
+    def _read(self, number: int) -> Taught:
+        config, key = self._config, (self._config.seed, self._ranks.rank, number)
+        return self._teach(torch.from_numpy(self._documents.batch(1, config.seq_len, key)))
+
+    def rows(self, step: int, number: int, share: float) -> tuple[Tensor | None, ...]:
+        """New rows in the first half of the training; the same ones again after that, as these cost no pass."""
+        config = self._config
+        first = (step * config.accumulate + number) * config.batch
+        return self._lessons.take(first, config.batch, share < _NEW)
+
+    @property
+    def halves(self) -> bool:
+        """Also beside a model in float32 on a processor that multiplies bfloat16 faster."""
+        known = torch.cpu.get_capabilities()
+        fast = self._target.device.type == "cpu" and (known.get("avx512_bf16") or known.get("amx_bf16"))
+        return super().halves or bool(fast and self._target.dtype == torch.float32)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The paper's (table 9)."""
@@ -171,7 +228,7 @@ class HeadsTrainee(Trainee):
             heads = deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
         loss = HeadsLoss(heads, target, config.objective)
         with torch.no_grad():
-            scores = total([loss(row[None].to(target.device)) for row in self._rows]).scores() | _NO_ALPHA
+            scores = total([loss(*taught) for taught in self._held_out]).scores() | _NO_ALPHA
         if not tokens:
             return scores
         stats, plain = DecodeStats(1), DecodeStats(0)
