@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 
 import pytest
@@ -43,6 +43,17 @@ VOCAB = 97
 HIDDEN = 32
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 PLAIN = SamplingParams(min_p=0.0, penalty=1.0)
+
+
+def first(count: int, cases: Iterable[object]) -> list[object]:
+    """Cases of a parametrisation, of which all but so many are slow: `make test-all` has them."""
+    return [
+        each if at < count else pytest.param(*_values(each), marks=pytest.mark.slow) for at, each in enumerate(cases)
+    ]
+
+
+def _values(case: object) -> tuple[object, ...]:
+    return case if isinstance(case, tuple) else (case,)
 
 
 def options_for(method: str, **options: object) -> DraftOptions:

@@ -192,6 +192,7 @@ def test_streamers_and_criteria_see_every_token(model: PreTrainedModel, prompt: 
     assert not out.is_inference()
 
 
+@pytest.mark.slow
 def test_where_texts_end(model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported) -> None:
     """Lengths, ends of text, stop strings and the first token, as without ``custom_generate``."""
     tokenizer, start = AutoTokenizer.from_pretrained(folders[KINDS[0]]), prompt["input_ids"].shape[1]

@@ -71,6 +71,7 @@ def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint: Path, tmp_path:
     refuse(model, r"no dtype 'flaot32'; .*; did you mean float32\?$", "dtype", dtype="flaot32")
 
 
+@pytest.mark.slow
 def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
     loaded = load(str(checkpoint), device="cpu", dtype="float64", yarn=4, exact=False)
     assert loaded.target.max_positions == 4 * 4096

@@ -137,6 +137,7 @@ def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: 
     assert "Same tokens as AR: yes (2 runs)." in notes
 
 
+@pytest.mark.slow
 def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path) -> None:
     record, texts = beside(checkpoint, small, temperature=1.0)
     again, others = beside(checkpoint, small, Plan((9,), (12, 30), warmup=0), temperature=1.0)

@@ -53,6 +53,7 @@ def test_outputs_and_the_gate(bench):
     assert regressed == [["passes", "tokenswift"]] * 2
 
 
+@pytest.mark.slow
 def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path):
     lines = ({"id": 1, "prompt": "The ship had lain three days."}, {"id": 2, "prompt": "Nobody spoke of it."})
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))

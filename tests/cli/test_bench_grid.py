@@ -188,6 +188,7 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
     assert "--resume: b is of another benchmark: prompts differs" in other.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [WORDS, pytest.param(SUITE, marks=pytest.mark.slow)], ids=["bench", "suite"])
 def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     for number in (1, 2, 3):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.conftest import TEXT, Tswift
 from tests.cli.conftest import tswift as tswift
+from tests.helpers import first
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift.forward import coded
@@ -25,7 +26,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path / "cache")
 
 
-@pytest.fixture(params=["GGUF", "--weights int4"])
+@pytest.fixture(params=first(1, ["GGUF", "--weights int4"]))
 def model(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> list[object]:
     """Words that name such a model."""
     if request.param == "GGUF":
@@ -69,6 +70,7 @@ def test_killed_and_resumed_and_verified(
     assert "violations at generated tokens (from 0) 300" in result.out.decode()
 
 
+@pytest.mark.slow
 def test_heads_that_are_trained_for_it(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for name in "abcd":
@@ -84,6 +86,7 @@ def test_heads_that_are_trained_for_it(model: list[object], tswift: Tswift, tmp_
     assert tokens(tmp_path / "run") == tokens(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_other_commands(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(TEXT)
     prompt = ["--prompt", tmp_path / "prompt.txt", "--len", 40]

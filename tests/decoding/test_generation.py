@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import METHODS, NO_PROGRAM, needs_program, tokens_of
+from tests.helpers import METHODS, NO_PROGRAM, first, needs_program, tokens_of
 from tswift import engine
 from tswift.attention.sdpa import ReferenceAttention
 from tswift.drafting.history import LogitHistory
@@ -168,15 +168,18 @@ EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
 
 @pytest.mark.parametrize(
     ("changes", "method", "attention", "megabytes"),
-    [
-        ({}, "tokenswift", "TritonAttention", 268.4 + 44.4),
-        ({}, "tokenswift", "TreeAttention", 268.4),
-        ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 177.5),
-        ({"options": DraftOptions(nodes=32, budget=8192)}, "tokenswift", "TritonAttention", 536.9 + 44.4),
-        ({"options": DraftOptions(nodes=32, kv="streaming")}, "tokenswift", "TritonAttention", 268.4 + 16.9 - 98.5),
-        ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 101.4 - 98.5),
-        ({"prompt": 100}, "ar", "", 0),
-    ],
+    first(
+        2,
+        [
+            ({}, "tokenswift", "TritonAttention", 268.4 + 44.4),
+            ({}, "tokenswift", "TreeAttention", 268.4),
+            ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 177.5),
+            ({"options": DraftOptions(nodes=32, budget=8192)}, "tokenswift", "TritonAttention", 536.9 + 44.4),
+            ({"options": DraftOptions(nodes=32, kv="streaming")}, "tokenswift", "TritonAttention", 268.4 + 16.9 - 98.5),
+            ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 101.4 - 98.5),
+            ({"prompt": 100}, "ar", "", 0),
+        ],
+    ),
 )
 def test_what_an_8b_model_takes_besides_on_cuda(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], method: str, attention: str, megabytes: float

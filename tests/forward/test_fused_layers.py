@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.fuzzing import few
-from tests.helpers import random_tree
+from tests.helpers import first, random_tree
 from tswift.attention import sdpa
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
@@ -146,7 +146,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("inputs", "outputs", "parts"), [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
-@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
 def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
     """Close to float64; a row has its bits wherever it is, and whatever is beside it."""
     given = random(1, rows, inputs + 3, dtype=dtype)[:, :inputs]
@@ -279,8 +279,8 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [FIT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FIT[1:])])
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
+@pytest.mark.parametrize("name", first(1, FIT))
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
     target = wrapped(name, dtype)
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
@@ -305,6 +305,7 @@ def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Call
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers"), [(FIT[2], 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in FIT[1:])]
 )
@@ -568,6 +569,7 @@ class Operators(TorchDispatchMode):
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fits"), [("Qwen3", True), ("Gemma 2", False)])
 def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
     """Four products, the attention (two), and four of these; also where a pass is padded to a width."""

@@ -119,6 +119,7 @@ def killed_at(moment: int, job: Job | None, faulty: Faulty) -> FaultyOs:
     return system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=() if name == "tokenswift" else pytest.mark.slow) for name in METHODS]
 )

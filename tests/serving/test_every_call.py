@@ -18,7 +18,10 @@ BODY = {**ASKED, "max_tokens": 12, "logprobs": 1}
 
 @pytest.mark.parametrize(
     ("again", "calls"),
-    [(False, BEGINNING[9::4]), *(pytest.param(again, ALL, marks=pytest.mark.slow) for again in (False, True))],
+    [
+        (False, BEGINNING[9::4]),
+        *(pytest.param(again, ALL[again::3], marks=pytest.mark.slow) for again in (False, True)),
+    ],
 )
 def test_a_server(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, calls: Iterable[int]

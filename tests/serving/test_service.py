@@ -176,6 +176,7 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
     assert asked(service, "GET", "/health")[0] == 503
 
 
+@pytest.mark.slow
 def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(service: Service) -> None:
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
     for cancel, stream in ((False, True), (True, True), (True, False)):
