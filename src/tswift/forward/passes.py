@@ -22,7 +22,7 @@ from tswift.attention.sdpa import Attention, BlockwiseAttention, MaskedAttention
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
 
-_STEADY = 1.1  # spread of repeats up to which a machine counts as idle
+_STEADY = 1.18  # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
 
 
 @dataclass(frozen=True)
