@@ -157,7 +157,7 @@ def test_a_draft_model_comes_as_the_target_does(checkpoint: Path, small: Path, d
     assert loaded.draft is not None
     assert (loaded.draft.dtype, loaded.draft.device) == (loaded.target.dtype, loaded.target.device)
     assert (loaded.draft.hidden_size, loaded.draft.max_positions) == (16, 64)
-    assert loaded.draft._attention is loaded.target._attention
+    assert loaded.draft.backend is loaded.target.backend
     assert (loaded.draft_name, loaded.drafting) == (str(small), None)
     assert loaded.about()["draft"] == {"name": str(small)}
 

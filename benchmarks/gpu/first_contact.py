@@ -62,7 +62,7 @@ class Asked:
         if self.dry:  # decode as on a GPU, by programs, without the slow interpreter
             from tests.forward.test_passes import LengthOnDevice
 
-            model.target._attention = LengthOnDevice
+            model.target.backend = LengthOnDevice
         about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
         why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
         self.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)

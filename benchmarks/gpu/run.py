@@ -110,7 +110,7 @@ class Run:
             if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
                 from tests.forward.test_passes import LengthOnDevice
 
-                model.target._attention = LengthOnDevice
+                model.target.backend = LengthOnDevice
             rows = model.target.model.get_output_embeddings().weight[: _words(model)]
             with torch.inference_mode():  # hidden states are as long as the root of their size
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)

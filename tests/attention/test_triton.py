@@ -310,8 +310,8 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     tree = random_tree(7, Random(2))
     tokens, depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
     hidden = []
-    for attention in (target._attention, backend.TritonAttention):
-        target._attention = attention
+    for attention in (target.backend, backend.TritonAttention):
+        target.backend = attention
         if attention.SPECS:
             monkeypatch.setattr(MaskedAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)

@@ -33,7 +33,7 @@ def test_end_of_text_is_banned_or_stops() -> None:
 def test_the_reference_decodes_with_the_attention_of_reference_implementations(checkpoint: Path) -> None:
     model = load(str(checkpoint), dtype="float64")
     plain, reference = (begin(model, Request([1, 2, 3], 40, method=method)) for method in ("ar", "ar-reference"))
-    assert [run.decoding._target._attention is ReferenceAttention for run in (plain, reference)] == [False, True]
+    assert [run.decoding._target.backend is ReferenceAttention for run in (plain, reference)] == [False, True]
     assert tokens_of(list(reference.steps())) == tokens_of(list(plain.steps()))
 
 

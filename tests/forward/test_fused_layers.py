@@ -578,7 +578,7 @@ def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits
     operators = Operators()
     for each in ("add_norm", "rotate", "silu_mul"):
         monkeypatch.setattr(kernels, each, operators.counting(each, getattr(kernels, each)))
-    attention = target._attention
+    attention = target.backend
     monkeypatch.setattr(attention, "__call__", operators.counting("attention", attention.__call__))
     layer = target.model.get_decoder().layers[1]
     layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", True))

@@ -213,10 +213,10 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
     one.fuse(torch.float32, interpreted=True)
     assert one.fault is None
     assert sum(calls) == sum(fused.TRIED)
-    rules = dict(one._fused)
+    rules = dict(one._rule.fused)
     one.fuse(torch.float32, interpreted=True)
     one.copy().fuse(torch.float32, interpreted=True)
-    assert one._fused == rules  # what a captured graph reads stays where it is
+    assert one._rule.fused == rules  # what a captured graph reads stays where it is
     assert len(calls) == len(fused.TRIED)  # once for all
     for each in (one, plain):
         each.extend([3, 4, 5])

@@ -14,7 +14,7 @@ from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_metho
 from tswift.errors import InputError, did_you_mean, renamed
 from tswift.jobs.config import TextConfig, to_load
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
-from tswift.options import changed, check_options, given_names, given_options, option, parse_numbers, part
+from tswift.options import Values, changed, check_options, given_names, given_options, option, parse_numbers, part
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class BenchOptions:
             object.__setattr__(self, "methods", (*self.methods, REFERENCE))
 
     @classmethod
-    def of(cls, trees: Trees, values: Mapping[str, Any]) -> BenchOptions:
+    def of(cls, trees: Trees, values: Values) -> BenchOptions:
         """Options by name, those of its parts among them."""
         return changed(cls(trees=trees), values)
 

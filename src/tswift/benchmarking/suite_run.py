@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan
 from tswift.benchmarking.record import Group, LeftOut, Sample, SuiteRecord, SuiteText
@@ -30,7 +30,7 @@ from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
-from tswift.options import changed
+from tswift.options import Values, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,7 +193,7 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
 
 
 def _draft_options(
-    method: str, drafting: Mapping[str, Any], model: LoadedModel, options: BenchOptions, plan: Plan
+    method: str, drafting: Values, model: LoadedModel, options: BenchOptions, plan: Plan
 ) -> DraftOptions:
     """A contender's resolved options."""
     asked = replace(options.drafting, **{"tree": options.tree(method), **drafting})

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tswift.benchmarking.config import BASELINE
 from tswift.benchmarking.summary import METRICS, Figure, Place, Row, drafted_only, grid_order, method_name, summarise
 from tswift.errors import InputError, did_you_mean
+from tswift.options import Values
 
 if TYPE_CHECKING:
     from tswift.benchmarking.record import Group, SuiteRecord
@@ -36,7 +37,7 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 
 # By place on the axis, a method and fields of its DraftOptions. All contenders write the same text.
-Contenders = Mapping[str, tuple[str, Mapping[str, Any]]]
+Contenders = Mapping[str, tuple[str, Values]]
 # By place on the axis, fields of SamplingParams. Each setting has a plain decode of its own.
 Settings = Mapping[str, Mapping[str, float]]
 

@@ -13,7 +13,7 @@ import typer
 
 from tswift.errors import InputError, find_path
 from tswift.jobs.config import fields_of
-from tswift.options import Option, changed, described, options_of, type_of
+from tswift.options import Option, Values, changed, described, options_of, type_of
 
 Config = TypeVar("Config")
 
@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 class Typed:
     """What stood on the command line."""
 
-    values: Mapping[str, Any]  # by the fields' names, those that were typed
+    values: Values  # by the fields' names, those that were typed
     command: Sequence[str]  # all words
 
     def of(self, kind: Any) -> dict[str, Any]:

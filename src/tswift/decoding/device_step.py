@@ -288,7 +288,7 @@ class DeviceStepper:
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
         steps = slice(min(self._longest, nodes))
         if nodes > 1:
-            target.keep(kv, path.length, path.nodes[steps], path.count)
+            target.backend.keep(kv.keys, kv.values, path.length, path.nodes[steps], path.count)
         if self._draft is not None:
             self._draft.append(kv, path.slots[steps], path.count)
         state.hidden[:nodes].copy_(forwarded.hidden)

@@ -126,8 +126,12 @@ class FixedTree:
 
     def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
         """As :meth:`DeviceDraft.append`."""
-        if self._partial is not None:
-            self.target.append(self._partial, kv, slots, self._device["slots"][: len(slots)], count)
+        partial = self._partial
+        if partial is not None:
+            assert partial.device_length is not None
+            own, full = ((each.keys, each.values) for each in (partial, kv))
+            to = self._device["slots"][: len(slots)]
+            self.target.backend.append(own, full, partial.device_length, slots, to, count)
 
     def ready(self, most: int) -> bool:
         """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the verification."""

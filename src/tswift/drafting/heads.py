@@ -183,7 +183,7 @@ class HeadSource(Source):
         def run(ranking: ctypes.Structure, rank: int) -> None:
             heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
 
-        newest = sampler.newest if sampler.params.penalises else None
+        newest = sampler.newest if sampler.penalises else None
         noisy = places if self._shared_noise else None
         return draw.rank_levels(run, noisy, levels, self.width, (root, places[0] - 1), newest, self._lm_head.ids)
 

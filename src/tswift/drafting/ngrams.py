@@ -87,8 +87,8 @@ class ReuseSource(Source):
 
     def start(self, context: Context) -> None:
         """Count the n-grams that have become complete, or have left the penalty window."""
-        params = context.sampler.params
-        hidden = params.window if params.penalises and not self._recent else 0
+        sampler = context.sampler
+        hidden = sampler.params.window if sampler.penalises and not self._recent else 0
         n = self.table.n
         for end in range(max(self._counted, n - 1) + 1, len(context.text) - hidden + 1):
             self.table.count(context.text[end - n : end])

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from tswift.errors import InputError, did_you_mean
-from tswift.options import check_options, given_options, option
+from tswift.options import Values, check_options, given_options, option
 
 FULL = "full"
 AUTO = "auto"  # the tree that pays
@@ -235,7 +235,7 @@ def varies(method: Method, options: DraftOptions) -> bool:
 
 def refuse_unused(
     methods: Sequence[str],
-    given: Mapping[str, Any],
+    given: Values,
     trees: Mapping[str, tuple[int, ...] | str] | None = None,
 ) -> None:
     """No option is silently ignored: refuse what none of the methods uses.

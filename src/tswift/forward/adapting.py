@@ -27,7 +27,7 @@ from tswift.forward.integers import finely_rounded, holds_codes
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.program import CHUNK
-from tswift.forward.target import Target, chunks, first_broken
+from tswift.forward.target import Target, chunks, first_broken, forward_wide, packed
 from tswift.models.checkpoint import is_moe
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
@@ -201,15 +201,17 @@ def try_wide_text(target: Target) -> None:
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
     places = torch.arange(before, before + count, device=target.device)
     found = []
-    for sizes, forward in (([*_WIDE], target.forward_wide), (target.width, partial(target.forward, ancestors=None))):
+    narrow = partial(target.forward, ancestors=None)
+    for sizes, forward in (([*_WIDE], partial(forward_wide, target)), (target.width, narrow)):
         kv.length = before
         hidden = []
         for tokens, positions in zip(ids.split(sizes), places.split(sizes), strict=True):
             hidden.append(forward(tokens, positions, kv).hidden)
             kv.advance(len(tokens))
         found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values))])
-    target.wide_text = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    target.fallbacks.note("wide", None if target.wide_text else "a token has other bits in wide ones")
+    alike = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    target.set_width(target.width, target.wide_prompts, wide_text=alike)
+    target.fallbacks.note("wide", None if alike else "a token has other bits in wide ones")
 
 
 def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:
@@ -312,7 +314,7 @@ def wrap_model(
     with finely_rounded(network):
         target = _compared(network, model, backend, joined, kv_dtype, usual)
     if holds_codes(network) and target.program is not None:  # with the inputs as they are to be rounded
-        target.set_program(target.packed(target.kv_shape.dtype))
+        target.set_program(packed(target, target.kv_shape.dtype))
     return target
 
 
@@ -359,7 +361,7 @@ def _compared(
         raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
     if backend == "native" and not target.split:
         try:
-            target.set_program(target.packed(target.dtype))
+            target.set_program(packed(target, target.dtype))
             tried = _apart(target, ids, expected), _apart(target, ids, expected_far.double(), far)
             if not all(apart <= allowed for apart in tried):
                 raise Unfit("a C program gave other logits")

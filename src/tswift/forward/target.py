@@ -28,7 +28,7 @@ from tswift.attention.sdpa import (
     ReferenceAttention,
     TreeAttention,
 )
-from tswift.caches import FullKV, KVBuffer, KVShape, PartialKV
+from tswift.caches import FullKV, KVBuffer, KVShape
 from tswift.forward.hf import (
     Tap,
     UnsupportedModel,
@@ -88,7 +88,7 @@ class Target:
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
-        self._attention = attention
+        self.backend = attention
         self.attention = attention.__name__
         self.most_nodes = attention.MAX_NODES  # of a draft tree; None if there is no such limit
         self._graphs: Graphs | None = None
@@ -140,28 +140,19 @@ class Target:
         twin.width = twin.program = None
         # it reads what the others read, and converts nothing on the way
         twin.kv_shape = replace(self.kv_shape, dtype=self.dtype, rounded=self.kv_shape.dtype)
-        twin._attention = ReferenceAttention
+        twin.backend = ReferenceAttention
         twin.attention = ReferenceAttention.__name__
         twin.most_nodes = ReferenceAttention.MAX_NODES
         twin.passes = WeakKeyDictionary()
         return twin
 
-    def set_width(self, width: int | None, wide_prompts: bool = False) -> None:
-        """Pad every pass over the text to so many rows from now on, but for prompts' chunks if those are wide."""
-        self.width, self.wide_prompts, self.wide_text = width, wide_prompts, False
+    def set_width(self, width: int | None, wide_prompts: bool = False, wide_text: bool = False) -> None:
+        """Pad every pass over the text to so many rows from now on, but for those that are wide."""
+        self.width, self.wide_prompts, self.wide_text = width, wide_prompts, wide_text
 
     def set_program(self, program: PassProgram | None) -> None:
         """Let a C program make passes, or PyTorch again."""
         self.program = program
-
-    def packed(self, kv_dtype: torch.dtype) -> PassProgram:
-        """A C program that makes the passes over caches in a dtype.
-
-        Raises:
-            Unfit: there is none for the model.
-            Unbuilt: there is none here.
-        """
-        return PassProgram(self.model, kv_dtype, self.layer_specs)
 
     def set_speculator(self, speculator: BlockSpeculator | EagleSpeculator) -> None:
         """Have a published drafter, which reads states of its layers."""
@@ -177,7 +168,7 @@ class Target:
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
         if self.program is not None:
             try:
-                self.program = self.packed(kv_dtype)
+                self.program = packed(self, kv_dtype)
             except Unbuilt:
                 self.program = None
         self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
@@ -186,7 +177,7 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        return self._attention.STATIC and self.serves() and not self.split and "steps" not in self.fallbacks
+        return self.backend.STATIC and self.serves() and not self.split and "steps" not in self.fallbacks
 
     @torch.inference_mode()
     def tap(self, layers: Sequence[int] | None = None) -> None:
@@ -225,7 +216,7 @@ class Target:
             self._bounded = now
         if self.program is not None and self.program.outdated(self.model):
             try:
-                self.program = self.packed(self.kv_shape.dtype)
+                self.program = packed(self, self.kv_shape.dtype)
             except Unfit:
                 self.program = self.width = None  # rows that PyTorch computes have not been found to be exact
 
@@ -246,7 +237,7 @@ class Target:
         """
         if not self.attention_features:
             return True
-        return self._attention.SPECS and "features" not in self.fallbacks and (kv is None or isinstance(kv, FullKV))
+        return self.backend.SPECS and "features" not in self.fallbacks and (kv is None or isinstance(kv, FullKV))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place, as one CUDA graph where that is possible."""
@@ -260,54 +251,32 @@ class Target:
 
     @torch.inference_mode()
     def compute_static(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, length: Tensor, ancestors: Tensor | None
-    ) -> Forwarded:
-        """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph serves any length.
-
-        Only where :attr:`replays` is true, and :meth:`serves` for the cache.
-        """
-        attend = self._attention(self._layout, length, len(tokens), ancestors)
-        rows = rows_of(self.width, kv, len(tokens))
-        return self._compute_in_place(tokens, positions, kv, length, attend, rows)
-
-    @torch.inference_mode()
-    def forward_wide(self, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:
-        """As :meth:`forward`, of any number of tokens that follow each other, by layers that make rows alike.
-
-        A token has the bits that a pass of the width gives it. Only where :attr:`replays` is true.
-        """
-        length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
-        attend = BlockwiseAttention(self._attention, self._layout, length, len(tokens))
-        return self._compute_in_place(tokens, positions, kv, length, attend, len(tokens), alike=True)
-
-    def _compute_in_place(
         self,
         tokens: Tensor,
         positions: Tensor,
         kv: KVBuffer,
         length: Tensor,
-        attend: Attention | BlockwiseAttention,
-        rows: int,
+        ancestors: Tensor | None,
         alike: bool = False,
     ) -> Forwarded:
-        """Call the decoder, whose keys and values go to the cache's scratch slots, wherever these begin."""
+        """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph serves any length.
+
+        Only where :attr:`replays` is true, and :meth:`serves` for the cache. With ``alike``, of any number of tokens
+        that follow each other, by layers that make rows alike: a token has the bits that a pass of the width gives it.
+        """
 
         def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            self._attention.store(kv.keys[layer], kv.values[layer], keys, values, length)
+            self.backend.store(kv.keys[layer], kv.values[layer], keys, values, length)
             return kv.keys[layer], kv.values[layer]
 
+        nodes = len(tokens)
+        attend: Attention | BlockwiseAttention
+        if alike:
+            attend, rows = BlockwiseAttention(self.backend, self._layout, length, nodes), nodes
+        else:
+            attend, rows = self.backend(self._layout, length, nodes, ancestors), rows_of(self.width, kv, nodes)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
-        return self._compute(tokens, positions, Pass(write, attend, special, len(tokens), rows, (kv, length), alike))
-
-    def keep(self, kv: KVBuffer, length: Tensor, path: Tensor, count: Tensor) -> None:
-        """Move a tree's accepted nodes behind the text, see :meth:`Attention.keep`; the length stays."""
-        self._attention.keep(kv.keys, kv.values, length, path, count)
-
-    def append(self, kv: PartialKV, full: KVBuffer, places: Tensor, slots: Tensor, count: Tensor) -> None:
-        """Copy new tokens of the text's cache into a partial one, see :meth:`Attention.append`."""
-        assert kv.device_length is not None
-        own, theirs = ((each.keys, each.values) for each in (kv, full))
-        self._attention.append(own, theirs, kv.device_length, places, slots, count)
+        return self._compute(tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
@@ -365,7 +334,7 @@ class Target:
         rows = rows_of(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
         if width is None or not isinstance(kv, FullKV):
-            known = attend = self._attention(self._layout, kv.length, nodes, ancestors)
+            known = attend = self.backend(self._layout, kv.length, nodes, ancestors)
             if not self.serves(kv):
                 special = MaskedAttention(self._layout, self.layer_specs, kv, positions, ancestors)
         else:  # with attention whose rows are exact
@@ -408,6 +377,22 @@ class Target:
     def embed(self, token: int | Tensor) -> Tensor:
         """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64."""
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
+
+
+def packed(target: Target, kv_dtype: torch.dtype) -> PassProgram:
+    """A C program that makes a model's passes over caches in a dtype.
+
+    Raises:
+        Unfit: there is none for the model.
+        Unbuilt: there is none here.
+    """
+    return PassProgram(target.model, kv_dtype, target.layer_specs)
+
+
+def forward_wide(target: Target, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:
+    """As :meth:`Target.forward`, of any number of tokens that follow each other; only where passes are replayed."""
+    length = torch.full((), kv.length, dtype=torch.int32, device=target.device)
+    return target.compute_static(tokens, positions, kv, length, None, alike=True)
 
 
 def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
@@ -478,7 +463,7 @@ def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None
         if wide:
             forwarded = target.forward_eager(chunk, positions, kv)
         elif alike:
-            forwarded = target.forward_wide(chunk, positions, kv)
+            forwarded = forward_wide(target, chunk, positions, kv)
         elif replayed is not None and end - start > width and kv.capacity - start >= width:
             forwarded = replayed(chunk, positions, None, start)
         else:  # the last pass, too: what it gives must outlive the program

@@ -18,7 +18,7 @@ from tswift.decoding.text import check_stop
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
-from tswift.options import changed, check_options, given_names, given_options, option, options_of, part
+from tswift.options import Values, changed, check_options, given_names, given_options, option, options_of, part
 from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ PRESETS: dict[str, dict[str, object]] = {
 _NEVER_DRAWN = {"llama3.1-8b": {18_328: " assistant", 78_191: "assistant"}}
 
 
-def preset_options(name: str, method: str, typed: Mapping[str, Any]) -> dict[str, Any]:
+def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
     """A preset's model, sampling and drafting options by name; of the last those that the method uses.
 
     That may depend on the options that were ``typed``. InputError if there is no such preset, or no such method.
@@ -346,7 +346,7 @@ class RunConfig:
         return replace(loaded, exact=False) if find_method(self.method).reference else loaded
 
 
-def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(kind: Any, values: Values) -> dict[str, Any]:
     """Of some values by name, those of a dataclass's options."""
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}
 

@@ -61,7 +61,7 @@ from tswift.loading import LoadedModel, load_model, load_tokenizer
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
-from tswift.options import changed
+from tswift.options import Values, changed
 from tswift.sampling.generation_config import own_params, recommends
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
@@ -390,7 +390,7 @@ def sampling_of(config: RunConfig, model: LoadedModel) -> SamplingParams:
 
 def resume(
     path: Path,
-    asked: Mapping[str, Any],
+    asked: Values,
     discard_damaged: bool,
     command: Sequence[str],
     ranks: Dist = ALONE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
-from tswift.options import changed, given_options
+from tswift.options import Values, changed, given_options
 from tswift.sampling.parameters import SamplingParams
 
 
@@ -82,7 +82,7 @@ def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
             raise InputError(f"{model.name} is not the model that {run.path} was made with: {what} differ", "model")
 
 
-def _kv_dtype(config: ModelConfig, asked: Mapping[str, Any]) -> str:
+def _kv_dtype(config: ModelConfig, asked: Values) -> str:
     """The KV cache's dtype: part of what was decoded, so the run's wherever the model can have it."""
     model, on_cpu = asked.get("model"), find_device(asked.get("device", config.device)).type == "cpu"
     if model is None and on_cpu and config.kv_dtype != config.dtype:

@@ -91,6 +91,21 @@ class NoTokenLeft(Exception):
         self.logits = logits
 
 
+class _Rule:
+    """What drawing with some parameters takes, made once: a sampler and its copies come back to it."""
+
+    def __init__(self, params: SamplingParams, seed: int, tokens: Tensor) -> None:
+        self.params, self._seed, self._tokens = params, seed, tokens
+        self.penalises = params.penalises
+        self.constants = constants(params, tokens.device)
+        self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}  # by candidates of a row, 0: draws
+
+    @functools.cached_property
+    def program(self) -> CSampler | None:
+        """The C program; None where there is none."""
+        return c_sampler(self.params, seed_stream(self._seed), len(self._tokens))
+
+
 class Sampler:
     """The sampling rule bound to its parameters and seed (any integer), with the penalty window of a growing text.
 
@@ -108,18 +123,14 @@ class Sampler:
         self._tokens = torch.arange(vocab_size, device=device)
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
-        self._constants: dict[SamplingParams, tuple[Tensor, Tensor, Tensor]] = {}
-        self._programs: dict[SamplingParams, CSampler | None] = {}
-        self._fused: dict[
-            tuple[SamplingParams, torch.dtype, int], TritonSampler
-        ] = {}  # by candidates of a row, 0: draws
+        self._rules: dict[SamplingParams, _Rule] = {}
         self.fault: str | None = None
         self.params = params
 
     @property
     def params(self) -> SamplingParams:
         """The sampling parameters. To set them may copy to the device, so that no draw has to."""
-        return self._params
+        return self._rule.params
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
@@ -127,9 +138,14 @@ class Sampler:
         for name, ids in (("banned", params.banned), ("biased", params.logit_bias)):
             if any(not 0 <= token < vocab_size for token in ids):
                 raise ValueError(f"{name} ids must be below the vocabulary's size {vocab_size}, got {[*ids]}")
-        if params not in self._constants:
-            self._constants[params] = constants(params, self._tokens.device)
-        self._params = params
+        if params not in self._rules:
+            self._rules[params] = _Rule(params, self.seed, self._tokens)
+        self._rule = self._rules[params]
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the contextual penalty does anything."""
+        return self._rule.penalises
 
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
@@ -156,20 +172,18 @@ class Sampler:
         self.fault = None
         for count in {0, min(candidates, len(self._tokens))}:
             fault = triton_sampler_fault(*about, count)
-            if fault is None and (self.params, dtype, count) not in self._fused:
+            if fault is None and (dtype, count) not in self._rule.fused:
                 # never replaced: what a captured graph reads has to stay where it is
-                self._fused[self.params, dtype, count] = TritonSampler(
-                    self.params, self.seed, len(self._tokens), device
-                )
+                self._rule.fused[dtype, count] = TritonSampler(self.params, self.seed, len(self._tokens), device)
             self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.params.penalises and tokens and self.newest.device.type == "cpu":
+        if self.penalises and tokens and self.newest.device.type == "cpu":
             newest = self.newest.numpy()
             for position, token in enumerate(tokens, start=self.length):
                 newest[token] = position
-        elif self.params.penalises and tokens:
+        elif self.penalises and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
             self.newest.scatter_reduce_(0, ids, positions, "amax")
@@ -180,7 +194,7 @@ class Sampler:
 
         Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be ``NO_TOKEN``.
         """
-        if self.params.penalises:
+        if self.penalises:
             appended = torch.arange(len(tokens), device=tokens.device) < count
             self.newest.scatter_reduce_(0, self._ids(tokens), positions.where(appended, FAR), "amax")
 
@@ -200,7 +214,7 @@ class Sampler:
         Returns:
             ``[n, V]`` bool, or None if nothing is penalised.
         """
-        if not self.params.penalises:
+        if not self.penalises:
             return None
         window = self.params.window
         seen = self.newest > (positions - window)[:, None]
@@ -233,7 +247,7 @@ class Sampler:
 
     def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
-        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._constants[self.params])
+        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._rule.constants)
 
     def scores(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Tensor:
         """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at ``positions``."""
@@ -260,7 +274,7 @@ class Sampler:
             followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
             if followed is not None:
                 return followed
-        if not with_runner_up and (self.params, logits.dtype, 0) in self._fused:
+        if not with_runner_up and (logits.dtype, 0) in self._rule.fused:
             return self.draw_rows(logits, *nodes).tolist(), []
         seen, places = self.seen(*nodes), nodes[1] + 1
         if with_runner_up:
@@ -278,7 +292,7 @@ class Sampler:
         """As :meth:`CSampler.follow`, which there has to be."""
         program = self.program(logits.dtype)
         assert program is not None
-        newest = self.newest if self.params.penalises else None
+        newest = self.newest if self.penalises else None
         return program.follow(logits, nodes, parents, newest, verification, with_runner_up)
 
     def draw_with_runner_up(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Drawn:
@@ -317,9 +331,7 @@ class Sampler:
         """The C program that draws from logits of a dtype, if there is one."""
         if self._tokens.device.type != "cpu" or dtype not in CSampler.DTYPES:
             return None
-        if self.params not in self._programs:
-            self._programs[self.params] = c_sampler(self.params, seed_stream(self.seed), len(self._tokens))
-        return self._programs[self.params]
+        return self._rule.program
 
     def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:
         """As :meth:`draw`, the token drawn after every node of a draft tree, without a wait.
@@ -327,7 +339,7 @@ class Sampler:
         All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured of it and replayed.
         Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn come next. ``[n]`` int64.
         """
-        fused = self._fused.get((self.params, logits.dtype, 0))
+        fused = self._rule.fused.get((logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MAX_NODES:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
@@ -349,7 +361,7 @@ class Sampler:
             Fewer columns where the vocabulary has no more.
         """
         count = min(count, logits.shape[-1])
-        fused = self._fused.get((self.params, logits.dtype, count))
+        fused = self._rule.fused.get((logits.dtype, count))
         alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
         if fused is not None and alike and not isinstance(positions, Sequence):
             return fused.candidates(logits, seen, positions, count)

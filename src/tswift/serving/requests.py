@@ -18,7 +18,7 @@ from typing import Any
 from tswift.drafting.options import LOADED, DraftOptions, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.config import RunConfig, check_prompt
-from tswift.options import check_options, option, options_of
+from tswift.options import Values, check_options, option, options_of
 from tswift.sampling.parameters import SamplingParams
 
 _PANEL = "Server"
@@ -81,8 +81,8 @@ class Request:
     config: RunConfig  # the job; its length is the most there may be where ``limit`` is None
     limit: str | None  # the field that says how many tokens
     prompt: Any  # a text, token ids, or a chat's messages
-    body: Mapping[str, Any]  # as it came, with the seed that was drawn for it if it had none
-    typed: Mapping[str, Any]  # the server's options, and its model, when it came
+    body: Values  # as it came, with the seed that was drawn for it if it had none
+    typed: Values  # the server's options, and its model, when it came
     model: str
 
 
@@ -134,7 +134,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def parse(body: Mapping[str, Any], chat: bool, typed: Mapping[str, Any], model: str) -> Request:
+def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
     """What a request asks for. :class:`Refused`, by its name, for a field not known, not served or out of range.
 
     Args:
@@ -192,7 +192,7 @@ def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, objec
     return {name: value for name, value in body.items() if value is not None}
 
 
-def job(typed: Mapping[str, Any], asked: Mapping[str, Any], prompt: Any, chat: bool) -> RunConfig:
+def job(typed: Values, asked: Values, prompt: object, chat: bool) -> RunConfig:
     """The job's configuration: what is asked for, then what was typed, then the defaults of ``tswift generate``.
 
     Where a request asks for another method than the server's own, drafting options that were typed for that one are

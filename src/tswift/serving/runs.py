@@ -51,7 +51,7 @@ from tswift.loading import LoadedModel
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
-from tswift.options import changed
+from tswift.options import Values, changed
 from tswift.sampling.generation_config import recommends
 from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
 from tswift.serving.requests import job as job_of
@@ -215,9 +215,7 @@ class Service:
     line for people.
     """
 
-    def __init__(
-        self, model: LoadedModel, config: ServeConfig, typed: Mapping[str, Any], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model: LoadedModel, config: ServeConfig, typed: Values, say: Callable[[str], None]) -> None:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
         self.model_id = config.model_id(model.name)
         self._config, self._say = config, say
