@@ -321,6 +321,7 @@ def test_the_model_is_left_as_it_was(error, model: PreTrainedModel, prompt: Batc
     assert torch.equal(found, model.eval().generate(**prompt, max_new_tokens=15))
 
 
+@pytest.mark.slow
 def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEncoding, exported: Generate) -> None:
     def multiply() -> None:
         with torch.no_grad():

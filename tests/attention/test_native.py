@@ -102,6 +102,7 @@ def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
         assert odd_nodes(attend, tree_of(2, reach, prefix), prefix, dtype, (2, 2, 16), made=made) == [], prefix
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
 def test_the_bits_far_into_a_text() -> None:
     """Where parts become longer, and behind."""
@@ -110,7 +111,7 @@ def test_the_bits_far_into_a_text() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("dim", "dtype"), SIZES)
+@pytest.mark.parametrize(("dim", "dtype"), first(3, SIZES))
 def test_the_bits_in_chains_and_trees_of_any_size(dim: int, dtype: torch.dtype) -> None:
     for (prefix, group), nodes in product(((3, 1), (180, 4), (1000, 8)), (1, 2, 7, 64)):
         for pass_ in (nodes, tree_of(nodes, 64, nodes)):

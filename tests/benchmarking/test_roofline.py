@@ -192,6 +192,7 @@ def test_the_query_shapes_the_draft() -> None:
     assert seconds(slow, nodes=(1, 41)) > seconds(slow, nodes=(1, 5))
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_what_a_pass_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many bytes, which a cache may hold, and of the narrowest numbers."""
     read, multiplied = list[int](), list[int]()
@@ -205,6 +206,7 @@ def test_rates_are_those_of_what_a_pass_reads_and_multiplies(monkeypatch: pytest
     assert read == [8_000_000, 8_000_000, module._LEAST_READ, module._READ_BYTES["cpu"]]
 
 
+@pytest.mark.slow
 def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
     if why_not("native", torch.float32, torch.device("cpu")):
         pytest.skip("needs a C compiler")

@@ -205,6 +205,7 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
     assert len(write_report(record, tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     prepared = Prepared(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)

@@ -118,6 +118,7 @@ def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     return content, texts
 
 
+@pytest.mark.slow
 def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: Path) -> None:
     # with a penalty the text does not loop, and shows that both sides penalise the same
     record, texts = beside(checkpoint, small, temperature=0.0, min_p=0.0, penalty=1.2)

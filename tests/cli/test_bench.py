@@ -75,6 +75,7 @@ def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path)
     assert Path("b/acceptance.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_given_acceptance_is_labelled_everywhere(bench):
     result = bench("--out", "b", "--simulate-alpha", 0.75, "--lens", "40,100")
     assert result.code == 0
@@ -150,6 +151,7 @@ WASTE = Metric(
 MEASURED = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "medusa", "--warmup", 0, "--no-plots")
 
 
+@pytest.mark.slow
 def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     def bench(*words: object):  # type: ignore[no-untyped-def]
         return tswift(*MEASURED, "--model", checkpoint, "--prompts", prompt, *words)

@@ -133,6 +133,7 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
     assert not list(Path("b").glob("*lock*"))
 
 
+@pytest.mark.slow
 def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, monkeypatch, tmp_path):
     assert bench(*WORDS, "--out", "before").code == 0
     baseline = read("before")
@@ -228,6 +229,7 @@ def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
     assert counted("g") == counted("merged")
 
 
+@pytest.mark.slow
 def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
     first, second = (*WORDS, "--shard", "1/2"), (*WORDS, "--shard", "2/2")
     assert bench(*first, "--out", "a").code == 0

@@ -78,6 +78,7 @@ def test_any_file_damaged(run: Path, longer: bytes, data: st.DataObject, done: C
         assert tokens == longer  # what was not sound was drawn again
 
 
+@pytest.mark.slow
 @few
 @given(place=st.integers(0, 4 * LENGTH - 1), bits=st.integers(1, 255), resumed=st.booleans())
 def test_a_flipped_bit_of_a_token_never_passes(run: Path, place: int, bits: int, resumed: bool) -> None:

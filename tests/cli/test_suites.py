@@ -86,6 +86,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
         assert Path("s/suite.html").read_text().count("<section>") == 2
 
 
+@pytest.mark.slow
 def test_options_that_a_suite_does_not_vary_count(small):
     words = ("--penalty", 1.1, "--seeds", "3,4", "--ngrams", 5, "--ar", "sampled", "--repeats", 2, "--tree", "2,1")
     assert small("table4", "--out", "s", "--no-plots", *words).code == 0

@@ -243,6 +243,7 @@ def test_lengths_about_those_of_chunks_and_stretches() -> None:
         assert audit(target, prompt, tokens[:length], params, 3).exact == length
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompt, params = tiny_target(), random_prompt(20), parameters(penalty=1.5, window=5)
     tokens = decode_method("ar", target, prompt, params, 3, 300)

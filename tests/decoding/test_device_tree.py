@@ -47,6 +47,7 @@ def test_random_trees_have_accepted_paths() -> None:
     assert {*lengths} == {0, 1, 2, 3, 4, 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
 def test_a_decode_with_kernels_is_the_one_without(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     found = []

@@ -21,6 +21,7 @@ NEGATIVE = '{"nodes": [1, 2], "base": [1, -1], "per_key": [0, 0], "level": 0}'
 def own_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "_here", {})
+    monkeypatch.setattr(costs, "_SECONDS", 0.1)
 
 
 def test_more_keys_cost_more() -> None:

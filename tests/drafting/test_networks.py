@@ -172,6 +172,7 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
             find_drafter(drafter_folder(tmp_path, "dflash")).load(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]), KINDS[2]])
 def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures are emulated on the CPU: what would wait for the device within a round is refused there."""

@@ -78,6 +78,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path) -> None:
     model = load(quantised, dtype="float64", device="cpu", draft_model=str(checkpoint))
     assert model.target.model.lm_head.weight.dtype == torch.int8

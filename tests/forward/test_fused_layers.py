@@ -374,6 +374,7 @@ def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatc
     return target
 
 
+@pytest.mark.slow
 def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = forward_target.CHUNK
     text, found = [(7 * at + 3) % 97 for at in range(2 * wide + 2)], []
@@ -393,6 +394,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monke
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["multiply", pytest.param("multiply_silu", marks=pytest.mark.slow)])
 def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
     narrow: Target, monkeypatch: pytest.MonkeyPatch, name: str
@@ -435,6 +437,7 @@ def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprint(target)  # raises where a row's bits depend on anything else
 
 
+@pytest.mark.slow
 def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
     """A layer that is called alone hands its sum to the next norm, which may be asked for another one."""
     target = wrapped("Llama, GQA", torch.float32)
@@ -448,6 +451,7 @@ def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
         assert torch.equal(norm(hidden), expected)
 
 
+@pytest.mark.slow
 def test_a_call_without_our_cache_goes_the_old_way() -> None:
     made, ids = network("Qwen3"), torch.arange(7).unsqueeze(0)
     expected = made(ids).logits
@@ -506,6 +510,7 @@ def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
     assert not is_fused(made)
 
 
+@pytest.mark.slow
 def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "_try_kernels", lambda *given: None)
     right = kernels.silu_mul

@@ -174,6 +174,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
         assert torch.equal(kv.keys, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("-mavx512f" not in widest_vectors(), reason="no AVX-512")
 @pytest.mark.parametrize(
     ("kind", "kv_dtype"),

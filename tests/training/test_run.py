@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint
+from tests.helpers import first
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
@@ -184,7 +185,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)]
+    ("kind", "number"), first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)])
 )
 def test_stopped_by_a_signal_and_gone_on_with(tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int) -> None:
     out, config = tmp_path / "out", config_of(kind, tiny)
@@ -229,7 +230,9 @@ def test_minutes_include_evaluation(tiny: Tiny, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("saving", "last"), [({}, 0), ({"save_every": 2}, 4), ({"save_minutes": 1e-9}, 4)], ids=["none", "steps", "time"]
+    ("saving", "last"),
+    first(1, [({}, 0), ({"save_every": 2}, 4), ({"save_minutes": 1e-9}, 4)]),
+    ids=["none", "steps", "time"],
 )
 def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
     tiny: Tiny, whole: dict, tmp_path: Path, saving: dict, last: int

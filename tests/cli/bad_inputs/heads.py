@@ -93,7 +93,7 @@ def _case(command: str, name: str, beside: bool = False) -> Case:
         return words_of(world, command, *(["--model", folder] if beside else ["--heads", folder / FILE]))
 
     where = "beside the model" if beside else "named"
-    said = {"heads inspect": "FILE: ", "train": "--model: "}.get(command, "--heads")
+    said = "FILE: " if command == "heads inspect" else "--heads"
     return Case(f"{command}, heads {where}: {name}", words, said)
 
 
@@ -101,6 +101,5 @@ HEADS: tuple[Case, ...] = (
     *(_case("generate", name) for name in CHANGES),
     *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "a pickle")),
     _case("compare", "no metadata"),
-    _case("train", "empty", beside=True),
     *(_case("heads inspect", name) for name in ("empty", "another kind", "count 4", "a tensor missing")),
 )
