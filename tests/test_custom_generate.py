@@ -150,8 +150,10 @@ def test_the_distribution_is_that_of_transformers(asked: dict[str, Any], model: 
 
 
 def test_no_filter_is_left_out_of_an_order() -> None:
-    with pytest.raises(InputError, match=r"^order: "):
-        SamplingParams(order="top_k")
+    assert SamplingParams(order="top_p,top_k", top_k=3, top_p=0.9, min_p=0.1).filters == ("top_p", "top_k", "min_p")
+    for order in ("top_k,top_k", "top_k,nope", "top_k,"):
+        with pytest.raises(InputError, match=r"^order: "):
+            SamplingParams(order=order)
 
 
 class Recorder(BaseStreamer):

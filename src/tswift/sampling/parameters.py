@@ -80,7 +80,7 @@ class SamplingParams:
         penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing.
         window: how many of the last tokens, prompt included, are penalised.
         banned: token ids that are never drawn.
-        order: names of all filters with commas between, in the order in which they are applied; empty for the usual.
+        order: names of filters with commas between, in the order in which they are applied; the others come after them.
         logit_bias: numbers added to the logits of token ids before anything else, -100 to 100.
 
     Raises:
@@ -117,8 +117,9 @@ class SamplingParams:
         ids = self.banned
         if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
             raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
-        if self.order and sorted(str(self.order).split(",")) != sorted(_FILTERS):
-            raise InputError(f"must name {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
+        named = str(self.order).split(",") if self.order else []
+        if len({*named}) < len(named) or not {*named} <= _FILTERS.keys():
+            raise InputError(f"must be of {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
 
     def __str__(self) -> str:
         """How a token is drawn, in words; token ids that are never drawn are left out."""
@@ -139,7 +140,7 @@ class SamplingParams:
     @property
     def filters(self) -> tuple[str, ...]:
         """Names of the filters that may drop tokens, in the order in which they are applied; none at temperature 0."""
-        names = self.order.split(",") if self.order else _FILTERS
+        names = dict.fromkeys([*(self.order.split(",") if self.order else ()), *_FILTERS])
         return tuple(name for name in names if self.temperature and getattr(self, name) != OFF[name])
 
     def unfiltered(self) -> SamplingParams:
