@@ -472,7 +472,7 @@ def _decode_notes(prediction: Prediction) -> list[str]:
     notes = [
         f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill apart, "
         "every pass at its floor. Real passes take longer: tswift bench says by how much.",
-        "step: its passes, on the average. needed: tokens per step with which it would be as quick as AR.",
+        "step: its passes, on the average. break-even: tokens per step with which it would be as quick as AR.",
         "--alpha predicts tokenswift too."
         if query.alpha is None
         else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with {query.depth - 1} "

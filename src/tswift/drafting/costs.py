@@ -36,12 +36,12 @@ NODES = (1, 4, 5, 8, 9, 16, 17, 32)  # attention takes rows in tiles: the fifth,
 _SHORT = 64  # keys
 # Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time: only from tens of
 # thousands on its time grows with them as it does at 100,000
-_LONG = {"cpu": (16_384, 1 << 29), "cuda": (49_152, 8 << 30)}
+_LONG = {"cpu": (16_384, 1 << 27), "cuda": (49_152, 8 << 30)}
 _FREE = 4  # times as much memory has to be free
 _TIMES = (5, 30)  # least and most repeats
 _SECONDS = 0.7  # after which the least are enough
 _IN_A_ROW, _WARM = 3, 2e-3  # most steps of which the last is timed, and seconds of them that are enough
-_FORMAT = 7  # of what is measured, and how
+_FORMAT = 8  # of what is measured, and how
 _ACCEPTED = 3  # drafted tokens that a step accepts, in trees that have as many
 _LEVEL = (0, 0)  # what a level of heads is called among steps, which are called by their nodes and keys
 
@@ -74,8 +74,8 @@ def folder() -> Path | None:
 def measure(target: Target, heads: Heads | None) -> PassCosts:
     """Time steps of decoding over few keys and over many, with trees of several sizes, and a draft by the heads.
 
-    Every figure is the best of some repeats. It takes about a second for the bundled model on a CPU, and at most half a
-    GB of memory there.
+    Every figure is the best of some repeats. It takes about a second for the bundled model on a CPU, and at most 128
+    MiB of memory for keys and values there.
     """
     most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)

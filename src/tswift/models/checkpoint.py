@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -571,12 +572,11 @@ def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Buffers in the checkpoint count: some quantised layers keep their weights there.
     """
-    weights = dict(named_weights(network))
     every = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     modules = network.named_modules(remove_duplicate=False)
     every |= {f"{name}.bytes" for name, module in modules if is_packed_floats(module)}
-    weights.update((name, kept) for name, kept in network.state_dict().items() if name not in every)
-    for name, weight in weights.items():
+    buffers = ((name, kept) for name, kept in network.state_dict().items() if name not in every)
+    for name, weight in chain(named_weights(network), buffers):  # one by one: what is packed is unpacked for it
         if isinstance(weight, Tensor):  # not a module's extra state
             yield from _plain(name, weight.detach())
 
