@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import PLAIN, Proposals, decode_method, decode_steps, drafter_of, options_for, tiny_target
+from tests.helpers import (
+    PLAIN,
+    Proposals,
+    decode_method,
+    decode_steps,
+    drafter_of,
+    needs_program,
+    options_for,
+    tiny_target,
+)
 from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.stats import DecodeStats, distinct
 
@@ -70,7 +79,7 @@ def test_alpha_is_of_what_was_drafted_where_that_varies() -> None:
     assert resumed.alpha == 3 / 64
 
 
-@pytest.mark.parametrize("method", ["reuse", "recall", "auto", "medusa"])
+@pytest.mark.parametrize("method", ["reuse", pytest.param("recall", marks=needs_program), "auto", "medusa"])
 def test_what_a_step_says_that_it_drafted(method: str) -> None:
     """Nothing where the method always drafts as far; elsewhere no less than was accepted, nothing in plain steps."""
     target, greedy = tiny_target(), replace(PLAIN, temperature=0.0)  # the text repeats itself soon
