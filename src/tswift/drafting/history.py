@@ -236,8 +236,12 @@ class LogitHistory:
         if seen and context.digest is not None:
             self._keep_digest(context.digest[-seen:])
         elif seen and context.logits is not None:
-            nodes = torch.tensor(list(context.path)[-seen:]).to(context.logits.device, non_blocking=True)
-            self._keep(context.logits[nodes])
+            nodes = list(context.path)[-seen:]
+            if context.logits.device.type == "cpu":
+                for node in nodes:  # no copy: PyTorch's threads would wake, and be in the way of the program's
+                    self._keep(context.logits[node : node + 1])
+            else:
+                self._keep(context.logits[torch.tensor(nodes).to(context.logits.device, non_blocking=True)])
         self._tables["text"][known:end] = text[known:end]
         self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(end))
         for position in range(max(0, known, end + 1 - self._ask.window), end + 1):
