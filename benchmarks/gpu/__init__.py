@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FIGURES = "figures.jsonl"
+SPOILED = 3  # exit code of a probe in which a capture has failed: another process goes on where it stopped
 LEAST = 10.0  # seconds; with less left no section is begun
 GRACE = 15.0  # seconds beyond its time after which a section is killed
 # In order of value, with the most seconds that each may take.
@@ -39,6 +40,12 @@ PROBES = {
     "products": (30.0, 1),
     "bits": (60.0, 3),
 }
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """All figures so far; the last line may be torn."""
+    lines = (folder / FIGURES).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def note(folder: Path, section: str, table: str, **values: Any) -> None:

@@ -22,11 +22,12 @@ from typing import IO, Any
 from xml.etree import ElementTree
 
 from benchmarks import tables
-from benchmarks.gpu import FIGURES, FIRST, GRACE, LEAST, PROBES, SECTIONS, note
+from benchmarks.gpu import FIGURES, FIRST, GRACE, LEAST, PROBES, SECTIONS, SPOILED, figures, note
 
 BEGAN = time.time()
 LARGEST = 16 << 20  # bytes of a file that a borrowed machine hands back
 _RESERVE = 10.0  # seconds at the end for the last report
+_SPOILED = "a capture failed"  # the outcome of a probe
 _SAID = "first_contact.txt"  # what the probes of first contact print, tracebacks in full
 
 
@@ -48,9 +49,8 @@ class Session:
         return self.deadline - _RESERVE - time.time()
 
     def figures(self) -> list[dict[str, Any]]:
-        """All figures so far; the last line may be torn."""
-        lines = (self.work / FIGURES).read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("}\n")]
+        """All figures so far."""
+        return figures(self.work)
 
     def states(self) -> dict[str, str]:
         """How the sections ended that have."""
@@ -164,33 +164,41 @@ def run_tests(session: Session, log: IO[bytes]) -> None:
 def run_probes(session: Session) -> str:
     """Run every probe of first contact in processes of its own, and report after each; returns how the section ended.
 
-    A failed capture may spoil a process.
+    A failed capture may spoil a process: then another asks the rest.
     """
     until, failed = time.time() + min(SECTIONS[FIRST], session.left()), []
     for name, (seconds, processes) in PROBES.items():
-        for _ in range(processes):
+        left = min(2, processes) if session.dry else processes
+        while left:
             limit = min(seconds, until - time.time())
             if limit < 1:
                 return f"cut short before {name}"
             outcome = _run_probe(session, name, limit, empty=processes > 1)
-            if outcome != "done":
+            left -= outcome != _SPOILED
+            if outcome not in ("done", _SPOILED):
                 failed.append(f"{name} {outcome}")
             session.report()
     return f"failed: {'; '.join(failed)}" if failed else "done"
 
 
+def asking(session: Session, probe: str) -> list[str]:
+    """The process that asks a probe."""
+    line = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.first_contact", "--folder", str(session.work)]
+    return [*line, *(["--dry"] if session.dry else []), probe]
+
+
 def _run_probe(session: Session, name: str, limit: float, empty: bool) -> str:
     """Run one probe, perhaps with empty caches of compiled kernels; what it says is in a file at once."""
-    line = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.first_contact", "--folder", str(session.work)]
-    line += [*(["--dry"] if session.dry else []), name]
     started = time.time()
     with (session.work / _SAID).open("a") as file, TemporaryDirectory() as folder:
         print(f"== {name}", file=file, flush=True)
         own = dict.fromkeys(CACHES, folder) if empty else {}
         env = {**environment(session), **own}
         try:
-            code = subprocess.run(line, stdout=file, stderr=file, env=env, timeout=limit, check=False).returncode
-            outcome = "done" if code == 0 else f"ended with {code}"
+            code = subprocess.run(
+                asking(session, name), stdout=file, stderr=file, env=env, timeout=limit, check=False
+            ).returncode
+            outcome = {0: "done", SPOILED: _SPOILED}.get(code, f"ended with {code}")
         except subprocess.TimeoutExpired:
             outcome = f"had no end after {limit:.0f} s"
         print(f"-- {outcome}, {time.time() - started:.0f} s", file=file, flush=True)

@@ -9,13 +9,10 @@ notes it as figures. In a dry run the model is tiny and on the CPU, and what nee
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,14 +20,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.gpu import FIRST, PROBES, note
-from benchmarks.gpu.run import add_tiny_shapes, kernels, replayed
-from tswift.attention.sdpa import Attention
-from tswift.engine import Request, begin
-from tswift.loading import LoadedModel, load
-from tswift.models.config import SHAPE_PREFIX
+from benchmarks.gpu.clocks import kernels, replayed
 
-_METHODS = ("ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall")
-_DRAFTERS = {"dspark": _METHODS, "eagle3": ("ar", "eagle")}  # a model has one; texts are compared within
 _PRODUCTS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
@@ -54,59 +45,6 @@ class Asked:
         """Write a row of figures, and print it."""
         note(self.folder, FIRST, table, **values)
         print(table, values, flush=True)
-
-    def load(self, shape: str, **how: Any) -> LoadedModel:
-        """A shape with random weights."""
-        started = time.perf_counter()
-        model = load(SHAPE_PREFIX + ("tiny-llama" if self.dry else shape), device=str(self.device), **how)
-        if self.dry:  # decode as on a GPU, by programs, without the slow interpreter
-            from tests.forward.test_passes import LengthOnDevice
-
-            model.target.backend = LengthOnDevice
-        about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
-        why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
-        self.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)
-        return model
-
-
-def model(asked: Asked) -> None:
-    """The 8B shape with published drafters' shapes: its own checks, and 120 tokens by every kind of draft."""
-    tokens, prompt = (12, 60) if asked.dry else (120, 4096)
-    for drafter, methods in _DRAFTERS.items():
-        loaded = asked.load("llama3.1-8b", drafter=drafter)
-        ids = [index * 7919 % (loaded.target.vocab_size - 256) for index in range(prompt + 1)]
-        texts: dict[str, list[int]] = {}
-        for method in methods:
-            try:
-                texts[method] = _decoded(asked, loaded, Request(ids, tokens, method=method, seed=1), texts.get("ar"))
-            except Exception as error:
-                traceback.print_exc()
-                asked.note("methods", method=method, error=f"{type(error).__name__}: {str(error)[:200]}")
-        del loaded
-        if not asked.dry:
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def _decoded(asked: Asked, loaded: LoadedModel, request: Request, plain: list[int] | None) -> list[int]:
-    """A text, whose figures are noted beside whether it is plain decoding's."""
-    decode = begin(loaded, request)
-    prefill = decode.decoding.prefill()
-    text: list[int] = []
-    seconds = []
-    for step in decode.steps():
-        text += step.tokens
-        seconds.append(step.seconds)
-    asked.note(
-        "methods",
-        method=request.method,
-        prefill_and_capture_s=prefill,
-        ms_per_step=1e3 * median(seconds),
-        tokens_per_s=len(text) / sum(seconds),
-        same_as_ar=plain is None or text[: request.length] == plain,
-        graphs=loaded.target.fallbacks.graph_fault,
-    )
-    return text[: request.length]
 
 
 def _on_cuda(probe: Callable[[Asked], None]) -> Callable[[Asked], None]:
@@ -191,6 +129,7 @@ def inference(asked: Asked) -> None:
 @_on_cuda
 def commit(asked: Asked) -> None:
     """What moving a step's tokens takes in a cache of more than 2^31 bytes: PyTorch's kernels, and ours."""
+    from tswift.attention.sdpa import Attention
     from tswift.attention.triton import TritonAttention
 
     cache = torch.zeros(32, 8, _SLOTS, 128, dtype=torch.bfloat16, device="cuda")
@@ -235,9 +174,18 @@ def _multiply_ours(rows: Tensor, weights: Tensor) -> None:
         multiply(rows, weight, early=True)
 
 
+def model(asked: Asked) -> None:
+    """A model with drafters, and the texts that all methods make of it."""
+    from benchmarks.gpu import first_texts  # a probe without a model begins seconds earlier
+
+    first_texts.meet(asked)
+
+
 def bits(asked: Asked) -> None:
     """The bits of exact passes, in a process with empty caches of compiled kernels: they are to be the same in all."""
-    asked.load("qwen3-4b")
+    from benchmarks.gpu import first_texts
+
+    first_texts.load_shape(asked, "qwen3-4b")
 
 
 _PROBES: dict[str, Callable[[Asked], None]] = {
@@ -258,8 +206,6 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("probe", choices=list(PROBES))
     args = parser.parse_args()
-    if args.dry:
-        add_tiny_shapes()
     _PROBES[args.probe](Asked(args.folder, args.dry))
 
 

@@ -24,7 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu import GRACE, LEAST, probe
 from benchmarks.gpu import SECTIONS as SECONDS
-from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, interleaved, noisy
+from benchmarks.gpu.clocks import interleaved
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
 from tswift.benchmarking.peers import PeerRun
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.gpu.run import Run, at_context, covered, interleaved, kernels, noisy, replayed
+from benchmarks.gpu.clocks import covered, interleaved, kernels, replayed
+from benchmarks.gpu.run import Run, at_context, noisy
 from tswift.attention.sdpa import Layout
 from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.drafter import DraftTree

@@ -1,14 +1,13 @@
-"""What the measuring sections share: how much is measured, the model at hand, decodes at any context, and clocks."""
+"""What the measuring sections share: how much is measured, the model at hand, and decodes at any context."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,14 +26,11 @@ from tswift.models.checkpoint import SHAPES
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import synchronize
 
-Key = TypeVar("Key")
-
 ALPHA = 0.9  # simulated acceptance
 TOKENS = 100_000  # of the text whose time is integrated
 _WORDS = 500  # tokens that texts are made of, so that n-grams come again
 _SPREAD = 4.0  # of their logits, so that random weights draw them and no others
 _FORWARDED = 64  # tokens of a prompt that are really forwarded
-_BRIDGE = 5.0  # microseconds; kernels that are queued already follow each other faster, and no host is that fast
 
 
 @dataclass(frozen=True)
@@ -123,8 +119,7 @@ class Run:
     @property
     def spoiled(self) -> bool:
         """Whether a capture has failed, after which nothing in this process can be relied on."""
-        graphs = self._model.target._graphs if self._model else None
-        return graphs is not None and graphs.spoiled
+        return self._model is not None and spoiled(self._model)
 
     def drop_model(self) -> None:
         """Let go of the model."""
@@ -137,6 +132,12 @@ class Run:
             gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+
+def spoiled(model: LoadedModel) -> bool:
+    """Whether a capture of a model has failed."""
+    graphs = model.target._graphs
+    return graphs is not None and graphs.spoiled
 
 
 def at_context(
@@ -170,78 +171,3 @@ def noisy(kv: KVBuffer) -> None:
     """Fill a cache with noise."""
     kv.keys.normal_()
     kv.values.normal_()
-
-
-def interleaved(
-    runs: Mapping[Key, Callable[[], Any]], rounds: int, device: torch.device, warmups: int = 3
-) -> dict[Key, float]:
-    """Median seconds that each of several runs keeps the device busy, in rounds of one of each.
-
-    On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and the time between a
-    run's two events is the device's own. A run must not wait for the device itself.
-    """
-    cuda = device.type == "cuda"
-
-    def mark() -> Any:
-        if not cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    for _ in range(warmups):
-        for run in runs.values():
-            run()
-    if cuda:
-        torch.cuda.synchronize()
-    marks: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in runs}
-    for _ in range(rounds):
-        for key, run in runs.items():
-            start = mark()
-            run()
-            marks[key].append((start, mark()))
-    if cuda:
-        torch.cuda.synchronize()
-    return {
-        key: median(start.elapsed_time(end) / 1e3 if cuda else end - start for start, end in pairs)
-        for key, pairs in marks.items()
-    }
-
-
-@torch.inference_mode()
-def replayed(run: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a run on the device, replayed as a CUDA graph so that no launch shows."""
-    if device.type != "cuda":
-        return interleaved({"": run}, 1, device, warmups=1)[""]
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return interleaved({"": graph.replay}, 20, device)[""]
-
-
-def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
-    """What a CUDA device did during a run: name, beginning and end in microseconds of each kernel and copy."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize(device)
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
-    if not events:
-        raise RuntimeError("the profiler saw no kernel")
-    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
-
-
-def covered(intervals: Iterable[tuple[float, float]], bridge: float = _BRIDGE) -> float:
-    """Length of what the intervals cover together, and of the gaps of at most ``bridge`` between them."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        begin = reached if start - reached <= bridge else start
-        total += max(0.0, end - begin)
-        reached = max(reached, end)
-    return total
