@@ -40,7 +40,7 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
 # where the host may wait for the device, and copy to it, once a text is under way
 WAITS = frozenset(
     {
-        "decoding/device_step.py:_verified",
+        "decoding/device_step.py:_read",
         "sampling/rule.py:draw_with_runner_up",
         "drafting/heads.py:_candidates",
         "drafting/heads.py:propose",

@@ -31,6 +31,7 @@ from tswift.caches import PartialKV
 from tswift.decoding import device_tree
 from tswift.decoding.device_step import DeviceStepper, try_steps
 from tswift.decoding.device_tree import ancestors_of, reached_node
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding, NotFinite
 from tswift.drafting.fixed_tree import FixedTree
 from tswift.drafting.methods import make_drafter
@@ -103,7 +104,7 @@ def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs:
     decoding.prefill()
     for place, name in (
         (PartialKV, "select"),
-        (decoding._stepper, "_verified"),
+        (decoding._stepper, "_launch"),
         (decoding._stepper, "_launch_draft"),
         (decoding._drafter, "committed"),
     ):
@@ -112,7 +113,21 @@ def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs:
     assert tokens_of(decoding.steps()) == tokens_of(on_host_and_device("ar", length=90)[0])
     pairs = Counter(pairwise(events))
     assert pairs["committed", "select"] == pairs["select", "_launch_draft"] > 1
-    assert (pairs["_verified", "_launch_draft"] > 10) == (logprobs is None)
+    assert (pairs["_launch", "_launch_draft"] > 10) == (logprobs is None)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(monkeypatch, logprobs: int | None) -> None:
+    """Unless somebody wants the logits, which it overwrites; and never one beyond the text's length."""
+    events: list[str] = []
+    decoding = Decoding(static_target(), random_prompt(90), PARAMS, 3, Drafter(), 40, logprobs=logprobs)
+    decoding.prefill()
+    for name in ("_launch", "_read"):
+        right = getattr(decoding._stepper, name)
+        monkeypatch.setattr(decoding._stepper, name, lambda *given, n=name, r=right: events.append(n) or r(*given))
+    assert tokens_of(decoding.steps()) == tokens_of(on_host_and_device("ar", length=40)[0])
+    expected = [*["_launch"] * 2, *["_read", "_launch"] * 38, *["_read"] * 2]
+    assert events == (expected if logprobs is None else ["_launch", "_read"] * 40)
 
 
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:

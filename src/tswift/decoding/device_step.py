@@ -7,6 +7,8 @@ state that it reads and writes stays in place, so that it serves every step of a
     host    look up n-grams, send a block | launch verification and the next draft | wait  | read the result ...
     device       draft program            | verification program                           | next draft ...
 
+In plain decoding the host has no part in a step but to read it: the next one is launched before it does.
+
 A program is warmed up and captured with ``max_new`` = 0 in the block from the host, for which nothing is committed.
 
 A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. So device steps are
@@ -21,8 +23,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from random import Random
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -114,15 +118,28 @@ class DeviceState(TreeState):
         self.last.zero_()
 
 
+class _Launched(NamedTuple):
+    """A verification that has been launched."""
+
+    forwarded: Forwarded
+    logits: Tensor
+    answer: Tensor  # on the host, what the program leaves; written when the event has come
+    event: torch.cuda.Event | None
+
+
 class DeviceStepper:
     """Takes the steps of one prefilled decode, whose cache the target :meth:`serves`, by programs on the device.
 
     If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise, and
     where the drafter says so, the host proposes a tree, which is sent with the block.
+
+    Attributes:
+        runs_ahead: whether the device may know of a token that the text has not yet: where ``ahead`` allows it, a plain
+            step is launched before the host has read the one before.
     """
 
     @torch.inference_mode()
-    def __init__(self, target: Target, context: Context, drafter: Drafter) -> None:
+    def __init__(self, target: Target, context: Context, drafter: Drafter, ahead: bool = False) -> None:
         self._target, self._context, self._drafter, self._kv = target, context, drafter, context.kv
         self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
         self.state = DeviceState(target, self._limit)
@@ -139,8 +156,12 @@ class DeviceStepper:
         # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the logits as its bits
         self._result = torch.zeros(2 + (2 + columns) * longest, dtype=torch.int64, device=target.device)
         self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
-        self._answer = torch.zeros(len(self._result), dtype=torch.int64, pin_memory=target.device.type == "cuda")
-        self._event = torch.cuda.Event() if target.device.type == "cuda" else None
+        cuda = target.device.type == "cuda"
+        # two, as one is read while the other may be written
+        answers = [torch.zeros(len(self._result), dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
+        self._answers = cycle([(answer, torch.cuda.Event() if cuda else None) for answer in answers])
+        self._launched: _Launched | None = None  # a plain step ahead of the host
+        self.runs_ahead = ahead and self._limit == 1 and context.recorder is None and not drafter.memories
         self._path = Path(longest, self._result)
         self._trees = _tree_operators(target)
         self._drafted = False
@@ -171,15 +192,22 @@ class DeviceStepper:
     def step(self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None) -> Step:
         """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``accept`` must not look at what was drawn."""
         started, context, drafter = time.perf_counter(), self._context, self._drafter
-        max_new = min(max_new, self._depth + 1)
+        more, max_new = max_new > 1, min(max_new, self._depth + 1)
         drafted = self._draft is not None and drafter.drafts_itself(context)
         nodes, forced, sources = self._propose(max_new, accept, drafted)
         ahead = nodes > 1 and self._drafts_ahead()
-        new, path, live, forwarded, logits = self._verified((nodes, drafted), max_new, forced, ahead)
+        launched = self._launched or self._launch((nodes, drafted), max_new, forced)
+        self._launched = None
+        if ahead:
+            self._launch_draft()
+        elif self.runs_ahead and more:
+            self._launched = self._launch((nodes, drafted), max_new, forced)
+        new, path, live, forwarded, logits = self._read(launched, nodes)
         if not path and nodes > 1:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
             ahead = self._drafted = False
-            new, path, live, forwarded, logits = self._verified((1, drafted), max_new, _BY_RULE)
+            alone = self._launch((1, drafted), max_new, _BY_RULE)
+            new, path, live, forwarded, logits = self._read(alone, 1)
         if not path:
             raise NoTokenLeft(logits[0])
         count = len(path)
@@ -206,6 +234,7 @@ class DeviceStepper:
         context.text, context.sampler.length, context.last = text, sampler.length, None
         context.sampler.newest.copy_(sampler.newest)
         self.state.load(context)
+        self._launched = None
 
     def _drafts_ahead(self) -> bool:
         """Whether the next draft may begin before the host has seen what this step accepts.
@@ -238,35 +267,35 @@ class DeviceStepper:
         size = next(size for size, by_device in self._programs if size >= count and not by_device)
         return size, _forced(accept, tree, max_new), tree.sources
 
-    def _verified(
-        self, program: tuple[int, bool], max_new: int, forced: int, ahead: bool = False
-    ) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
-        """Run the verification program and wait for it; behind it the device may draft ``ahead`` meanwhile.
+    def _launch(self, program: tuple[int, bool], max_new: int, forced: int) -> _Launched:
+        """Launch a verification program, whose answer comes to the host."""
+        self._block.host["control"][:] = max_new, forced
+        self._block.send()
+        forwarded, logits = self._programs[program]()
+        answer, event = next(self._answers)
+        answer.copy_(self._result, non_blocking=True)
+        if event is not None:
+            event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
+        return _Launched(forwarded, logits, answer, event)
+
+    def _read(self, launched: _Launched, nodes: int) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
+        """Wait for a verification of so many nodes.
 
         Returns the accepted draft and the token drawn after it, none if there was nothing to draw; the nodes they were
         drawn after; how many nodes carried a token; the pass, and its logits ``[n, V]``, good until the next program.
         """
-        self._block.host["control"][:] = max_new, forced
-        self._block.send()
-        forwarded, logits = self._programs[program]()
-        self._answer.copy_(self._result, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
-        if ahead:
-            self._launch_draft()
-        if self._event is not None:
-            self._event.synchronize()  # the one wait of a step
-        found = self._answer.numpy()
+        if launched.event is not None:
+            launched.event.synchronize()  # the one wait of a step
+        found = launched.answer.numpy()
         count, live, *rest = found[: 2 + 2 * self._longest].tolist()
         tokens, path = rest[:count], rest[self._longest :][:count]
         if self._reader is not None:
             digest = found[2 + 2 * self._longest :].view(np.float64).reshape(self._longest, -1)
             self._context.digest = digest[:count].copy()
         state = self.state
-        nodes, _ = program
         pre_norm = None if state.pre_norm is None else state.pre_norm[:nodes]
-        forwarded = replace(forwarded, hidden=state.hidden[:nodes], pre_norm=pre_norm)
-        return tokens, path, live, forwarded, logits
+        forwarded = replace(launched.forwarded, hidden=state.hidden[:nodes], pre_norm=pre_norm)
+        return tokens, path, live, forwarded, launched.logits
 
     def _verify(self, nodes: int, drafted: bool) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.

@@ -189,7 +189,7 @@ class Decoding:
             each._prefilled = True
             context.sampler.fuse(self._target.dtype)
             if self._target.replays:
-                each._stepper = DeviceStepper(self._target, context, each._drafter)
+                each._stepper = DeviceStepper(self._target, context, each._drafter, ahead=each._accept is None)
         synchronize(self._target.device)
         return time.perf_counter() - started
 
@@ -238,12 +238,15 @@ class Decoding:
         the length asked for.
         """
         own, kv, plain = self._context, self._kv, Drafter()
-        held = kv.length
-        aside = replace(own, text=list(own.text), sampler=own.sampler.copy(), recorder=None)
+        held, sampler = kv.length, own.sampler.copy()
+        if self._stepper is not None and self._stepper.runs_ahead:  # the sampler knows of a token to come
+            sampler = Sampler(sampler.params, sampler.seed, self._target.vocab_size, self._target.device)
+            sampler.extend(own.text)
+        aside = replace(own, text=list(own.text), sampler=sampler, recorder=None)
         if self._stepper is not None and self._plain is None:
             self._plain = DeviceStepper(self._target, aside, plain)
         elif self._plain is not None:  # a captured program goes on with the tensors that it was captured with
-            self._plain.restart(aside.text, own.sampler)
+            self._plain.restart(aside.text, sampler)
         try:
             take = self._stepping(self._plain, aside, plain)
             with self._finite(aside):
