@@ -302,6 +302,8 @@ FAULTS = [
     Fault("a replayed pass has another layer's bits outside of inference mode", "forward/target.py",
           "forward/test_fused_layers.py",
           "    @torch.inference_mode()\n    def compute_static(\n", "    def compute_static(\n"),
+    Fault("angles that are known are of one position less", "forward/fused_layers.py", "forward/test_fused_layers.py",
+          "places = torch.arange(positions, device", "places = torch.arange(1, positions + 1, device"),
     Fault("texts have wide passes untried", "forward/adapting.py", "forward/test_fused_layers.py",
           "all(torch.equal(one, other) for one, other in zip(*found, strict=True))", "True"),
     Fault("scales of the first product serve both", "forward/layer_kernels.py", "forward/test_fused_layers.py",

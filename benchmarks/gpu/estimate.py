@@ -42,8 +42,7 @@ LEAST_ATTENTION = 8e-6  # attention of a layer over few keys
 LM_HEAD_SHARE = 0.94  # of ACHIEVED
 IDLE = 0.1e-3  # from the end of one program to the launch of the next: aimed at
 AHEAD = 0.01e-3  # the same where the next one was launched before: a guess
-# Kernels, counted by a dispatch mode on a CPU, views apart; those of a pass stand outside its layers.
-BESIDE = 19
+# Kernels, counted by a dispatch mode on a CPU, views apart.
 PACKING = 5  # of a tree's ancestors
 HEADS = 3
 DEPTH = 4  # most tokens drafted along a path
@@ -55,6 +54,8 @@ BUDGET = 4096  # keys that a draft pass reads
 # Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's tree is a guess.
 BLOCK_LAYERS = 5
 BLOCK_KERNELS = 600
+FEWER_BLOCK_KERNELS = 100  # if its layers were joined as the model's are
+DRAFT_VOCABULARY = 32_768  # tokens that heads with such a vocabulary may draft; 32,000 is EAGLE-3's
 BLOCK_HOST = 0.3e-3
 PROMPT_ROWS = 512
 LAUNCH = 9.2e-3 / 17 / 32  # that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
@@ -78,6 +79,10 @@ class Design:
         plain_commit: the same in plain decoding.
         walks: whether one kernel lays out the tree and one walks it.
         idle: seconds between a verification and the draft that follows it.
+        plain_idle: seconds between two plain steps.
+        beside: kernels of a pass outside its layers.
+        pads: more of them in a plain step, whose tokens and positions are padded to a width.
+        merging: whether a kernel of its own merges what an attention's programs found.
     """
 
     name: str
@@ -91,6 +96,10 @@ class Design:
     plain_commit: int = 26
     walks: bool = False
     idle: float = IDLE
+    plain_idle: float = IDLE
+    merging: bool = True
+    beside: int = 19
+    pads: int = 0
 
     def committing(self, kernels: int) -> float:
         """Seconds of so many kernels that walk and commit."""
@@ -99,7 +108,7 @@ class Design:
     @property
     def gaps(self) -> float:
         """Seconds of a layer's: one for each kernel; within a single one all programs wait for each other as often."""
-        return (4 + 1 + max(self.small, 3)) * self.gap + max(self.gap, GAP)
+        return (4 + self.merging + max(self.small, 3)) * self.gap + max(self.gap, GAP)
 
 
 _KERNELS: dict[str, Any] = {
@@ -109,6 +118,9 @@ _KERNELS: dict[str, Any] = {
     "plain_commit": 3,
     "walks": True,
     "idle": AHEAD,
+    "plain_idle": AHEAD,
+    "beside": 4,
+    "pads": 4,
 }
 NOW = Design("today: own products, launched early", ramp=0.8e-6, small=3, gap=0.5e-6, **_KERNELS)
 DESIGNS = (
@@ -117,6 +129,7 @@ DESIGNS = (
     Design("10 kernels, cuBLAS at 80%", (0.80, 0.92)),
     Design("own products", ramp=2.5e-6, parts=(4, 4, 4), small=3),
     NOW,
+    Design("attention in one kernel", ramp=0.8e-6, small=3, gap=0.5e-6, merging=False, **_KERNELS),
     Design("one kernel a layer", ramp=0.8e-6, small=0, gap=1.3e-6, **_KERNELS),
 )
 
@@ -152,7 +165,7 @@ def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: i
     _, chunks = triton.chunking(shape.kv_heads, nodes, int(context))
     merging = 2 * chunks * rows * shape.kv_heads * shape.head_dim * 4 / L2  # partial results, written and read
     attention = max(LEAST_ATTENTION, reading, multiplying) + merging
-    beside = BESIDE + (PACKING if nodes > 1 else 0)
+    beside = design.beside + (PACKING if nodes > 1 else 0)
     return {
         "bytes of weights": floor,
         "weights beyond": weights - floor,
@@ -160,7 +173,7 @@ def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: i
         "bytes of keys and values": shape.layers * keys / PUBLISHED.bandwidth,
         "attention beyond": shape.layers * (attention - keys / PUBLISHED.bandwidth),
         "gaps in layers": shape.layers * design.gaps,
-        "small kernels in layers": shape.layers * (design.small + 1) * SMALL,
+        "small kernels in layers": shape.layers * (design.small + design.merging) * SMALL,
         "kernels outside layers": beside * (GAP + SMALL),
     }
 
@@ -173,7 +186,9 @@ def sampler(vocabulary: int, rows: int) -> float:
 def plain_parts(shape: Shape, vocabulary: int, design: Design, context: float) -> dict[str, float]:
     """Seconds of the parts of a step of plain decoding."""
     beside = sampler(vocabulary, 1) + design.committing(design.plain_commit)
-    return pass_parts(shape, design, context, 1) | {"sampler, commit": beside, "idle": IDLE}
+    parts = pass_parts(shape, design, context, 1)
+    parts["kernels outside layers"] += design.pads * (GAP + SMALL)
+    return parts | {"sampler, commit": beside, "idle": design.plain_idle}
 
 
 def verification(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> float:
@@ -183,18 +198,25 @@ def verification(shape: Shape, vocabulary: int, design: Design, context: float, 
     return sum(pass_parts(shape, design, context, size).values()) + beside
 
 
-def drafting(shape: Shape, design: Design, context: float, bits: int = 16) -> float:
-    """Seconds of a draft by heads: a pass over the partial cache, and what follows."""
+def drafting(shape: Shape, design: Design, context: float, bits: int = 16, share: float = 1.0) -> float:
+    """Seconds of a draft by heads: a pass over the partial cache, and what follows.
+
+    They draft a ``share`` of all tokens, whose rows of the LM head alone are read.
+    """
     heads = HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED
-    tail = DRAFT_TAIL * (GAP + SMALL) + 0.02e-3 + heads
+    spared = (1 - share) * shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
+    kernels = DRAFT_TAIL + (2 if share < 1 else 0)  # their logits are spread out among those of all tokens
+    tail = kernels * (GAP + SMALL) + 0.02e-3 + heads - spared
     return sum(pass_parts(shape, design, min(BUDGET, context), 1, bits).values()) + tail
 
 
-def block_step(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> tuple[float, float]:
+def block_step(
+    shape: Shape, vocabulary: int, design: Design, context: float, nodes: int, kernels: int
+) -> tuple[float, float]:
     """Seconds of a step of ``block`` with a drafter of DSpark's, and what its bytes take at the published rate."""
     layer = (shape.read - shape.lm_head) / shape.layers
     drafter = (BLOCK_LAYERS * layer + shape.lm_head) * shape.itemsize
-    draft = drafter / (0.85 * ACHIEVED) + BLOCK_KERNELS * (GAP + SMALL) + IDLE
+    draft = drafter / (0.85 * ACHIEVED) + kernels * (GAP + SMALL) + IDLE
     floor = drafter / PUBLISHED.bandwidth + float(pass_seconds(shape, PUBLISHED, context, 1))
     return draft + verification(shape, vocabulary, design, context, nodes) + IDLE + BLOCK_HOST, floor
 
@@ -250,8 +272,15 @@ def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, pre
     for design in DESIGNS:
         verify = mean(verification(shape, vocabulary, design, each, nodes) for each in contexts)
         plain = mean(sum(plain_parts(shape, vocabulary, design, each).values()) for each in contexts)
-        draft, cheap = (mean(drafting(shape, design, each, bits) for each in contexts) for bits in (16, 8))
-        block, floor = block_step(shape, vocabulary, design, mean(contexts), nodes)
+        draft, cheap, trimmed, both = (
+            mean(drafting(shape, design, each, bits, share) for each in contexts)
+            for share in (1.0, DRAFT_VOCABULARY / vocabulary)
+            for bits in (16, 8)
+        )
+        (block, floor), (joined, _) = (
+            block_step(shape, vocabulary, design, mean(contexts), nodes, kernels)
+            for kernels in (BLOCK_KERNELS, FEWER_BLOCK_KERNELS)
+        )
         columns[design.name] = {
             "draft, ms": 1e3 * draft,
             "draft of FP8, ms": 1e3 * cheap,
@@ -260,7 +289,10 @@ def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, pre
             f"ar, {tokens:,} tokens, s": tokens * plain,
             f"tokenswift, {tokens:,} tokens, s": steps * (draft + verify + design.idle),
             "the same, FP8 drafts, s": steps * (cheap + verify + design.idle),
+            f"{DRAFT_VOCABULARY:,} tokens drafted, s": steps * (trimmed + verify + design.idle),
+            "both, s": steps * (both + verify + design.idle),
             "block, of its bytes": block / floor,
+            "the same, its layers joined": joined / floor,
             f"prompt of {prefill:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS),
             f"resume at {tokens:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS)
             + taken_up(shape, design, prefill, tokens, nodes),

@@ -37,7 +37,7 @@ from tswift.forward.fused_layers import (
     separate_layers,
     tree_sum,
 )
-from tswift.forward.hf import join
+from tswift.forward.hf import join, max_positions
 from tswift.forward.target import Target, chunks, prefill
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
@@ -449,6 +449,44 @@ def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
         norm.handed = (hidden, hidden + 1)
         assert torch.equal(norm(hidden), hidden + 1)
         assert torch.equal(norm(hidden), expected)
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
+    made, plain = network(name, dtype, 1), network(name, dtype, 1)
+    assert fuse(made) is None
+    last = max_positions(made.config) + 500  # a drafted node may lie beyond the text
+    places = torch.tensor([[0, 1, 5, last // 2, last], [7, 6, 3, 2, 4]])
+    like = torch.zeros(1, dtype=dtype)
+    ours, theirs = (each.get_decoder().rotary_emb(like, places) for each in (made, plain))
+    assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
+    wide = made.get_decoder().rotary_emb(like.double(), places)[0]
+    assert same_bits(wide, plain.get_decoder().rotary_emb(like.double(), places)[0])
+    separate_layers(made)
+    assert type(made.get_decoder().rotary_emb) is type(plain.get_decoder().rotary_emb)
+
+
+def test_few_operators_surround_the_layers() -> None:
+    """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
+    target = wrapped("Llama, MQA", torch.bfloat16, 1)
+    target.width = 8
+    operators = Operators()
+    layer = target.model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", False))
+    layer.register_forward_hook(lambda *given: setattr(operators, "on", True))
+    kv, length = FullKV(target.kv_shape, 20), torch.full((), 5, dtype=torch.int32)
+    for nodes, most in ((8, 4), (1, 6)):
+        ids, places = torch.arange(nodes), torch.arange(nodes) + 5
+        operators.seen.clear()
+        with torch.inference_mode(), operators:
+            operators.on = True
+            forwarded = target.compute_static(ids, places, kv, length, None)
+            target.logits(forwarded.padded)
+            operators.on = False
+        assert operators.seen["product"] == 1
+        found = operators.seen - Counter(["product"])
+        assert found.total() <= most, found
 
 
 @pytest.mark.slow

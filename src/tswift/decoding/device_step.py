@@ -312,7 +312,8 @@ class DeviceStepper:
         kv, path = self._kv, self._path
         tree = self._trees.lay_out(state, nodes, self._depth)
         forwarded = target.compute_static(tree.tokens, tree.positions, kv, state.length, tree.ancestors)
-        logits = target.logits(forwarded.hidden)
+        rows = forwarded.hidden if forwarded.padded is None else forwarded.padded  # what need not be padded again
+        logits = target.logits(rows)[:nodes]
         drawn = sampler.draw_rows(logits, state.tokens[:nodes], tree.positions, tree.ancestors)
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
         steps = slice(min(self._longest, nodes))

@@ -17,12 +17,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.forward.draft_weights import Float8Linear
-from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm
+from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm, max_positions
 from tswift.forward.passes import Pass
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STATIC = ("default", "linear", "llama3", "yarn")  # rotary embeddings that a text's length does not change
+_BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
+_MOST_BYTES = 1 << 28  # of cosines and sines
+_AT_A_TIME = 4096  # positions
 _TRIED = 5  # rows that kernels are tried with
 _ROUNDED = 1e-4  # of the largest number, that sums in float32 may be off by
 _REPEATS = 8
@@ -53,6 +57,19 @@ class FusedNorm(nn.Module):
 
         total, normed = add_norm(hidden[0], more, self.weight, self.variance_epsilon)
         return total.unsqueeze(0), normed.unsqueeze(0)
+
+
+class KnownAngles(nn.Module):
+    """Rotary embeddings whose cosines and sines are looked up: two kernels where there were ten."""
+
+    known: tuple[Tensor, Tensor]  # ``[positions, d]`` each, as the module itself computes them
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., d]`` cosines and sines of positions, in the dtype of hidden states."""
+        cosines, sines = self.known
+        if hidden.dtype != cosines.dtype:
+            return super().forward(hidden, position_ids)
+        return F.embedding(position_ids, cosines), F.embedding(position_ids, sines)
 
 
 class FusedLayer(nn.Module):
@@ -178,13 +195,29 @@ def fuse(network: PreTrainedModel) -> str | None:
         _exchange(norm, FusedNorm, handed=None)
     for layer, following in zip(layers, norms[1:], strict=True):
         _exchange(layer, FusedLayer, following=(following,))
+    rotary = decoder.rotary_emb
+    positions = max_positions(network.config) + _BEYOND
+    if (
+        rotary.rope_type in _STATIC
+        and 2 * positions * layers[0].self_attn.head_dim * network.dtype.itemsize <= _MOST_BYTES
+    ):
+        _exchange(rotary, KnownAngles, known=_angles(rotary, positions, norms[0].weight))
     return None
+
+
+@torch.no_grad()
+def _angles(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, on the device and in the dtype of another tensor."""
+    places = torch.arange(positions, device=like.device).unsqueeze(0)
+    parts = [rotary(like, chunk) for chunk in places.split(_AT_A_TIME, 1)]
+    cosines, sines = (torch.cat(each, 1)[0].contiguous() for each in zip(*parts, strict=True))
+    return cosines, sines
 
 
 def separate_layers(network: nn.Module) -> None:
     """Undo :func:`fuse`."""
     for module in _fused(network):
-        for name in ("handed", "following"):
+        for name in ("handed", "following", "known"):
             module.__dict__.pop(name, None)
         module.__class__ = type(module).__bases__[1]
 
@@ -211,7 +244,7 @@ def makes_rows_alike(network: PreTrainedModel) -> bool:
 
 
 def _fused(network: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in list(network.modules()) if isinstance(module, FusedLayer | FusedNorm))
+    return (module for module in list(network.modules()) if isinstance(module, FusedLayer | FusedNorm | KnownAngles))
 
 
 def _exchange(module: nn.Module, mixin: type[nn.Module], **fields: object) -> None:

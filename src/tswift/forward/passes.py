@@ -130,6 +130,8 @@ class Forwarded:
     queries: list[Tensor]
     pre_norm: Tensor | None = None  # ``[n, H]``, before the final norm; None unless the target has a hook for it
     layer_states: Tensor | None = None  # ``[n, M * H]``, after M of its layers; None unless it has hooks for them
+    # ``[rows, H]``: ``hidden``, and behind it what the pass was padded with; None where there is no such tensor
+    padded: Tensor | None = None
 
     def queries_of(self, nodes: Sequence[int]) -> Tensor:
         """``[layers, query heads, len(nodes), head_dim]`` of some nodes."""

@@ -355,7 +355,8 @@ class Target:
         pre_norm = self._norm_tap.take()[: run.nodes] if self._norm_tap else None
         states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
         taps = torch.cat([states[layer] for layer in self._tapped], -1) if states else None
-        return Forwarded(out.last_hidden_state[0, : run.nodes], run.queries, pre_norm, taps)
+        padded = out.last_hidden_state[0]
+        return Forwarded(padded[: run.nodes], run.queries, pre_norm, taps, padded)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -365,7 +366,10 @@ class Target:
         if self.width is None:
             return self._output(hidden)
         parts = hidden.split(self.width)
-        logits = [self._output(F.pad(part, (0, 0, 0, self.width - len(part))))[: len(part)] for part in parts]
+        if len(parts[-1]) < self.width:
+            parts = (*parts[:-1], F.pad(parts[-1], (0, 0, 0, self.width - len(parts[-1]))))
+        logits = [self._output(part) for part in parts]
+        logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * self.width]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def open_logits(self, hidden: Tensor) -> Tensor:
