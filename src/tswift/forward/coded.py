@@ -28,6 +28,7 @@ from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.models import codes
 from tswift.models.checkpoint import StoredTensor, skeleton
 from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
+from tswift.models.devices import give_back
 from tswift.models.gguf import GGUFFile
 from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder
@@ -71,6 +72,7 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
             owner.weight = nn.Parameter(plain.to(dtype), requires_grad=False)
     if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
+    give_back()  # before the matrices are moved together
     return network.eval().requires_grad_(False)
 
 
