@@ -37,7 +37,7 @@ TABLES = {
 
 @pytest.mark.slow
 def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
-    """In one test, as it takes a minute. The borrowed machine takes at most 8 files, of 16 MiB each."""
+    """In one test, as it takes most of a minute. The borrowed machine takes at most 8 files, of 16 MiB each."""
     arguments = ["--dry", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"), "--commit", "abc"]
     line = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (CUDA or DRY), reason="no 
 cuda_only = pytest.mark.skipif(not CUDA, reason="needs CUDA itself")
 
 # Small ones in a dry run.
+FLOAT = "float64" if DRY else "float32"  # whose passes are not C, which would be compiled for ten seconds
 TEXT = 10 if DRY else 2000
 PROMPT = 32 if DRY else 1024
 SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
@@ -95,7 +96,7 @@ def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("method", SOME[1:])
 def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method: str) -> None:
-    model = bundled("float32", draft=True)
+    model = bundled(FLOAT, draft=True)
     plain = plain_text()
     assert len(plain) == TEXT
     assert demo_text(model, method, TEXT) == plain
@@ -103,7 +104,7 @@ def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method: 
 
 @lru_cache
 def plain_text() -> list[int]:
-    return demo_text(bundled("float32", draft=True), "ar", TEXT)
+    return demo_text(bundled(FLOAT, draft=True), "ar", TEXT)
 
 
 @cuda_only
