@@ -46,7 +46,7 @@ _EXTRACT = 9000  # characters of a book
 
 def extracts(books: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
     """Parts of different books, from random places, each from the beginning of a word."""
-    long = [text for text in books if len(text) > 2 * _EXTRACT]
+    long = [text for text in books if len(text) > _EXTRACT]
     parts = []
     for index in rng.permutation(len(long))[:count]:
         start = rng.integers(len(long[index]) - _EXTRACT)
@@ -89,13 +89,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="in which the model writes: %(default)s")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rng, books, model = np.random.default_rng(3), load_documents(args.books), tswift.load(args.model)
+    rng, books = np.random.default_rng(3), load_documents(args.books)
+    if not any(len(text) > _EXTRACT for text in books):
+        parser.error(f"--books: {args.books} holds no text of more than {_EXTRACT:,} characters")
+    model = tswift.load(args.model)
     texts, last = extracts(books, args.extracts, rng), time.monotonic() + 60 * args.minutes
-    for text in written(model, books, 1600, rng):
+    for number, text in enumerate(written(model, books, 1600, rng)):
         if time.monotonic() >= last:
             break
         texts.append(text)
-        print(f"{len(texts) - args.extracts} texts of the model's own", flush=True)
+        print(f"{number + 1} texts of the model's own", flush=True)
     Dataset.from_dict({"text": texts}).shuffle(seed=3).to_parquet(args.out)
 
 
