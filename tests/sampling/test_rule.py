@@ -409,3 +409,25 @@ def test_a_banned_id_outside_the_vocabulary_is_refused() -> None:
     for token in (5, -1):
         with pytest.raises(ValueError, match="banned"):
             Sampler(SamplingParams(banned=(token,)), 1, 5, CPU)
+
+
+def test_parameters_that_are_exchanged_draw_as_a_sampler_of_their_own() -> None:
+    every = [
+        SamplingParams(penalty=1.5, window=3, min_p=0.0),
+        SamplingParams(temperature=0.0, penalty=1.0, banned=(2, 5), logit_bias={7: 3.0}),
+        SamplingParams(top_k=2, penalty=1.0),
+    ]
+    text, places = [3, 1, 4, 1, 5], torch.arange(4, 12)
+    alone = torch.eye(8, dtype=torch.bool)
+    for dtype in (torch.float32, torch.float64):  # by the C program, if there is one, and by PyTorch
+        logits = torch.randn(8, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+        sampler = Sampler(every[0], 3, 20, torch.device("cpu"))
+        sampler.extend(text)
+        for params in (*every, *every):
+            own = Sampler(params, 3, 20, torch.device("cpu"))
+            own.extend(text)
+            sampler.params = params
+            assert sampler.params == params
+            nodes = (torch.tensor([5] * 8), places, alone)
+            assert (sampler.seen(*nodes) is None) == (params.penalty == 1)
+            assert sampler.draw_nodes(logits, nodes) == own.draw_nodes(logits, nodes)
