@@ -467,6 +467,16 @@ def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch
     assert type(made.get_decoder().rotary_emb) is type(plain.get_decoder().rotary_emb)
 
 
+def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed text is forwarded by such passes, and has to have the bits that it was decoded with."""
+    target, made = wrapped("Llama, MQA", torch.bfloat16, 1), Counter[str]()
+    monkeypatch.setattr(kernels, "add_norm", counted(made, "add_norm", kernels.add_norm))
+    kv, length, ids = FullKV(target.kv_shape, 20), torch.full((), 5, dtype=torch.int32), torch.arange(2)
+    assert torch.is_grad_enabled()
+    target.compute_static(ids, ids + 5, kv, length, None)
+    assert made["add_norm"] == 3
+
+
 def test_few_operators_surround_the_layers() -> None:
     """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
     target = wrapped("Llama, MQA", torch.bfloat16, 1)
