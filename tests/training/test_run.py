@@ -209,7 +209,7 @@ def test_stopped_within_a_step_and_gone_on_with(
     batch, keys = Documents.batch, []
 
     def interrupted(self: Documents, rows: int, length: int, key: tuple[int, ...]):
-        if key == (0, 0, 8) and key not in keys:
+        if key == (0, 8) and key not in keys:
             os.kill(os.getpid(), signal.SIGINT)
         keys.append(key)
         return batch(self, rows, length, key)
@@ -217,7 +217,7 @@ def test_stopped_within_a_step_and_gone_on_with(
     monkeypatch.setattr(Documents, "batch", interrupted)
     assert train(config_of("heads", tiny), tmp_path / "out").steps == 2
     resume(HeadsConfig, tmp_path / "out")
-    assert keys == [(0, 0, number) for number in range(10)]  # none passes the model twice
+    assert keys == [(0, number) for number in range(10)]  # none passes the model twice
     same(tmp_path / "out", whole["heads"], "heads")
 
 
@@ -350,11 +350,12 @@ def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path) -> None:
-    train(config_of("heads", tiny, dtype="float64", steps=3, accumulate=4), tmp_path / "one")
+    train(config_of("heads", tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0), tmp_path / "one")
     words = (
         f"train --corpus {tiny.corpus} --model {tiny.model} --out {tmp_path / 'two'} --seq-len 64 --steps 3 --batch 2"
     )
     words += " --accumulate 2 --warmup 2 --lr 0.01 --alpha-tokens 0 --eval-every 2 --device cpu --dtype float64"
+    words += " --draft-vocabulary 200 --keep-tokens 0"  # else each learns again from rows of its own
     first, second = on_ranks(tmp_path, 2, main, words.split())
     assert (first.found, second.found) == (0, 0), first.err + second.err
     ours, theirs = load_file(tmp_path / "one" / CHECKPOINT), load_file(tmp_path / "two" / CHECKPOINT)

@@ -198,7 +198,9 @@ class HeadsTrainee(Trainee):
         return teach(self._target, ids.to(self._target.device), self._ids, count=count)
 
     def _read(self, number: int) -> Taught:
-        config, key = self._config, (self._config.seed, self._ranks.rank, number)
+        config, ranks = self._config, self._ranks
+        batch, place = divmod(number, config.batch)  # processes take batches in turns, as one takes all
+        key = (config.seed, (batch * ranks.count + ranks.rank) * config.batch + place)
         return self._teach(torch.from_numpy(self._documents.batch(1, config.seq_len, key)))
 
     def rows(self, step: int, number: int, share: float) -> tuple[Tensor | None, ...]:
