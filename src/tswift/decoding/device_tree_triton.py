@@ -139,7 +139,7 @@ def walk(state: TreeState, tree: Tree, drawn: Tensor, control: Tensor, sampler: 
 def random_state(nodes: int, depth: int, random: Random, device: torch.device) -> tuple[TreeState, Tensor, Tensor]:
     """A random tree in a text, what is drawn after its nodes, and what a walk is to do; paths are often accepted."""
     tokens, parents, depths = [random.randrange(_WORDS)], [0], [0]
-    drawn = [random.randrange(-1, _WORDS) for _ in range(nodes)]
+    drawn = [-1 if random.random() < 0.3 else random.randrange(_WORDS) for _ in range(nodes)]
     for _ in range(1, nodes):
         parent = max(0, len(tokens) - random.randint(1, 3)) if random.random() < 0.6 else random.randrange(len(tokens))
         while depths[parent] >= depth:
