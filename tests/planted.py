@@ -91,7 +91,7 @@ FAULTS = [
     Fault("packed matrices are no part of a model's hash", "models/checkpoint.py", FLOATS,
           "own = [(f\"{path}.weight\", packed)] if is_packed_floats(packed) else []", "own = []"),
     Fault("C products that are wrong are not seen", "forward/coded.py", FLOATS,
-          "(ours - wanted).abs().max() > _APART", "(ours - wanted).abs().min() > 9 + _APART"),
+          "if not near and wanted.isfinite().all():", "if False:"),
     Fault("weights that lose digits are packed in 16 bits", "forward/floats.py", FLOATS,
           "else next(narrow, torch.float32)", "else torch.bfloat16"),
     Fault("packed embeddings have no factor", "forward/integers.py", FLOATS,

@@ -1,4 +1,4 @@
-"""Heads that nobody named: installed for a model's weights, or bundled with tswift, and found by a hash of those."""
+"""Heads that nobody named: installed for a model's weights, and found by a hash of those."""
 
 from __future__ import annotations
 

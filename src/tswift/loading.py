@@ -106,7 +106,7 @@ class LoadedModel:
     target: Target  # the model, wrapped
     heads: Heads | None  # that draft for it, if it has any
     eos_ids: tuple[int, ...]  # token ids that end a text
-    heads_found: Path | None = None  # the heads' file, where nobody named it: installed for the model, or bundled
+    heads_found: Path | None = None  # the heads' file, where nobody named it: installed for the model
     attention: str = "sdpa"  # the backend in use
     simulated: bool = False  # its weights are random: times mean something, texts do not
     exact: str | None = None  # hash of the bits that passes of a fixed width have here; None without a fixed width
@@ -226,7 +226,7 @@ def load(
         heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
             a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
             ``heads.safetensors`` there, if it exists, or the heads that the model carries, or those that were installed
-            for its weights or come with tswift; ``none`` takes none. A shape has random heads of either kind, chained
+            for its weights; ``none`` takes none. A shape has random heads of either kind, chained
             if nothing is said.
         weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to integers, on a CPU. What is
             decoded is the rounded model. None leaves them as they are in the checkpoint.
@@ -337,7 +337,7 @@ class _LoadPlan:
         source = self.heads
         if self.asked.heads is not None or not isinstance(source, Path):
             return None
-        return source if source.parent in (cache_folder(), _BUNDLED_HEADS) else None
+        return source if source.parent == cache_folder() else None
 
     def refuse_unfit_codes(self) -> None:
         """Refuse what cannot be had with weights that are codes.
@@ -424,7 +424,6 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     return plan
 
 
-_BUNDLED_HEADS = Path(__file__).parent / "models" / "heads"
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
@@ -443,12 +442,10 @@ def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[
 
 
 def found_heads(model: str) -> Path | None:
-    """Heads that were installed for a model's weights, or come with tswift; None if there are none."""
-    name = _heads_name(model)
-    if name is None:
-        return None
-    folders = [folder for folder in (cache_folder(), _BUNDLED_HEADS) if folder is not None]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    """Heads that were installed for a model's weights; None if there are none."""
+    name, folder = _heads_name(model), cache_folder()
+    path = None if name is None or folder is None else folder / name
+    return path if path is not None and path.is_file() else None
 
 
 def install_heads(model: str, heads: Path) -> Path:

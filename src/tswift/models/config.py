@@ -76,7 +76,7 @@ class ModelConfig:
         None,
         "chained, conditioned, a file, or none.",
         panel=_DRAFTING,
-        shown="those by the model, installed for it, or bundled",
+        shown="those by the model, or installed for it",
     )
     draft_model: str | None = option(
         None,
