@@ -36,7 +36,7 @@ WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512
 HIDDEN = 32
 
-_SENTENCES = ["The ship had lain three days becalmed, and the captain would not leave the deck."] * 20
+SENTENCES = ["The ship had lain three days becalmed, and the captain would not leave the deck."] * 20
 _BASE: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -220,7 +220,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def checkpoint(architecture: Architecture, folder: Path) -> transformers.PreTrainedModel:
     """Write a tiny random model in several shards, its tokenizer and chained heads; returns the model, in float32."""
-    tokenizer = train_tokenizer(_SENTENCES, 300)
+    tokenizer = train_tokenizer(SENTENCES, 300)
     model = architecture.make(len(tokenizer))
     model.save_pretrained(folder, max_shard_size="20KB")
     tokenizer.save_pretrained(folder)
@@ -234,7 +234,7 @@ def checkpoint(architecture: Architecture, folder: Path) -> transformers.PreTrai
 
 def texts(model: LoadedModel, lengths: Mapping[str, int]) -> dict[str, list[int]]:
     """What methods write, by their names, given how much; and the prompt by the name of ``prompt``."""
-    prompt = model.encode(_SENTENCES[0])
+    prompt = model.encode(SENTENCES[0])
     written = {"prompt": prompt}
     for method, length in lengths.items():
         options = _OPTIONS.get(method, DraftOptions())

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -75,6 +74,7 @@ from tswift.models.checkpoint import (
     stored_tensors,
     weights_hash,
 )
+from tswift.models.classes import class_of
 from tswift.models.config import DEMO, NO_HEADS, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
 from tswift.models.gguf import SUFFIX
@@ -635,13 +635,12 @@ def _packed_network(plan: _LoadPlan, stored: Mapping[str, StoredTensor], source:
 def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) -> PreTrainedModel:
     """The model that transformers reads; ``options`` are more of its own."""
     asked, config, model = plan.asked, plan.config, plan.asked.model
-    network, info = AutoModelForCausalLM.from_pretrained(
+    network, info = class_of(config).from_pretrained(
         source,
         config=config,
         # a configuration need not state the dtype: the weights do
         dtype="auto" if asked.dtype == "auto" and plan.device.type == "cuda" else plan.held or plan.dtype,
         use_safetensors=True,
-        trust_remote_code=False,
         output_loading_info=True,
         **options,
     )

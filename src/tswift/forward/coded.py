@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
@@ -27,6 +27,7 @@ from tswift.forward.floats import PackedFloats, PackedLinear
 from tswift.forward.integers import IntegerLinear, PackedEmbedding
 from tswift.models import codes
 from tswift.models.checkpoint import StoredTensor, skeleton
+from tswift.models.classes import class_of
 from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
 from tswift.models.devices import give_back
 from tswift.models.gguf import GGUFFile
@@ -49,7 +50,7 @@ Matrix = Codes | PackedCodes | PackedFloats | Tensor
 def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
     """A network with the weights that a function reads by name; matrices may be codes."""
     with no_init_weights():  # memory that is never written takes none
-        network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
+        network = class_of(config)._from_config(deepcopy(config), dtype=dtype)
     network.tie_weights()  # left out with the initialisation
     embeddings = network.get_input_embeddings()
     tied = embeddings.weight is network.get_output_embeddings().weight

@@ -107,11 +107,12 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     decoder: Any = network.get_decoder() if hasattr(network, "get_decoder") else None
     if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
         raise Unfit(f"{kind} has no program")
-    _refuse_other_turns(network.config)
+    config = network.config.get_text_config()
+    _refuse_other_turns(config)
     rates = _Rates(decoder.rotary_emb)
     specs = specs or [AttentionSpec()] * len(decoder.layers)
     layers = [
-        _layer(layer, rates.index(network.config, index), spec)
+        _layer(layer, rates.index(config, index), spec)
         for index, (layer, spec) in enumerate(zip(decoder.layers, specs, strict=True))
     ]
     mlps = [layer.mlp for layer in decoder.layers]
@@ -120,7 +121,7 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
     if len(residual) > 1 or len(eps) > 1 or len({layer.linears["down"].in_features for layer in layers}) > 1:
         raise Unfit("its layers differ in ways that have no program")
-    scale, cap = output_rule(network.config)
+    scale, cap = output_rule(config)
     parts = Parts(
         layers=layers,
         norm=decoder.norm,

@@ -87,7 +87,8 @@ class PassProgram:
         lay_together(network)
         self._kv_dtype = kv_dtype
         self._packed_state = weights_state(network)
-        config, heads = network.config, network.config.num_attention_heads
+        config = network.config.get_text_config()
+        heads = config.num_attention_heads
         width = network.get_decoder().layers[0].self_attn.head_dim
         attention = native.library(width, kv_dtype)
         self._library = library()
@@ -406,7 +407,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     Raises:
         Unfit: the modeling code is not known to put them together from a norm, a linear layer and a rotation.
     """
-    config, parts = network.config, read_parts(network)
+    config, parts = network.config.get_text_config(), read_parts(network)
     width = network.get_decoder().layers[0].self_attn.head_dim
     turned = max(abs(scale) for _, scale in parts.rotaries)
     share = 2 * len(parts.rotaries[0][0])  # of a head, which rotation mixes

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,6 +36,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tswift.errors import MAX_RECORD, InputError, close_name, did_you_mean, find_path, parse_json, read_file
+from tswift.models.classes import class_of
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX
 from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
@@ -262,7 +262,7 @@ def shape_config(model: str) -> PreTrainedConfig:
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """The model of a configuration on the meta device: shapes without weights, no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+        return class_of(config)._from_config(deepcopy(config))
 
 
 def is_moe(config: PreTrainedConfig) -> bool:

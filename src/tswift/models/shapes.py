@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
 from tswift.models.checkpoint import skeleton
+from tswift.models.classes import class_of
 from tswift.models.codes import holds_packed, read_bytes
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
@@ -113,7 +114,7 @@ def random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torch.d
         reason = f"needs {gigabytes(needed)}, {device.type} has {gigabytes(free)} free"
         raise InputError(f"{model} in {dtype_name(dtype)} {reason}", "model")
     with torch.device(device), no_init_weights():
-        network = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=False)
+        network = class_of(config)._from_config(deepcopy(config), dtype=dtype)
     network.tie_weights()  # left out with the initialisation
     fill_randomly(network)
     return network

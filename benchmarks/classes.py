@@ -1,0 +1,187 @@
+"""Every class of transformers that writes text, by a tiny random checkpoint of each: is it served, or why not?
+
+A class is one that transformers counts among causal or image-text language models. Its own default configuration is
+made small, a model of it is drawn and saved by transformers, and loaded by its path, in float64. A class is "equal" if
+every method writes plain decoding's tokens, and if logits are those of transformers. A refusal is to be one line that
+says why. What is neither is told as it came: "RAW", or "DIFFERS".
+
+    python -m benchmarks.classes --part 1/4 --only gemma
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+import tswift
+from benchmarks.architectures import SENTENCES, WINDOW, apart, stock, texts
+from recipes.corpus import train_tokenizer
+from tswift.errors import InputError
+
+METHODS = ("ar", "recall", "magicdec", "reuse")
+LENGTH = 90
+HIDDEN, LAYERS, POSITIONS = 32, 4, 512
+_CLOSE = 1e-4  # most that logits may differ by, in units of their spread: norms and softmax are float32 in places
+
+# by what the name of a field ends in, the first that fits: a small value
+_SMALL: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "pad_vocab_size"), 300),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), POSITIONS),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "key_value_heads"), 2),
+    **dict.fromkeys(("attention_heads", "n_head", "num_heads", "n_heads", "n_groups", "num_heads_kv"), 4),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "kv_channels", "d_kv"), 8),
+    **dict.fromkeys(("hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("depth",), 1),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "intermediate_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "lora_rank", "_rank"), 8),
+    **dict.fromkeys(("experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("num_experts", "local_experts", "routed_experts"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("original_max_position_embeddings",), 64),
+    **dict.fromkeys(("image_size",), 28),
+    **dict.fromkeys(("patch_size",), 14),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "embedding_size", "out_hidden_size"), HIDDEN),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 0),
+}
+_TOKENS = ("_token_id", "_token_index", "_token")  # of images and the like: within the vocabulary
+# what the rules above do not make right
+_OWN: dict[str, dict[str, Any]] = {}
+
+
+def kinds() -> list[str]:
+    """The types of models, as configurations name them."""
+    mappings = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    return sorted({kind for mapping in mappings for kind in mapping if kind in CONFIG_MAPPING})
+
+
+def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values made small: sizes by their names, lists with a value for every layer cut to those left."""
+    count = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if values.get(name)), 0)
+    left = _layers_left(values.get("layer_types"), count)
+    return {name: _shrunk(name, value, count, left) for name, value in values.items() if name not in _DERIVED}
+
+
+_DERIVED = ("transformers_version", "architectures", "dtype", "auto_map", "_name_or_path", "per_layer_config")
+
+
+def _layers_left(types: Sequence[str] | None, count: int) -> list[int]:
+    """Which layers are kept: one of each type first, then others from the start."""
+    if not types:
+        return list(range(min(count, LAYERS)))
+    firsts = [types.index(kind) for kind in dict.fromkeys(types)]
+    others = [index for index in range(count) if index not in firsts]
+    return sorted([*firsts, *others][: max(LAYERS, len(firsts))])
+
+
+def _shrunk(name: str, value: Any, count: int, left: list[int]) -> Any:
+    if isinstance(value, dict):
+        return shrunk(value)
+    if isinstance(value, list | tuple) and value and len(value) == count:
+        value = [value[index] for index in left]
+    if isinstance(value, list | tuple):
+        return [_shrunk(name, each, 0, []) for each in value]
+    if type(value) is not int or value < 0:
+        return value
+    if name.endswith(_TOKENS) and name not in _SMALL:
+        return min(value, 299)
+    small = next((small for end, small in _SMALL.items() if name == end or name.endswith(f"_{end}")), value)
+    if name == "num_hidden_layers" and left:
+        return len(left)
+    return min(small, value)
+
+
+def made(kind: str, vocab_size: int) -> transformers.PreTrainedModel:
+    """A small random model of a type, in float32."""
+    config_class = CONFIG_MAPPING[kind]
+    values = shrunk(config_class().to_dict())
+    for name, value in _OWN.get(kind, {}).items():
+        part, _, field = name.rpartition(".")
+        (values.setdefault(part, {}) if part else values)[field] = value
+    text = values.get("text_config", values)
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if name in text:
+            text[name] = vocab_size
+    config = config_class(**values)
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    alone = config.get_text_config() is config and type(config) in mapping
+    if not alone and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    torch.manual_seed(1)
+    model = mapping[type(config)](config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=0.3)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
+
+
+def row(kind: str) -> list[str]:
+    """Type, class, what became of it, and how far logits are, or the reason."""
+    tokenizer = train_tokenizer(SENTENCES, 300)
+    try:
+        own = made(kind, len(tokenizer))
+    except Exception as error:  # the rules do not make every configuration small
+        return [kind, "", "not tried", f"no small one was made: {type(error).__name__} {str(error).splitlines()[:1]}"[:150]]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            own.save_pretrained(folder)
+        except Exception as error:
+            return [kind, type(own).__name__, "not tried", f"not saved: {error}"[:150]]
+        tokenizer.save_pretrained(folder)
+        try:
+            model = tswift.load(folder, dtype="float64", device="cpu")
+        except InputError as error:
+            reason = error.message.replace(f"{folder} ", "")
+            raw = "cannot be loaded" in reason
+            return [kind, type(own).__name__, "RAW" if raw else "refused", reason]
+        except Exception as error:
+            return [kind, type(own).__name__, "RAW", f"{type(error).__name__}: {error}"[:200]]
+        written = texts(model, dict.fromkeys(METHODS, LENGTH))
+        far = apart(model, stock(own), written["prompt"] + written["ar"])
+    other = [method for method in METHODS if written[method] != written["ar"]]
+    word = f"DIFFERS: {', '.join(other)}" if other else "equal" if far < _CLOSE else "DIFFERS: logits"
+    return [kind, type(own).__name__, word, f"{far:.0e} {model.target.attention_features}"]
+
+
+def rows(only: str, part: str) -> Iterator[list[str]]:
+    """Of a part of the types, those with something in their names."""
+    index, count = map(int, part.split("/"))
+    for kind in kinds()[index - 1 :: count]:
+        if only in kind:
+            yield row(kind)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="types with this in their names")
+    parser.add_argument("--part", default="1/1", help="I/N: every Nth type, from the Ith on")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    print(f"transformers {transformers.__version__}, {LENGTH} tokens, float64, methods {', '.join(METHODS)}\n")
+    for cells in (["type", "class", "", "logits, what its layers want, or why it is refused"], ["---"] * 4):
+        print(f"| {' | '.join(cells)} |")
+    for cells in rows(args.only, args.part):
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
