@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,10 +50,13 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("original_max_position_embeddings",), 64),
     **dict.fromkeys(("image_size",), 28),
     **dict.fromkeys(("patch_size",), 14),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "embedding_size", "out_hidden_size"), HIDDEN),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "embedding_size", "out_hidden_size"), HIDDEN
+    ),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 0),
 }
-_TOKENS = ("_token_id", "_token_index", "_token")  # of images and the like: within the vocabulary
+_TOKENS = ("_token_id", "_token_index", "_token")  # of images and the like, which random models are not to draw
+_OUTSIDE = 1000  # beyond the vocabulary
 # what the rules above do not make right
 _OWN: dict[str, dict[str, Any]] = {}
 
@@ -69,7 +71,7 @@ def kinds() -> list[str]:
 
 
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values made small: sizes by their names, lists with a value for every layer cut to those left."""
+    """A configuration's values made small: sizes by their names; lists of the layers' values cut to those left."""
     count = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if values.get(name)), 0)
     left = _layers_left(values.get("layer_types"), count)
     return {name: _shrunk(name, value, count, left) for name, value in values.items() if name not in _DERIVED}
@@ -97,7 +99,7 @@ def _shrunk(name: str, value: Any, count: int, left: list[int]) -> Any:
     if type(value) is not int or value < 0:
         return value
     if name.endswith(_TOKENS) and name not in _SMALL:
-        return min(value, 299)
+        return value + _OUTSIDE
     small = next((small for end, small in _SMALL.items() if name == end or name.endswith(f"_{end}")), value)
     if name == "num_hidden_layers" and left:
         return len(left)
@@ -137,7 +139,12 @@ def row(kind: str) -> list[str]:
     try:
         own = made(kind, len(tokenizer))
     except Exception as error:  # the rules do not make every configuration small
-        return [kind, "", "not tried", f"no small one was made: {type(error).__name__} {str(error).splitlines()[:1]}"[:150]]
+        return [
+            kind,
+            "",
+            "not tried",
+            f"no small one was made: {type(error).__name__} {str(error).splitlines()[:1]}"[:150],
+        ]
     with tempfile.TemporaryDirectory() as folder:
         try:
             own.save_pretrained(folder)

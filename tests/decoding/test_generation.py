@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from tests.helpers import METHODS, NO_PROGRAM, first, needs_program, tokens_of
 from tswift import engine
@@ -105,7 +105,7 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     asked = ModelConfig(model=str(checkpoint)), Demand(3, 2000, "tokenswift", DraftOptions(budget=1000))
     loaded, need = load(str(checkpoint)), preflight(*asked)
     there = begin(loaded, Request([1, 2, 3], 50, method="ar")).need
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     for free in (need.total_bytes, None):
         memory(monkeypatch, free)
         assert preflight(*asked) == need

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tswift
 from tests.conftest import make_checkpoint
 from tests.helpers import METHODS, options_for
 from tests.models.refusals import refuse
-from tswift import engine, loading
+from tswift import engine
 from tswift.distributed import Dist
 from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
@@ -63,9 +63,9 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "homemade"}}))
-    right = AutoModelForCausalLM.from_pretrained
+    right = LlamaForCausalLM.from_pretrained
 
-    def from_pretrained(source, **asked):
+    def from_pretrained(kind, source, **asked):
         network, info = right(str(checkpoint), **asked)
         for name, module in list(network.named_modules()):
             if isinstance(module, nn.Linear):
@@ -74,7 +74,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         network.hf_quantizer = "homemade"
         return network, info
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
     return str(folder)
 
 

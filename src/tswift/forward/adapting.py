@@ -10,7 +10,8 @@ in the model depends on other rows, or on a row's index. That is tested once per
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from tswift.attention.backends import BACKENDS, USUAL, choose, fails
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV
-from tswift.errors import InputError
+from tswift.errors import InputError, cause_of
 from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
 from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, use_onednn, watched
 from tswift.forward.integers import finely_rounded, holds_codes
@@ -325,7 +326,7 @@ def _compared(
     count = min(_TRIED, config.max_position_embeddings)
     ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
     network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
-    with torch.inference_mode():
+    with torch.inference_mode(), _reading_text(network, model):
         expected = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
         far = max(0, max_positions(config) - count) if backend == "native" else 0
         places = torch.arange(far, far + count, device=network.device).unsqueeze(0)
@@ -382,6 +383,16 @@ def _compared(
                 return target
             raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
     return target
+
+
+@contextmanager
+def _reading_text(network: PreTrainedModel, model: str) -> Iterator[None]:
+    """Refuse a model that asks for more than token ids and positions."""
+    try:
+        yield
+    except Exception as error:  # modeling code says in many ways what it misses
+        kind = network.config.model_type
+        raise InputError(f"{model} ({kind}) does not run on text alone ({cause_of(error)})", "model") from None
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:

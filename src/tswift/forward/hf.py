@@ -208,7 +208,8 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
         raise UnsupportedModel("attention that cannot be replaced")
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
-        model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=probe)
+        out = model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=probe)
+        out.last_hidden_state  # noqa: B018
     except (AttributeError, TypeError) as error:  # it did something with a mask, or is no decoder
         raise UnsupportedModel(f"parts that do not bear their attention being replaced ({error})") from None
     model.set_attn_implementation(ATTENTION)
@@ -218,20 +219,16 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
 
 
 def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
-    """A factor of the LM head's output, and a cap to which that is squeezed by a tangent; 0 for none.
+    """A factor of the LM head's output, and a cap to which that is then squeezed by a tangent; 0 for none.
 
-    Known rules are ``logit_scale`` (Cohere), ``logits_scaling`` (Granite, a divisor) and ``final_logit_softcapping``
-    (Gemma); any other shows when logits are compared at loading.
+    Known rules are ``logit_scale`` (Cohere), ``output_multiplier`` (Muse), ``logits_scaling`` (Granite, a divisor) and
+    ``final_logit_softcapping`` (Gemma); any other shows when logits are compared at loading.
     """
     text = config.get_text_config()
-    scale, divisor, cap = (
-        getattr(text, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    )
-    if cap:
-        return 0.0, float(cap)
-    if scale not in (None, 0, 1):
-        return float(scale), 0.0
-    return (0.0 if divisor in (None, 0, 1) else 1 / divisor), 0.0
+    scales = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier")]
+    divisor = getattr(text, "logits_scaling", None)
+    scale = next((scale for scale in scales if scale), 1) / (divisor or 1)
+    return 0.0 if scale == 1 else float(scale), float(getattr(text, "final_logit_softcapping", None) or 0)
 
 
 def output_of(model: PreTrainedModel, layer: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
@@ -242,7 +239,7 @@ def output_of(model: PreTrainedModel, layer: nn.Module | None = None) -> Callabl
     lm_head: Callable[[Tensor], Tensor] = layer or model.get_output_embeddings()
     scale, cap = output_rule(model.config)
     if cap:
-        return lambda hidden: torch.tanh(lm_head(hidden) / cap) * cap
+        return lambda hidden: torch.tanh(lm_head(hidden) * (scale or 1) / cap) * cap
     return lm_head if not scale else lambda hidden: lm_head(hidden) * scale
 
 

@@ -268,7 +268,10 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def is_moe(config: PreTrainedConfig) -> bool:
     """Whether a model is a mixture of experts, of which a pass reads only some."""
     text = config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(
+        getattr(text, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )
 
 
 def refuse_routed(config: PreTrainedConfig, model: str) -> None:

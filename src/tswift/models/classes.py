@@ -31,7 +31,7 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     mappings = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] * (not alone) + [MODEL_FOR_CAUSAL_LM_MAPPING]
     for mapping in mappings:
         if kind in mapping:
-            found: type[PreTrainedModel] = mapping[kind]
+            found: Any = mapping[kind]
             return found if alone else _text_part(found)
     raise InputError(f"transformers has no causal language model of the type {config.model_type}", "model")
 

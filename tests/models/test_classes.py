@@ -1,0 +1,116 @@
+"""Models around an ordinary decoder, which read images, too: the part that writes text is served, nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    T5Config,
+)
+
+from recipes.corpus import train_tokenizer
+from tests.conftest import SENTENCES
+from tests.helpers import first, needs_program, options_for
+from tswift.caches import FullKV
+from tswift.engine import generate
+from tswift.errors import InputError
+from tswift.forward.adapting import PROGRAM
+from tswift.loading import LoadedModel, inspect_model, load
+from tswift.models.classes import class_of
+from tswift.models.config import ModelConfig
+from tswift.sampling.parameters import SamplingParams
+
+TOKENS = 300
+TEXT = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+SEES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+SEES_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+
+def mistral() -> PreTrainedModel:
+    config = Mistral3Config(text_config={**TEXT, "model_type": "mistral", "sliding_window": None}, vision_config=SEES)
+    return Mistral3ForConditionalGeneration(config)
+
+
+def qwen() -> PreTrainedModel:
+    vision = {**SEES_QWEN, "deepstack_visual_indexes": [0]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config={**TEXT, **ROPE}, vision_config=vision))
+
+
+KINDS = {"mistral": mistral, "qwen": qwen}
+
+
+def saved(folder: Path, kind: str) -> Path:
+    torch.manual_seed(0)
+    KINDS[kind]().save_pretrained(folder)
+    tokenizer = train_tokenizer(SENTENCES, TOKENS)
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def text_of(model: LoadedModel, method: str) -> list[int]:
+    params = SamplingParams(min_p=0.02)
+    options = options_for(method, nodes=12, budget=64, sinks=4)
+    steps = generate(model, model.encode(SENTENCES[0]), 100, method=method, options=options, params=params)
+    return [token for step in steps for token in step.tokens]
+
+
+@needs_program
+@pytest.mark.parametrize("kind", first(1, [*KINDS]))
+def test_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    model = load(str(saved(tmp_path, kind)))
+    assert model.layers == PROGRAM
+    assert model.tokenizer.chat_template == "{{ messages[0].content }}!"
+    wanted = text_of(model, "ar")
+    assert all(text_of(model, method) == wanted for method in ("recall", "magicdec"))
+
+
+@pytest.mark.parametrize("kind", first(1, [*KINDS]))
+def test_logits_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    target = load(str(saved(tmp_path, kind)), dtype="float64").target
+    text = torch.arange(60) * 7 % TOKENS
+    whole = type(KINDS[kind]()).from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.inference_mode():
+        wanted = whole(text[None]).logits[0]
+    found = target.logits(target.forward(text, torch.arange(60), FullKV(target.kv_shape, 60), None).hidden)
+    assert (found - wanted).abs().max() < 1e-9 * wanted.std()
+
+
+@pytest.mark.parametrize("kind", first(1, [*KINDS]))
+def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
+    """They are noted in the file's header, and are no numbers."""
+    folder = saved(tmp_path, kind)
+    tensors = load_file(folder / "model.safetensors")
+    seeing = [name for name in tensors if "vis" in name or "projector" in name]
+    assert seeing
+    for name in seeing:
+        tensors[name].fill_(torch.nan)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    target = load(str(folder), dtype="float64").target
+    assert all(weight.isfinite().all() for weight in target.model.parameters())
+    text = sum(weight.numel() for weight in target.model.parameters())
+    assert inspect_model(ModelConfig(model=str(folder), dtype="float64")).weight_bytes == 8 * text
+
+
+def test_what_does_not_write_from_left_to_right_is_told() -> None:
+    with pytest.raises(InputError, match="no causal language model of the type t5"):
+        class_of(T5Config())
