@@ -85,6 +85,7 @@ def prompt(folders: dict[str, Path]) -> BatchEncoding:
     return loaded(folders[KINDS[0]])[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_greedy_is_that_of_transformers(kind: str, folders: dict[str, Path], exported: Generate) -> None:
     model, prompt = loaded(folders[kind])
@@ -99,6 +100,7 @@ def test_greedy_is_that_of_transformers(kind: str, folders: dict[str, Path], exp
     assert len(set(expected[0].tolist())) > 30  # with a penalty it does not go in circles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_sampling_is_that_of_tswift(kind: str, folders: dict[str, Path], exported: Generate) -> None:
     model, prompt = loaded(folders[kind])
@@ -181,6 +183,7 @@ class StopsAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
+@pytest.mark.slow
 def test_streamers_and_criteria_see_every_token(model: PreTrainedModel, prompt: BatchEncoding, exported) -> None:
     (start,) = prompt["input_ids"].tolist()
     streamer, criterion = Recorder(), StopsAt(len(start) + 33)

@@ -119,6 +119,7 @@ def test_the_bits_in_chains_and_trees_of_any_size(dim: int, dtype: torch.dtype) 
             assert odd_nodes(attend, pass_, prefix, dtype, (2, group, dim), nodes=some) == []
 
 
+@pytest.mark.slow
 def test_halves_are_taken_by_choice() -> None:
     assert all(choose("auto", dtype, CPU, 16) == "native" for dtype in (torch.float32, *HALVES))
 
@@ -166,7 +167,7 @@ WINDOWS = [AttentionSpec(1), AttentionSpec(9), AttentionSpec(200), AttentionSpec
 
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.float16, torch.int16]))
-@pytest.mark.parametrize("spec", [*WINDOWS, AttentionSpec(130, 2.5)], ids=str)
+@pytest.mark.parametrize("spec", first(1, [*WINDOWS, AttentionSpec(130, 2.5)]), ids=str)
 def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
     """The numbers, and the bits of plain decoding; keys before all windows may be anything."""
     for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):

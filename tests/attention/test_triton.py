@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.architectures import ARCHITECTURES
 from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense, error, odd_nodes
 from tests.fuzzing import few
-from tests.helpers import random_tree
+from tests.helpers import first, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
@@ -56,7 +56,7 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, shar
     assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
 
 
-@pytest.mark.parametrize("prefix", [0, 16, 17, 129])
+@pytest.mark.parametrize("prefix", first(1, [0, 16, 17, 129]))
 def test_prefixes(prefix: int) -> None:
     check(1, 2, 64, prefix, 9, seed=prefix)
     check(*((2, 1, 64) if prefix % 2 else (1, 3, 8)), prefix, 1 + prefix % 2, seed=prefix)
@@ -69,6 +69,7 @@ def test_head_sizes(dtype: torch.dtype) -> None:
         check(2, 2, dim, 150, 4, dtype, seed=dim)
 
 
+@pytest.mark.slow
 def test_group_sizes() -> None:
     for group in (1, 5, 8):
         check(2, group, 16, 70, 5, torch.float16, seed=group)
@@ -85,6 +86,7 @@ def test_a_path_of_more_nodes_than_are_exact() -> None:
     assert error(attend(query, keys, values, ancestors, scale), dense(query, keys, values, ancestors, scale)) < 2e-3
 
 
+@pytest.mark.slow
 def test_any_mask() -> None:
     """Also one that no tree has, where the root is not everyone's ancestor."""
     for nodes in (5, 40):
@@ -143,6 +145,7 @@ def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype)
         assert error(out, dense(query, keys, values, ancestors, scale)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_the_check_sees_a_wrong_bit() -> None:
     query, keys, values, ancestors, scale = case(1, 2, 64, 100, 9, torch.float32)
     exact = dense(query, keys, values, ancestors, scale)
@@ -330,7 +333,7 @@ LONG = AttentionSpec(window=270)
         *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]),
     ],
 )
-@pytest.mark.parametrize("name", [*SPECS, "a long window"])
+@pytest.mark.parametrize("name", first(1, [*SPECS, "a long window"]))
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     spec = SPECS.get(name, LONG)
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0)

@@ -35,6 +35,7 @@ def images() -> dict[str, bytes]:
     return files(SEEDS)
 
 
+@pytest.mark.slow
 def test_images_open(images: dict[str, bytes]) -> None:
     assert list(images) == ["time.png", "time.svg", "acceptance.png", "acceptance.svg"]
     for name in ("time", "acceptance"):
@@ -44,6 +45,7 @@ def test_images_open(images: dict[str, bytes]) -> None:
         assert ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
 
 
+@pytest.mark.slow
 def test_the_same_bytes_whatever_the_users_configuration_says(
     images: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
     assert [len(axes.collections) for axes in acceptance_figure(SINGLE).axes] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
     simulated = typed(make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9}))
     for build in (time_figure, acceptance_figure):

@@ -153,6 +153,7 @@ def test_cells_that_are_missing_are_dashes() -> None:
     assert (times.rows[0][5:7], times.rows[0][8]) == (["-", "-"], "-")
 
 
+@pytest.mark.slow
 def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
     paths = write_report(typed(SMALL), tmp_path / "a" / "b", draw=True)
     assert [path.name for path in paths] == [

@@ -217,6 +217,7 @@ def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
     assert module._multiplied(64) == 0
 
 
+@pytest.mark.slow
 @needs_program
 @pytest.mark.parametrize("weights", first(1, ["int4", None]))
 def test_no_method_beats_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import typed
-from tests.helpers import PLAIN, drafter_of, needs_program, random_prompt, random_tree, tiny_target
+from tests.helpers import PLAIN, drafter_of, first, needs_program, random_prompt, random_tree, tiny_target
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking import workloads
@@ -115,10 +115,10 @@ def made_up(label: str, **stats) -> Run:
 
 def test_a_text_is_compared_with_the_probes_of_its_run():
     run = made_up("tokenswift", passes=4, tokens=20, seconds=1.0)
-    for token, first in ((10, None), (11, 10)):
+    for token, differs in ((10, None), (11, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
         _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), [run], [20]).samples()
-        assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (first is None, first, 1)
+        assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (differs is None, differs, 1)
 
 
 def test_plain_decodings_time_is_for_as_many_tokens():
@@ -194,6 +194,7 @@ def grids(checkpoint):
 COUNTERS = ("tokens", "passes", "nodes", "accepted", "reused", "alpha", "beta")
 
 
+@pytest.mark.slow
 def test_every_cell_is_measured_and_its_counters_do_not_depend_on_how_ar_is_timed(grids):
     counted = {}
     for ar, record in grids.items():
@@ -264,6 +265,7 @@ def skip_the_penalty(generation) -> None:
     sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
 
 
+@pytest.mark.slow
 def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
     patched(monkeypatch, "reuse", skip_the_penalty)
     for ar in (FULL, SAMPLED):
@@ -297,7 +299,7 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     assert to_json(begin_measurement(config, prompts, plan, ["tswift"]).workload) == baseline
 
 
-@pytest.mark.parametrize("ar", [FULL, SAMPLED])
+@pytest.mark.parametrize("ar", first(1, [FULL, SAMPLED]))
 def test_a_simulated_acceptance_is_compared_with_nothing(checkpoint, monkeypatch, ar):
     plan = Plan((4,), (60,), ar=ar, warmup=0)
     if ar == SAMPLED:  # of plain decoding as references do it, texts are still what they should be

@@ -19,6 +19,7 @@ from tswift.errors import DecodeError
 from tswift.models.config import SHAPES
 
 
+@pytest.mark.slow
 def test_help_does_not_import_torch() -> None:
     code = "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
     code += "main(['verify', '--help']); main(['bench', '--help']); main(['roofline', '--help']); "
@@ -177,6 +178,7 @@ with Display(SimpleNamespace(length=100), quiet=False, progress=True) as display
 """
 
 
+@pytest.mark.slow
 def test_text_goes_above_the_bar_in_whole_lines() -> None:
     text = on_terminal(CODE, columns=20).decode()
     # each line is printed once, unbroken, at the start of a line

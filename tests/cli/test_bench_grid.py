@@ -97,6 +97,7 @@ def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
     monkeypatch.setattr(run_module.Run, "advance", stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error"),
     [(WORDS, Killed), pytest.param(SUITE, KeyboardInterrupt, marks=pytest.mark.slow)],

@@ -26,6 +26,7 @@ def long_text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_generate_ends_where_the_model_does(tswift: Tswift, small: Path, tmp_path: Path) -> None:
     words = ("generate", "--no-progress", "--model", small, "--prompt-text", "The ship")
     result = tswift(*words, "--out", tmp_path / "a")
@@ -55,6 +56,7 @@ def test_compare(tswift: Tswift, small: Path) -> None:
     assert tswift(*words, "--len", POSITIONS).code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "prefill", "lens"),
     [

@@ -38,6 +38,7 @@ def words(model: Path, method: str, *more: object) -> list[object]:
     return ["generate", *asked, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["block", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_text_is_plain_decodings_and_goes_on(
     method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path

@@ -50,6 +50,7 @@ def record_of(folder: Path) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_all_methods_make_the_same_files(tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path) -> None:
     """The whole text, and the one that a string ends, with its log-probabilities."""
     for method in METHODS:
@@ -148,6 +149,7 @@ def test_standard_input(tswift: Tswift, words: Words, prompt: Path, monkeypatch:
     assert tswift(*words, "--prompt", "-").err == "tswift: error: --prompt: standard input is empty\n"
 
 
+@pytest.mark.slow
 def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prompt(
     tswift: Tswift, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +333,7 @@ def test_the_papers_sampling_where_a_model_recommends_none(
     assert "sampling: temperature 1 (the model's own)\n" in asked
 
 
+@pytest.mark.slow
 def test_yarn_is_part_of_what_is_resumed(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
     words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--method", "ar", "--yarn", 4]
     for name, count in (("whole", 40), ("part", 15)):

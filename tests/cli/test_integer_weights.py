@@ -38,6 +38,7 @@ def tokens(run: Path) -> list[int]:
     return np.fromfile(run / "tokens.u32", "<u4").tolist()
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_and_verified(
     model: list[object], tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "real.json").read_text())["a"] == 1
 
 
+@pytest.mark.slow
 def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """A file name is bytes, and the command line keeps them: half a character is written as JSON writes it."""
     prompt = tmp_path / "caf\udce9.txt"

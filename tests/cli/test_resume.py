@@ -46,6 +46,7 @@ def test_a_finished_run_goes_on(tswift: Tswift, short: Path, tmp_path: Path) -> 
     assert result(short)[1].endswith(found.out)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_moved(tswift: Tswift, short: Path, checkpoint: Path, tmp_path: Path) -> None:
     """By its new place, and the heads by another file of the same kind; from then on the run remembers them."""
     shutil.copytree(checkpoint, tmp_path / "moved")

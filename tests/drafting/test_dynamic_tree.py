@@ -165,6 +165,7 @@ def steps_of(method: str, prompt: list[int], seed: int, length: int, heads: bool
     return steps
 
 
+@pytest.mark.slow
 @few
 @given(
     st.sampled_from(["streaming", "dynamic", "partial", "snapkv"]),
@@ -184,6 +185,7 @@ def test_a_cascade_over_everything_drafts_what_will_be_drawn() -> None:
     assert sum(chains) / len(chains) > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", first(1, [True, False]))
 def test_a_cascade_decodes_more_where_its_passes_cost_less(heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree that it is verified in costs what it did."""
@@ -204,6 +206,7 @@ def test_no_more_is_drafted_than_is_wanted(method: str) -> None:
         steps_of(method, random_prompt(70, 1), 1, length, **options)
 
 
+@pytest.mark.slow
 def test_drafting_learns() -> None:
     """A draft that is always right is trusted, so that trees grow; one that is never right is given up."""
     steps = steps_of("tokenswift", random_prompt(70, 1), 1, 300, tree="auto", kv="full", budget=None)

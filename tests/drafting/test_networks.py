@@ -66,9 +66,7 @@ TREES = {
 TWICE = [*zip(LAYOUTS * 2, [*TREES] * 3, strict=False)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "tree"), [*TWICE[:5], *(pytest.param(*each, marks=pytest.mark.slow) for each in TWICE[5:])]
-)
+@pytest.mark.parametrize(("layout", "tree"), first(2, TWICE))
 def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     target, params = drafted(layout), PENALISED if tree in ("alone", "chain") else SAMPLED
     drafter: Any = drafter_of(layout, target, tree)
@@ -83,7 +81,7 @@ def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     assert source._first + len(source._new) == len(PROMPT) + 40 - 1  # it has seen all but the last token
 
 
-@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("layout", first(1, KINDS))
 def test_any_prompt_and_what_was_written_before(layout: str) -> None:
     target, whole = drafted(layout), plain(SAMPLED)
     rest = Decoding(target, PROMPT, SAMPLED, 3, drafter_of(layout, target, "auto"), 40, written=whole[:23]).steps()
@@ -93,7 +91,7 @@ def test_any_prompt_and_what_was_written_before(layout: str) -> None:
         assert decode(target, drafter, PROMPT[:length], SAMPLED, 3, 12) == plain(SAMPLED, length, 12)
 
 
-@pytest.mark.parametrize(("layout", "how"), [*zip(KINDS, ("nan", "zeros", "huge"), strict=True)])
+@pytest.mark.parametrize(("layout", "how"), first(1, [*zip(KINDS, ("nan", "zeros", "huge"), strict=True)]))
 def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path) -> None:
     target = find_drafter(drafter_folder(tmp_path, layout)).load(target_of()).target
     for weight in target.speculator.parameters():
@@ -215,7 +213,7 @@ def test_a_round_is_not_captured_where_passes_are_not_replayed(distrusted: bool,
     assert not captures
 
 
-@pytest.mark.parametrize("params", [SAMPLED, PENALISED])
+@pytest.mark.parametrize("params", first(1, [SAMPLED, PENALISED]))
 def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Path) -> None:
     """A target that looks at its last token only, and a DSpark whose bias is that target's LM head."""
     network = deepcopy(qwen3())
@@ -244,6 +242,7 @@ def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Pat
     assert sum(accepted["noise not shared"]) < 20
 
 
+@pytest.mark.slow
 def test_exact_passes_give_taps_too() -> None:
     target = Target(deepcopy(qwen3(torch.bfloat16)), BatchInvariantAttention)
     with TemporaryDirectory() as folder:

@@ -49,6 +49,7 @@ def test_refuses_what_it_would_compute_wrongly(
     refuse(changed(checkpoint, tmp_path / "m", **changes), match)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "dtype", "place"),
     [
@@ -133,6 +134,7 @@ def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.Monk
 # Attention that is not to be trusted: their twins take over, and the records say why
 
 
+@pytest.mark.slow
 @needs_program
 def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NativeAttention.__call__
@@ -154,6 +156,7 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over 48 layers of random weights in bfloat16 and one in float32: as far apart as wide models' are."""
     monkeypatch.setattr(shapes, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02

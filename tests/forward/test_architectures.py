@@ -26,7 +26,7 @@ from tswift.sampling.parameters import SamplingParams
 pytestmark = needs_program
 ARCHITECTURES = [kind for kind in KINDS if not kind.startswith("of ")]
 METHODS = ("auto", "recall", "reuse", "magicdec")
-LENGTHS = {None: 400, "int4": 1500}  # by weights
+LENGTHS = {None: 400, "int4": 800}  # by weights
 KILLED = 200
 TOKENS = 320
 FIELDS = {"nodes": 12, "budget": 128, "sinks": 4}

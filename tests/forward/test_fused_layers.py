@@ -144,8 +144,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("inputs", "outputs", "parts"), [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "parts"), first(1, [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
+)
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
 def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
     """Close to float64; a row has its bits wherever it is, and whatever is beside it."""
@@ -167,8 +169,8 @@ def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype
         assert same_bits(kernels.multiply_silu(among, weights)[at], active[-1])
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(256, 128, 512), (64, 256, 130)])
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), first(1, [(256, 128, 512), (64, 256, 130)]))
 def test_rows_among_many_have_the_bits_that_they_have_among_few(
     inputs: int, outputs: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -279,8 +281,11 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
 
 
-@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
-@pytest.mark.parametrize("name", first(1, FIT))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    first(1, [(FIT[0], torch.bfloat16), (FIT[1], torch.float32), (FIT[2], torch.float32), (FIT[3], torch.bfloat16)]),
+)
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
     target = wrapped(name, dtype)
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
@@ -306,9 +311,7 @@ def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layers"), [(FIT[2], 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in FIT[1:])]
-)
+@pytest.mark.parametrize(("name", "layers"), [("Qwen2.5", 1), ("Qwen3", 2)])
 def test_layers_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch, name: str, layers: int) -> None:
     """All products of a narrow pass are ours, and those of a prompt PyTorch's; together they are transformers' layers.
 
@@ -351,7 +354,10 @@ def test_rows_are_exact_with_products_of_ours(small, monkeypatch: pytest.MonkeyP
     fingerprint(target)  # raises where a row's bits depend on anything else
 
 
-@pytest.fixture(params=[(FIT[2], 1, 6), pytest.param((FIT[1], 2, 24), marks=pytest.mark.slow)])
+SHORT = ("Qwen2.5", 1, 6)
+
+
+@pytest.fixture(params=[SHORT])
 def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A model with products of ours, whose passes have 2 or 8 rows, a prompt's 6 or 24."""
     name, layers, wide = request.param
@@ -375,6 +381,7 @@ def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("narrow", [SHORT, ("Mistral 7B v0.1", 1, 24)], indirect=True)
 def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = forward_target.CHUNK
     text, found = [(7 * at + 3) % 97 for at in range(2 * wide + 2)], []
@@ -395,7 +402,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["multiply", pytest.param("multiply_silu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["multiply", "multiply_silu"])
 def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
     narrow: Target, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -413,6 +420,7 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
     assert execution_note(narrow).endswith("narrow passes: a token has other bits in wide ones")
 
 
+@pytest.mark.slow
 def test_layers_with_products_of_pytorch_have_narrow_passes(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "product_parts", lambda inputs, outputs: 0 if outputs == 32 else 1)
     adapting.try_wide_text(narrow)
@@ -451,8 +459,8 @@ def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
         assert torch.equal(norm(hidden), expected)
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", first(1, ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"]))
+@pytest.mark.parametrize("dtype", first(1, DTYPES))
 def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
     made, plain = network(name, dtype, 1), network(name, dtype, 1)
     assert fuse(made) is None
@@ -467,6 +475,7 @@ def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch
     assert type(made.get_decoder().rotary_emb) is type(plain.get_decoder().rotary_emb)
 
 
+@pytest.mark.slow
 def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed text is forwarded by such passes, and has to have the bits that it was decoded with."""
     target, made = wrapped("Llama, MQA", torch.bfloat16, 1), Counter[str]()
@@ -477,6 +486,7 @@ def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(monkeypatch
     assert made["add_norm"] == 3
 
 
+@pytest.mark.slow
 def test_few_operators_surround_the_layers() -> None:
     """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
     target = wrapped("Llama, MQA", torch.bfloat16, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import tswift  # noqa: F401
-from tests.helpers import decode, drafter_of, needs_program, options_for, random_prompt, tiny_heads, tiny_llama
+from tests.helpers import decode, drafter_of, first, needs_program, options_for, random_prompt, tiny_heads, tiny_llama
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
@@ -29,7 +29,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize(
     ("method", "kv_dtype"),
-    [("tokenswift", torch.float16), ("snapkv", torch.bfloat16)],
+    first(1, [("tokenswift", torch.float16), ("snapkv", torch.bfloat16)]),
 )
 def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
     """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""
@@ -109,6 +109,7 @@ def test_memory_counts_its_bytes() -> None:
     assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
 
 
+@pytest.mark.slow
 @needs_program
 def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
     """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
@@ -131,6 +132,7 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
     assert "the arithmetic here differs" in found.out.decode()
 
 
+@pytest.mark.slow
 @needs_program
 def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
     words = ["generate", "--prompt-text", "The ship", "--method", "ar", "--kv-dtype", "float32", "--quiet"]

@@ -57,6 +57,7 @@ def test_a_tree_pass_gives_every_path_its_own_logits() -> None:
         torch.testing.assert_close(logits[node], expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_far_positions() -> None:
     """Past position 4,096, against the stock model on the whole text."""
     text = random_prompt(4200, 4)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
+from tests.helpers import first
 from tswift import engine
 from tswift.benchmarking.config import BenchOptions, Plan, configure
 from tswift.benchmarking.record import to_json
@@ -60,6 +61,7 @@ def _plain(checkpoint: Path, folder: Path, length: int, **options: str) -> Any:
     return job
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     own = make_checkpoint(tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48)
     record = _run(_start(checkpoint, tmp_path, draft_model=str(own)))
@@ -97,7 +99,7 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     assert replace(_preflight(checkpoint, 50, "standalone", small), heads_bytes=known.heads_bytes) == known
 
 
-@pytest.mark.parametrize("method", ["standalone", "auto"])
+@pytest.mark.parametrize("method", first(1, ["standalone", "auto"]))
 def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
         _preflight(checkpoint, 62, method, small)
@@ -126,6 +128,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
 
 
+@pytest.mark.slow
 def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
     checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
@@ -156,6 +159,7 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
             _resume(tmp_path, length=length, draft_weights="fp8")
 
 
+@pytest.mark.slow
 def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None) -> None:
     methods = ("ar", "medusa", "magicdec")
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)

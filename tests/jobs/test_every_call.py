@@ -100,6 +100,7 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
     assert (last > 30, found) == (True, []), f"{len(found)} of {last}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "calls"),
     [(LONGER, REOPENING), *(pytest.param(length, ALL, marks=pytest.mark.slow) for length in (LENGTH, LONGER))],

@@ -36,6 +36,7 @@ def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None
     assert 0 < entry.tokens < 800
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> None:
     first = Process(["generate", *words, "ar", "--out", tmp_path / "run"], tmp_path / "first.out")
     first.begin()

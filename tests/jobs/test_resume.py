@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import needs_program
+from tests.helpers import first, needs_program
 from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError, InputError
@@ -143,6 +143,7 @@ def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, meth
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Faulty) -> None:
     """At calls from a third of the way to the end: tokens, text, end and log-probabilities of an undisturbed run."""
     folder = asked.out
@@ -196,7 +197,7 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(asked: RunConfig, whole: 
         assert in_folder(asked.out) == whole
 
 
-@pytest.mark.parametrize(("fault", "part"), [("full", 0.2), ("broken", 0.5), ("full", 0.9)])
+@pytest.mark.parametrize(("fault", "part"), first(1, [("full", 0.2), ("broken", 0.5), ("full", 0.9)]))
 def test_a_disk_that_fails(asked: RunConfig, whole: Files, faulty: Faulty, fault: str, part: float) -> None:
     count = calls_of(asked, faulty)
     faulty(0)

@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.cli.conftest import prompt, tswift  # noqa: F401
 from tests.fuzzing import few
-from tests.helpers import needs_program, random_prompt
+from tests.helpers import first, needs_program, random_prompt
 from tests.lossless.models import (
     DTYPES,
     KINDS,
@@ -62,6 +62,7 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
     return all(torch.equal(ours, plain) for other in found[1:] for ours, plain in zip(other, found[0], strict=True))
 
 
+@pytest.mark.slow
 @few
 @given(
     kind=st.sampled_from(KINDS),
@@ -161,7 +162,7 @@ OF_WIDTH: dict[str, Callable[[Patch], None]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True))
+@pytest.mark.parametrize(("name", "dtype"), first(1, zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True)))
 def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
     """Products whose bits depend on the number of rows: with some on every machine, here with each."""
     model = network("Llama, GQA", dtype)
@@ -226,6 +227,7 @@ def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(place: str
         fingerprint(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Mixtral", *(pytest.param(other, marks=pytest.mark.slow) for other in ("Qwen3 MoE", "OLMoE"))]
 )

@@ -35,6 +35,7 @@ def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (run / RECORD).write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     for options, name in ((["--len", 60, "--method", "ar"], "whole"), (["--len", 17], "run")):
         found = tswift(*words, *options, "--out", tmp_path / name)
@@ -49,6 +50,7 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) ->
     assert (plain["model"]["exact"]["width"], len(plain["model"]["exact"]["bits"])) == (16, 16)
 
 
+@pytest.mark.slow
 def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
     tswift(*words, "--len", 9, "--out", tmp_path / "exact")
     tswift(*words, "--no-exact", "--len", 9, "--out", tmp_path / "inexact")
@@ -104,6 +106,7 @@ def test_a_long_chain_is_cut_and_can_be_asked_for_again(tswift: Tswift, words: W
     assert found.code == 0, found.err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     tswift: Tswift,  # noqa: F811
     words: Words,

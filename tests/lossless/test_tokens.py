@@ -76,7 +76,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, tre
         assert text_of(model, prompt, 40, method, params, seed, trees.get(method)) == plain, method
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", first(1, [True, False]))
 def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
     """So the equality above is none that would hold anyway: it is one ulp, and one drawn token, from failing."""
     model, greedy = demo("bfloat16", exact), SamplingParams(temperature=0, penalty=1)
@@ -113,7 +113,7 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)]
+    ("kind", "dtype"), first(1, [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)])
 )
 def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
     """The same tokens, keys and values as one by one by the host."""
@@ -129,6 +129,7 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> None:
     model, prompt, params = demo("bfloat16"), novel(90), SamplingParams(window=30, logit_bias={261: 2.0})
     asked = {"params": params, "seed": 5, "logprobs": 3}
@@ -153,6 +154,7 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", first(1, [BatchInvariantAttention, ExactOnDevice]))
 def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(attention: type) -> None:
     """And what was generated has the width however long it is: a resumed run is the undisturbed one, bit for bit."""

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import config, edit_json, sharded, tensors
 from tests.conftest import make_checkpoint
-from tests.helpers import tiny_llama
+from tests.helpers import first, tiny_llama
 from tests.models.refusals import refuse
 from tests.rows import every_row
 from tswift.errors import InputError
@@ -154,7 +154,7 @@ def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
     assert fingerprint_in_any_dtype(network) != before
 
 
-@pytest.mark.parametrize("kind", [ChainedHeads, ConditionedHeads])
+@pytest.mark.parametrize("kind", first(1, [ChainedHeads, ConditionedHeads]))
 def test_heads_remember_their_base_model(checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None) -> None:
     path, other = tmp_path / "mine.safetensors", make_checkpoint(tmp_path / "other")
     tensors(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(-1))(other)  # trained otherwise

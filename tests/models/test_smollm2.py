@@ -73,7 +73,7 @@ def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) 
 
 
 def test_all_methods_give_the_same_tokens(model: LoadedModel) -> None:
-    plain = tokens(model, PROMPTS[0], 2000, "ar", 1.0)
-    assert len(plain) == 2000
+    plain = tokens(model, PROMPTS[0], 1000, "ar", 1.0)
+    assert len(plain) == 1000
     for method in METHODS:
-        assert tokens(model, PROMPTS[0], 2000, method, 1.0) == plain, method
+        assert tokens(model, PROMPTS[0], 1000, method, 1.0) == plain, method

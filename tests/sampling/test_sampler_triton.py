@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.forward.test_passes import LengthOnDevice
-from tests.helpers import decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tests.helpers import decode_steps, first, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.backends import why_not
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -52,7 +52,7 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
     return random_params(random, vocab_size) if set(params.filters) - {"min_p"} else params
 
 
-@pytest.mark.parametrize("dtype", fused.DTYPES)
+@pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
 def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
     random = Random(3)
     for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
@@ -86,7 +86,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", first(1, CHANGES))
 def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
     assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
 
 
-@pytest.mark.parametrize("dtype", fused.DTYPES)
+@pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
 def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
     random = Random(8)
     for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
@@ -121,6 +121,7 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
         assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (params, vocab, rows, count)
 
 
+@pytest.mark.slow
 def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the chain of a cascade is: the token after every node, and with leads its runner-up."""
     monkeypatch.setattr(Sampler, "program", lambda self, dtype: None)  # on CUDA there is no C program

@@ -48,6 +48,7 @@ class Stream:
         return self.text
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three requests one is being written and two wait; another server makes all of them what they were to be."""
     monkeypatch.setattr(folder, "_TOKENS", 32)  # the servers are forked from this process
@@ -75,6 +76,7 @@ def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypat
     assert "Traceback" not in server.errors()
 
 
+@pytest.mark.slow
 def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Path) -> None:
     server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
     stream = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"})

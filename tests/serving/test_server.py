@@ -113,6 +113,7 @@ def test_a_completion_is_the_text_of_generate(server: Server, complete: Complete
         assert complete(prompt=prompt, max_tokens=120, seed=7).choices[0].text == whole
 
 
+@pytest.mark.slow
 def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path, tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("Be brief.")
     words = ("--chat", "--system", tmp_path / "system.txt", "--len", 60, "--seed", 2, "--stop-at-eos")
@@ -143,6 +144,7 @@ def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server: Server,
     assert (choice.finish_reason, choice.text.startswith(text)) == ("length", True)
 
 
+@pytest.mark.slow
 def test_stop_strings_and_biases_are_those_of_generate(
     server: Server, complete: Complete, model: Path, tmp_path: Path
 ) -> None:
@@ -332,6 +334,7 @@ def test_the_queue_is_bounded_and_a_run_can_be_cancelled(server: Server, complet
     assert {server.get(f"/v1/runs/{name}")["state"] for name in waiting} == {"cancelled"}
 
 
+@pytest.mark.slow
 def test_who_comes_back_gets_the_rest(server: Server, complete: Complete) -> None:
     whole = complete({"stop_at_eos": False}, max_tokens=200, seed=5)
     text = whole.choices[0].text

@@ -127,6 +127,7 @@ def refusal(service: Service, run: Run, body: dict[str, Any]) -> tuple[int, str,
     return status, error["param"], error["message"]
 
 
+@pytest.mark.slow
 def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(two_ends, tmp_path) as service:
         for ends in (0, 12):
@@ -235,6 +236,7 @@ def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None
         assert service.find(shorter.id).stats.tokens == 5
 
 
+@pytest.mark.slow
 def test_runs_of_another_model_are_left_alone(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(model, tmp_path) as service:
         first, waiting = begun(service.accept({**LONG, "max_tokens": 600}, False)), service.accept(SHORT, False)

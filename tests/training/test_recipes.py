@@ -136,6 +136,7 @@ def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())  # the base is frozen
 
 
+@pytest.mark.slow
 def test_texts_for_heads_are_the_models_own_and_parts_of_books(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "_EXTRACT", 30)
     books = [f"{name} " * 20 for name in ("alpha", "beta", "gamma", "delta")] + ["too short to take part of"]
