@@ -1,5 +1,7 @@
 """KV caches: two preallocated tensors, a length, and scratch slots; of a whole text, of a window, or partial.
 
+A recurrent layer keeps no keys and values but a state of fixed size. The cache of a whole text has both.
+
 The partial cache that drafting reads holds a budget of what the full one does (paper, section 3.3, and its rivals): the
 first tokens (sinks), those that a policy's score finds to matter most (selected) and the newest ones (recent). Keys are
 cached rotated, so their order in the buffer is free: a new token overwrites another in place. A policy's score says how
@@ -15,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +30,76 @@ _SHALLOW = 8
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """Shape of the states of a model's recurrent layers: rows before a convolution, and a matrix per head.
+
+    Attributes:
+        taps: of the convolution; the state has one row less.
+        heads: 0 where the convolution is all that goes from token to token.
+        wide: dtype of the matrices.
+    """
+
+    layers: int
+    channels: int
+    taps: int
+    heads: int
+    keys: int
+    values: int
+    dtype: torch.dtype
+    wide: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' states."""
+        rows = (self.taps - 1) * self.channels * self.dtype.itemsize
+        return self.layers * (rows + self.heads * self.keys * self.values * self.wide.itemsize)
+
+
+class States:
+    """States of a text's recurrent layers, after all that was committed.
+
+    A pass reads them and changes nothing. It leaves a function for every layer, which takes the nodes that are accepted
+    and replays them. So no state is kept of a node: a matrix is as large as the keys and values of a hundred tokens.
+
+    Attributes:
+        rows: ``[layers, taps - 1, channels]``, the newest one last.
+        matrices: ``[layers, heads, keys, values]``.
+        replays: of the last pass, by layer.
+    """
+
+    def __init__(self, shape: StateShape) -> None:
+        self.shape = shape
+        self.rows = torch.zeros(shape.layers, shape.taps - 1, shape.channels, dtype=shape.dtype, device=shape.device)
+        sizes = shape.layers, shape.heads, shape.keys, shape.values
+        self.matrices = torch.zeros(sizes, dtype=shape.wide, device=shape.device)
+        self.replays: dict[int, Callable[[Sequence[int]], None]] = {}
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Go on by these nodes of the last pass, a path from its root."""
+        for replay in self.replays.values():
+            replay(nodes)
+        self.replays = {}
+
+    def copy_from(self, other: States) -> None:
+        """Copy another text's."""
+        self.rows.copy_(other.rows)
+        self.matrices.copy_(other.matrices)
+        self.replays = {}
+
+    def copy(self) -> States:
+        """The same states, which stay as they are."""
+        made = States(self.shape)
+        made.copy_from(self)
+        return made
+
+
+@dataclass(frozen=True)
 class KVShape:
     """Shape of one token's keys and values.
 
     Attributes:
+        states: of the model's recurrent layers; None where all layers have keys and values.
         placed: whether a cache whose slots are in no order has to keep positions.
         rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
         steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values that are int16.
@@ -44,6 +113,7 @@ class KVShape:
     placed: bool = False
     rounded: torch.dtype | None = None
     steps: Tensor | None = field(default=None, compare=False, repr=False)
+    states: StateShape | None = None
 
     @property
     def eps(self) -> float:
@@ -108,7 +178,10 @@ class KVBuffer:
 
     Attributes:
         rows: on the CPU, the keys' and the values' bytes ``[layers, heads, capacity, bytes]``; else empty.
+        states: of recurrent layers; None without any, and in caches of a part of a text.
     """
+
+    states: States | None = None
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         self.shape, self.capacity, self.length = shape, capacity, 0
@@ -155,9 +228,36 @@ class KVBuffer:
         """Keep the first ``count`` scratch slots."""
         self.length += count
 
+    def mark(self) -> Mark:
+        """What :meth:`rewind` takes to come back to here."""
+        return Mark(self.length, None if self.states is None else self.states.copy())
+
+    def rewind(self, mark: Mark) -> None:
+        """Take back what was committed since; keys and values of a token before that must not have been changed."""
+        self.length = mark.length
+        if self.states is not None and mark.states is not None:
+            self.states.copy_from(mark.states)
+
+
+class Mark(NamedTuple):
+    """How far a text had come."""
+
+    length: int
+    states: States | None
+
 
 class FullKV(KVBuffer):
-    """Keys and values of a whole text, a token's slot being its position."""
+    """Keys and values of a whole text, a token's slot being its position; and the states of its recurrent layers."""
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        super().__init__(shape, capacity)
+        self.states = None if shape.states is None else States(shape.states)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """As for any cache."""
+        super().commit(slots)
+        if self.states is not None:
+            self.states.commit(slots)
 
     def positions(self, layer: int) -> Tensor:
         """``[1, length]``: the slots."""
@@ -168,6 +268,8 @@ class FullKV(KVBuffer):
         self.length = other.length
         self.keys[:, :, : self.length] = other.keys[:, :, : self.length]
         self.values[:, :, : self.length] = other.values[:, :, : self.length]
+        if self.states is not None and other.states is not None:
+            self.states.copy_from(other.states)
 
     def first_visible_slot(self, window: int) -> int:
         """As :meth:`KVBuffer.before`."""

@@ -238,7 +238,7 @@ class Decoding:
         the length asked for.
         """
         own, kv, plain = self._context, self._kv, Drafter()
-        held, sampler = kv.length, own.sampler.copy()
+        mark, sampler = kv.mark(), own.sampler.copy()
         if self._stepper is not None and self._stepper.runs_ahead:  # the sampler knows of a token to come
             sampler = Sampler(sampler.params, sampler.seed, self._target.vocab_size, self._target.device)
             sampler.extend(own.text)
@@ -250,9 +250,9 @@ class Decoding:
         try:
             take = self._stepping(self._plain, aside, plain)
             with self._finite(aside):
-                return [take(1, len, None) for _ in range(min(count, self._last - held))]
+                return [take(1, len, None) for _ in range(min(count, self._last - mark.length))]
         finally:
-            kv.length = held
+            kv.rewind(mark)
 
     def _stepping(
         self, stepper: DeviceStepper | None, context: Context, drafter: Drafter
@@ -293,7 +293,7 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
             f"there is nothing to draw at position {held + 1:,}: the logits are finite; {asked} leave none of them so"
         )
     what = f"the logits for position {held + 1:,} are {'NaN' if logits.isnan().any() else 'infinite'}"
-    start = _first_lost(kv)
+    start = _first_lost(kv) if kv.states is None else None  # no way leads back to the states at that place
     try:
         kv.length = held if start is None else start
         first = kv.length

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tswift.caches import KVBuffer, PartialKV, StreamingKV
+from tswift.caches import KVBuffer, Mark, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import decode_step
@@ -40,17 +40,18 @@ class DraftModel:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._held = 0
+        self._held: Mark | None = None
 
     def cache(self, context: Context) -> KVBuffer:
         """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
-        self._held = context.kv.length
+        self._held = context.kv.mark()
         self.target.prepare(context.kv, 1)
         return context.kv
 
     def rollback(self, context: Context) -> None:
         """Take back what was committed to the cache since; the text has it still."""
-        context.kv.length = self._held
+        assert self._held is not None
+        context.kv.rewind(self._held)
 
     def committed(self, context: Context, most: int) -> None:
         """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""

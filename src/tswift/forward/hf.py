@@ -110,7 +110,8 @@ class UnsupportedModel(ValueError):
 def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    out = tswift.layer(module.layer_idx, query[0], key[0], value[0], scaling)
+    # not the module's own index: recurrent layers between have none in the cache
+    out = tswift.layer(len(tswift.queries), query[0], key[0], value[0], scaling)
     return out.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
@@ -138,6 +139,7 @@ class AttentionProbe:
         self.layer_specs: list[AttentionSpec] = []  # by layer, what it needs besides plain causal softmax attention
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[_Rule, int | None] = {}
+        self._last = -1  # layer that called its attention
 
     @property
     def attention_features(self) -> str:
@@ -156,10 +158,11 @@ class AttentionProbe:
         for name, argument in more.items():
             if argument is not None and name not in _IGNORED:
                 raise UnsupportedModel(f"attention with {name}")
-        if index != len(self.layer_specs):
+        if index <= self._last:
             raise UnsupportedModel("layers that call their attention twice or out of order")
+        self._last = index
         heads = (len(query), len(key), key.shape[-1])
-        if value.shape != key.shape or heads != (self.heads if index else heads):
+        if value.shape != key.shape or heads != (self.heads if self.layer_specs else heads):
             raise UnsupportedModel("heads of several sizes")
         if not isinstance(mask, _Rule | None):
             raise UnsupportedModel("masks of its own")

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tswift.attention.sdpa import Attention, BlockwiseAttention, MaskedAttention, PerLayerAttention
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
+from tswift.forward.recurrent import StatePass
 
 _STEADY = 1.18  # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
 
@@ -93,6 +94,7 @@ class Pass:
     # the cache and its length on the device, if a kernel may write keys and values there itself
     slots: tuple[KVBuffer, Tensor] | None = None
     alike: bool = False  # whether a row is to have the bits of a narrow pass, however many there are
+    states: StatePass | None = None  # of recurrent layers, if there are any
     queries: list[Tensor] = field(default_factory=list)  # of the layers so far, ``[query heads, n, d]``, rotated
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

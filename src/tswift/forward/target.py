@@ -41,6 +41,7 @@ from tswift.forward.hf import (
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
+from tswift.forward.recurrent import StatePass, passing, serve_states, state_shape
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Target:
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
+        serve_states(model)
         self.backend = attention
         self.attention = attention.__name__
         self.most_nodes = attention.MAX_NODES  # of a draft tree; None if there is no such limit
@@ -125,7 +127,10 @@ class Target:
         self.split = (getattr(model, "tp_size", None) or 1) > 1  # over ranks: passes are collective, and not replayed
         heads, kv_heads, head_dim = probe.heads
         windowed = any(spec.window for spec in self.layer_specs)
-        self.kv_shape = KVShape(len(self.layer_specs), kv_heads, head_dim, self.dtype, self.device, windowed)
+        states = state_shape(model.config, self.dtype, self.device)
+        self.kv_shape = KVShape(
+            len(self.layer_specs), kv_heads, head_dim, self.dtype, self.device, windowed, states=states
+        )
         if copied is not None:
             self.kv_shape = copied.kv_shape
             self.fallbacks.note("features", copied.fallbacks.get("features"))
@@ -177,7 +182,8 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        return self.backend.STATIC and self.serves() and not self.split and "steps" not in self.fallbacks
+        known = self.backend.STATIC and self.serves() and self.kv_shape.states is None
+        return known and not self.split and "steps" not in self.fallbacks
 
     @torch.inference_mode()
     def tap(self, layers: Sequence[int] | None = None) -> None:
@@ -343,15 +349,17 @@ class Target:
                 known = BatchInvariantAttention(self._layout, kv.length, nodes, ancestors)
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
-        return self._compute(tokens, positions, Pass(kv.write, attend, special, nodes, rows))
+        states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
+        return self._compute(tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states))
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""
         if run.rows > run.nodes:
             tokens, positions = (F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions))
-        out = self._decoder(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
-        )
+        with passing(run.states):
+            out = self._decoder(
+                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
+            )
         pre_norm = self._norm_tap.take()[: run.nodes] if self._norm_tap else None
         states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
         taps = torch.cat([states[layer] for layer in self._tapped], -1) if states else None

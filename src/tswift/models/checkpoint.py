@@ -57,6 +57,8 @@ _SIZES = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
+# recurrent layers that are served, by type, and how the types of models that have them begin
+_RECURRENT = {"conv": ("lfm2",), "linear_attention": ("qwen3_next", "qwen3_5")}
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
@@ -354,6 +356,7 @@ def _refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per type of layer
     moving = {str(parameters.get("rope_type")) for parameters in ropes} & {"dynamic", "longrope"}
     layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    layers -= {kind for kind, models in _RECURRENT.items() if config.model_type.startswith(models)}
     reason = ""
     if getattr(config, "max_position_embeddings", None) is None or getattr(config, "num_attention_heads", None) is None:
         reason = f"the architecture {config.model_type}"

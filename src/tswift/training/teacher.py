@@ -43,10 +43,11 @@ def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) ->
     hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
     taps: list[Tensor] = []
     kv = FullKV(target.kv_shape, length)
+    empty = kv.mark()
     if positions is None:
         positions = torch.arange(length, device=target.device).expand(rows, -1)
     for row in range(rows):
-        kv.length = 0
+        kv.rewind(empty)
         for start in range(0, length, _CHUNK):
             part = slice(start, start + _CHUNK)
             with torch.autocast(target.device.type, enabled=False):
