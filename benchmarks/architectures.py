@@ -112,6 +112,13 @@ _KEPT = "layers that keep arguments from their attention"
 _LINEAR = "layers of type linear_attention"
 _MAMBA = "has layers of type|the architecture mamba"
 _EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS_OF_NEXT = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+_DELTA = {
+    **_OF_16,
+    "layer_types": ["linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 _BIASES = {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, **_OF_16}
 _LAYERS_OF_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -137,7 +144,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "Qwen3": ("Qwen3Config", _OF_16),
         "Qwen3 MoE": ("Qwen3MoeConfig", {**_EXPERTS_OF_QWEN, "moe_intermediate_size": 32, **_OF_8}),
-        "Qwen3-Next (linear attention)": ("Qwen3NextConfig", {**_OF_8, "num_experts": 4}, _LINEAR),
+        "Qwen3-Next (gated delta nets)": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS_OF_QWEN, **_EXPERTS_OF_NEXT}),
+        "Qwen3.5 to 3.8 (gated delta nets)": ("Qwen3_5TextConfig", _DELTA),
+        "Qwen3.5 to 3.8 MoE (gated delta nets)": (
+            "Qwen3_5MoeTextConfig",
+            {**_DELTA, **_EXPERTS_OF_QWEN, **_EXPERTS_OF_NEXT},
+        ),
         "Mistral": ("MistralConfig", {"sliding_window": None}),
         "Mistral 7B v0.1 (sliding window)": ("MistralConfig", _WINDOWED),
         "Ministral 3 (queries scaled by position)": (
@@ -212,7 +224,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Mamba": ("MambaConfig", _UNGROUPED, _MAMBA),
         "Falcon-H1": ("FalconH1Config", {}, "layers of type"),
         "Jamba": ("JambaConfig", {}, f"{_LINEAR}|the architecture jamba"),
-        "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        "LFM2 (short convolutions)": ("Lfm2Config", _CONVOLVED),
+        "LFM2 MoE (short convolutions)": (
+            "Lfm2MoeConfig",
+            {**_CONVOLVED, **_EXPERTS_OF_QWEN, "num_dense_layers": 1, "moe_intermediate_size": 16},
+        ),
         "MiniMax": ("MiniMaxConfig", {}, _LINEAR),
     }.items()
 }
@@ -280,9 +296,14 @@ def row(name: str, length: int) -> list[str]:
             model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
             return [name, *["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", "")]
-        written = texts(model, dict.fromkeys(METHODS, length))
+        recurrent = model.target.kv_shape.states is not None
+        served = [method for method in METHODS if not (recurrent and ALL_METHODS[method].drafts_itself)]
+        written = texts(model, dict.fromkeys(served, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
-    words = ["equal" if written[method] == written["ar"] else "DIFFERS" for method in METHODS]
+    words = [
+        "refused" if method not in written else "equal" if written[method] == written["ar"] else "DIFFERS"
+        for method in METHODS
+    ]
     return [name, *words, f"{far:.0e}", model.target.attention_features]
 
 

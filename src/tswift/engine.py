@@ -52,6 +52,7 @@ class MemoryEstimate:
     full_bytes: int = 0  # the full KV cache, slots for the draft tree included
     partial_bytes: int = 0  # the partial KV cache that drafting reads
     draft_kv_bytes: int = 0  # at least
+    state_bytes: int = 0  # of recurrent layers: those committed, and those after the pass under way
     recall_bytes: int = 0  # top logits kept for drafting, in the machine's own memory whatever the device
     logits_bytes: int = 0  # of one pass
     workspace_bytes: int = 0  # temporary results, at least; 0 on the CPU
@@ -59,7 +60,7 @@ class MemoryEstimate:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all caches."""
-        return self.full_bytes + self.partial_bytes + self.draft_kv_bytes
+        return self.full_bytes + self.partial_bytes + self.draft_kv_bytes + self.state_bytes
 
     @property
     def loaded_bytes(self) -> int:
@@ -76,7 +77,7 @@ class MemoryEstimate:
         return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
-        names = ("weights", "heads", "draft model", "draft weights", "KV", "drafting KV", "draft model's KV")
+        names = ("weights", "heads", "draft model", "draft weights", "KV", "drafting KV", "draft model's KV", "states")
         parts = zip((*names, "recall", "logits", "workspace"), astuple(self)[1:], strict=True)
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts if count)
 
@@ -167,7 +168,7 @@ def _needed(
     if draft is not None and positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
     network = model.speculator_spec
-    token_bytes = model.kv_shape.bytes_per_token
+    token_bytes, states = model.kv_shape.bytes_per_token, model.kv_shape.states
     partial, small, window = cache_slots(kind, options, positions, network)
     draft_kv_bytes = 0 if draft is None else small * draft.kv_shape.bytes_per_token
     if network is not None:
@@ -175,6 +176,7 @@ def _needed(
     estimate = MemoryEstimate(
         positions,
         full_bytes=(positions + nodes) * token_bytes,
+        state_bytes=0 if states is None else 2 * states.nbytes,
         partial_bytes=partial * token_bytes,
         draft_kv_bytes=draft_kv_bytes,
         recall_bytes=LogitHistory.bytes_for(positions, model.vocab_size, options.recall) if options.recall else 0,

@@ -56,6 +56,7 @@ from tswift.forward.hf import (
     stretched,
 )
 from tswift.forward.program import may_serve
+from tswift.forward.recurrent import state_shape
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     INDEX,
@@ -387,6 +388,9 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
         read_config(asked.model),
         asked.model.startswith(SHAPE_PREFIX),
     )
+    if _is_recurrent(config) and (reduced is not None or ranks.count > 1):
+        option = RANKS if ranks.count > 1 else "draft_weights"
+        raise InputError(f"{asked.model} has recurrent layers, for which there is no such thing yet", option)
     if asked.yarn is not None:
         config = stretched(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
@@ -407,6 +411,11 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, source, held, packed)
 
 
+def _is_recurrent(config: PreTrainedConfig) -> bool:
+    """Whether a model has recurrent layers."""
+    return state_shape(config, torch.float32, torch.device("cpu")) is not None
+
+
 def _packs(asked: ModelConfig, config: Any) -> bool:
     """Whether a C program that serves a model can hold its matrices here: they are plain numbers."""
     file = gguf_of(asked.model)
@@ -421,6 +430,8 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
     plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
     plan.refuse_unfit_codes()
+    if _is_recurrent(plan.config):
+        raise InputError(f"{name} has recurrent layers, and what they have seen cannot be taken back", "draft_model")
     return plan
 
 
@@ -768,6 +779,8 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
 def _sizes(plan: _LoadPlan) -> ModelSpec:
     asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
     text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
+    states = state_shape(config, dtype, plan.device)
+    layers = text.num_hidden_layers - (0 if states is None else states.layers)
     if isinstance(source, Path):
         file = find_heads(source)
         file.refuse_misfit(text.hidden_size, text.vocab_size)
@@ -803,7 +816,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         dtype,
         max_positions(config),
         text.vocab_size,
-        KVShape(text.num_hidden_layers, kv_heads, size, plan.kv_dtype, plan.device),
+        KVShape(layers, kv_heads, size, plan.kv_dtype, plan.device, states=states),
         groups,
         attention=name,
         most_nodes=most_nodes,

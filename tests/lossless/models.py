@@ -36,6 +36,8 @@ KINDS = (
     "Gemma 2 (windows, soft caps)",
     "Gemma 3 (windows)",
     "GPT-2",  # learned positions
+    "LFM2 (short convolutions)",
+    "Qwen3.5 to 3.8 (gated delta nets)",
 )
 
 
@@ -85,7 +87,16 @@ def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV
         shape = buffer[:, :, :held].shape
         buffer[:, :, :held] = torch.randn(shape, generator=random).to(buffer)
     kv.length = held
+    if kv.states is not None:
+        for state in (kv.states.rows, kv.states.matrices):
+            state.copy_(torch.randn(state.shape, generator=random))
     return kv
+
+
+def state_of(kv: FullKV) -> list[Tensor]:
+    """All that a cache holds."""
+    states = [] if kv.states is None else [kv.states.rows, kv.states.matrices]
+    return [kv.keys[:, :, : kv.length], kv.values[:, :, : kv.length], *states]
 
 
 def plainly(target: Target, text: Sequence[int], kv: FullKV) -> tuple[Tensor, Tensor]:

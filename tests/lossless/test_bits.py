@@ -29,6 +29,7 @@ from tests.lossless.models import (
     exact_target,
     network,
     plainly,
+    state_of,
 )
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import BatchInvariantAttention
@@ -57,7 +58,7 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
         given = () if way is plainly else (Random(seed), prepared or target.width)
         hidden, logits = way(target, text, kv, *given)
         assert kv.length == held + length
-        found.append((hidden, logits, kv.keys[:, :, : kv.length], kv.values[:, :, : kv.length]))
+        found.append((hidden, logits, *state_of(kv)))
     assert all(part.isfinite().all() for part in found[0])
     return all(torch.equal(ours, plain) for other in found[1:] for ours, plain in zip(other, found[0], strict=True))
 

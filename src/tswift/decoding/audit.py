@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tswift.caches import FullKV
+from tswift.caches import FullKV, Mark
 from tswift.decoding.loop import broken, not_finite, refuse_broken
 from tswift.forward.target import OnProgress, Target, chunks
 from tswift.sampling.parameters import SamplingParams, warp
@@ -168,11 +168,15 @@ def audit(
         on_progress(kv.length, nodes)
     refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
+        before = kv.mark() if start in starts else None
         logits = _logits(target, text[start:stop], kv, _CHUNK, first)
         # where a text is short, far into its only chunk: the first rows of one round as narrow passes do
         at = max(start, min(first, stop - _PROBE))
-        others = _narrow(target, text[at : min(at + _PROBE, stop)], kv, at, first) if start in starts else []
-        kv.length = stop
+        others = []
+        if before is not None:
+            after = kv.mark()
+            others = _narrow(target, text[start : min(at + _PROBE, stop)], kv, before, at - start, first)
+            kv.rewind(after)
         for rows in (logits, *others):
             wrong = broken(rows).nonzero().flatten().tolist()
             if wrong:
@@ -200,14 +204,21 @@ def probe_starts(first: int, nodes: int) -> list[int]:
     return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
-def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, start: int, prompt: int) -> list[Tensor]:
-    """``[n, V]`` logits of tokens from ``start`` on by passes of each narrow width; the cache holds what it held."""
-    slots = slice(start, start + len(tokens))
+def _narrow(
+    target: Target, tokens: Sequence[int], kv: FullKV, before: Mark, skipped: int, prompt: int
+) -> list[Tensor]:
+    """``[n, V]`` logits of tokens after a place, the first ``skipped`` left out, by passes of each narrow width.
+
+    The cache keeps the keys and values that it had.
+    """
+    slots = slice(before.length, before.length + len(tokens))
     kept = [(buffer, buffer[:, :, slots].clone()) for buffer in (kv.keys, kv.values)]
     found = []
     for width in _WIDTHS:
-        kv.length = start
-        found.append(_logits(target, tokens, kv, width, prompt))
+        kv.rewind(before)
+        for _ in chunks(target, tokens[:skipped], kv, prompt):
+            pass
+        found.append(_logits(target, tokens[skipped:], kv, width, prompt))
     for buffer, rows in kept:
         buffer[:, :, slots] = rows
     return found

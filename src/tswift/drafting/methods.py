@@ -167,7 +167,8 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
             arms["medusa, tree auto"] = medusa(models, paying)
     if target.speculator is not None:
         arms["block" if target.speculator.spec.block else "eagle"] = network(beside, paying)
-    arms["cascade"] = cascade(beside, options)
+    if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
+        arms["cascade"] = cascade(beside, options)
     if memory is not None:
         arms["recall"] = recall(models, options)
     if models.draft is not None:
@@ -337,6 +338,9 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
         gamma = method.gamma if options.gamma is None else options.gamma
         if not gamma:
             raise InputError(f"must be at least 1 for {name}", "gamma")
+    if method.drafts_itself and model.kv_shape.states is not None:
+        reason = "drafts by the model itself, whose recurrent layers take as long as without a cut of the cache"
+        raise InputError(f"{name} {reason}; take auto", "method")
     if method.needs_heads and not count:
         others = [
             other

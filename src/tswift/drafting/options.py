@@ -146,6 +146,11 @@ class Method:
         return "tree" in self.uses and not self.networks
 
     @property
+    def drafts_itself(self) -> bool:
+        """Whether the model itself drafts, and nothing could in its place."""
+        return self.partial and not self.may_use_speculator
+
+    @property
     def loads(self) -> frozenset[str]:
         """What it can draft with of what is loaded beside the model, by the options that name it."""
         uses = {

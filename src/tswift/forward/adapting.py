@@ -136,10 +136,18 @@ def fingerprint(target: Target) -> str:
     kv, before = _held_cache(target, held, width, random)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
+    mark = kv.mark()
 
     def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
-        kv.length = held
+        kv.rewind(mark._replace(length=held))
         return target.forward(tokens, before + depths, kv, ancestors)
+
+    def alone(depth: int) -> Forwarded:  # one by one, as plain decoding does
+        found = forward(ids[:1], index[:1], None)
+        for place in index[1 : depth + 1].split(1) if depth else ():
+            kv.commit([0])
+            found = target.forward(ids[place], before + place, kv, None)
+        return found
 
     def repeated() -> Forwarded:  # the same token on every row
         return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
@@ -160,10 +168,9 @@ def fingerprint(target: Target) -> str:
     _compare(target, (whole, [0], chain), (same, [0], repeated), "other nodes")
     half = width // 2
     _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
-    for depth in (0, 1, 2):  # one by one, as plain decoding does
-        last = index[depth : depth + 1]
-        alone = partial(forward, ids[last], last, None, before + depth)
-        _compare(target, (whole, [depth], chain), (alone(), [0], alone), "its ancestors being drafted")
+    for depth in (0, 1, 2):
+        single = partial(alone, depth)
+        _compare(target, (whole, [depth], chain), (single(), [0], single), "its ancestors being drafted")
         for buffer, known in zip((kv.keys, kv.values), written, strict=True):
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
@@ -184,6 +191,9 @@ def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -
         made = torch.randn(buffer[0, :, :before].shape, generator=random).to(target.device)
         for layer, rows in enumerate(buffer):
             rows[:, :before] = kv.shape.narrowed(made, part, layer)
+    if kv.states is not None:
+        for state in (kv.states.rows, kv.states.matrices):
+            state.copy_(torch.randn(state.shape, generator=random))
     return kv, before
 
 

@@ -252,7 +252,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModel: it has no such module of a known name.
     """
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm"):
         norm = getattr(decoder, name, None)
         if norm is not None:
             return norm
