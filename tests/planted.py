@@ -46,6 +46,7 @@ FLOATS = "forward/test_floats.py"
 WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
+RECURRENT = "forward/test_recurrent.py"
 FAULTS = [
     # compiled libraries, and paths
     Fault("a library is loaded whatever its content", "native_build.py", BUILDING,
@@ -82,6 +83,21 @@ FAULTS = [
           "return self._names.index(name)", "return 0"),
     Fault("what layers add has no factor", "forward/program.c", PROGRAM,
           "state[i] += m->residual_scale * put[i]", "state[i] += put[i]"),
+    # recurrent layers
+    Fault("the state of the sibling", "forward/recurrent.py", RECURRENT,
+          "rows.step(committed if parent < 0 else before[parent], node)",
+          "rows.step(committed if parent < 0 else state, node)"),
+    Fault("a convolution reads the slots before", "forward/recurrent.py", RECURRENT,
+          "torch.where(seen, places, -1)", "torch.where(places <= places[before:, None], places, -1)"),
+    Fault("a state goes on by a node too many", "forward/recurrent.py", RECURRENT,
+          "        for node in nodes:\n            after = rows.step(after, node)",
+          "        for node in range(nodes[-1] + 1):\n            after = rows.step(after, node)"),
+    Fault("the gates of another row", "forward/recurrent.py", RECURRENT,
+          "state = state * self.decays[node]", "state = state * self.decays[node - 1]"),
+    Fault("the rows before a convolution are those forwarded last", "forward/recurrent.py", RECURRENT,
+          "own[list(nodes)]", "own[: len(nodes)]"),
+    Fault("a state is not taken back", "caches.py", RECURRENT,
+          "if self.states is not None and mark.states is not None:", "if False:"),
     Fault("weights that have no place are left out", "forward/parts.py", ARCHITECTURES,
           "if id(weight) not in known:", "if False:"),
     Fault("a program is tried at the beginning of a text alone", "forward/adapting.py", ARCHITECTURES,

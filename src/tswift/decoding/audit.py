@@ -204,9 +204,7 @@ def probe_starts(first: int, nodes: int) -> list[int]:
     return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
-def _narrow(
-    target: Target, tokens: Sequence[int], kv: FullKV, before: Mark, skipped: int, prompt: int
-) -> list[Tensor]:
+def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, before: Mark, skipped: int, prompt: int) -> list[Tensor]:
     """``[n, V]`` logits of tokens after a place, the first ``skipped`` left out, by passes of each narrow width.
 
     The cache keeps the keys and values that it had.

@@ -82,7 +82,8 @@ class StatePass:
             ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
         # places among the rows before the pass and its nodes' own: of each node the newest ones on its path
         places = torch.arange(before + nodes, device=device)
-        self._paths = torch.where(F.pad(ancestors, (before, 0), value=True), places, -1).sort(1).values[:, -before - 1 :]
+        seen = F.pad(ancestors, (before, 0), value=True)
+        self._paths = torch.where(seen, places, -1).sort(1).values[:, -before - 1 :]
         self._parents: list[int] = (self._paths[:, -2] - before).clamp_min(-1).tolist()
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -177,7 +178,7 @@ def passing(run: StatePass | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def _convolve(run: StatePass, rows: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Tensor:
+def _convolve(run: StatePass, rows: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Any:
     return run.convolve(rows, weight, bias, activation)
 
 
@@ -185,11 +186,11 @@ def _recur(run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor,
     return run.recur(query, key, value, g, beta), None
 
 
-_OURS = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _recur}
+_OURS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _recur}
 
 
 def serve_states(network: PreTrainedModel) -> None:
-    """Let the functions that a model's recurrent layers call be ours in passes of ours; elsewhere they stay the same."""
+    """Let the functions that a model's recurrent layers call be ours in passes of ours, and theirs elsewhere."""
     for name in {type(module).__module__ for module in network.modules()}:
         modeling = sys.modules[name]
         for function, ours in _OURS.items():

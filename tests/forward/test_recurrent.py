@@ -1,0 +1,170 @@
+"""Layers with states: the logits of transformers, and one text whatever is drafted, rejected, taken back or resumed.
+
+That trees, chunks and single tokens leave the same bits, those of the states too, is in tests/lossless/test_bits.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.architectures import ARCHITECTURES, checkpoint, stock
+from tests.helpers import PLAIN, Proposals, decode_steps, first, options_for, random_prompt, tokens_of
+from tests.lossless.models import exact_target, state_of
+from tswift.caches import FullKV
+from tswift.decoding.audit import audit
+from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.loop import Decoding
+from tswift.engine import generate
+from tswift.errors import InputError
+from tswift.forward.target import Target, chunks, prefill
+from tswift.loading import load
+
+CONVOLVED, DELTA = "LFM2 (short convolutions)", "Qwen3.5 to 3.8 (gated delta nets)"
+KINDS = [
+    kind
+    for kind in (DELTA, CONVOLVED, "Qwen3-Next (gated delta nets)", "LFM2 MoE (short convolutions)")
+    if ARCHITECTURES[kind].there
+]
+LENGTH = 60
+WRONG = 96  # a token that no text below has
+SAMPLED = PLAIN.__class__(min_p=0.0, penalty=1.0, temperature=0.5, banned=(WRONG,))
+
+
+class Wide:
+    """PyTorch, whose single precision is double precision."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("kind", first(2, KINDS))
+def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which computes its recurrence in single precision whatever the model's: here it does not, nor does a norm."""
+    made = stock(ARCHITECTURES[kind].make(97))
+    monkeypatch.setattr(sys.modules[type(made).__module__], "torch", Wide())
+    text = torch.tensor(random_prompt(600, 2))  # more than a chunk
+    with torch.inference_mode():
+        expected = made(text.unsqueeze(0), use_cache=False).logits[0]
+    target = Target(made)
+    kv = FullKV(target.kv_shape, len(text) + 1)
+    found = [forwarded.hidden for forwarded in chunks(target, text[:590].tolist(), kv)]
+    for at in range(590, 600):
+        found.append(target.forward(text[at : at + 1], torch.tensor([at]), kv, None).hidden)
+        kv.commit([0])
+    apart = (target.logits(torch.cat(found)) - expected).abs().max() / expected.std()
+    assert apart < 1e-6
+
+
+def plain(target: Target, prompt: Sequence[int], length: int = LENGTH) -> list[int]:
+    return tokens_of(decode_steps(target, Drafter(), prompt, SAMPLED, 4, length))
+
+
+# by step: how many right tokens are drafted, and whether beside each there is a wrong one, and one below that
+SCRIPT = [(0, True), (6, False), (0, False), (3, True), (0, True), (0, True), (4, True), (0, False), (1, False)]
+
+
+def scripted(right: Sequence[int], prompt: int) -> Drafter:
+    """Drafts of these kinds in turn: a step rejects its first node, accepts all, drafts nothing or branches."""
+    turns = iter(SCRIPT * LENGTH)
+
+    def paths(context: Context) -> list[list[int]]:
+        count, wrong = next(turns)
+        at = len(context.text) - prompt
+        known = list(right[at : at + count])
+        aside = [[*known[:depth], WRONG, right[0]] for depth in range(len(known) + 1)] if wrong else []
+        return [*aside, known]  # the right one is the last child
+
+    return Drafter([Proposals(paths)], depth=8, limit=16)
+
+
+@pytest.mark.parametrize("kind", [DELTA, CONVOLVED])
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
+def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit. A step without a draft after one that accepted reads the states after that one, not before.
+
+    That is vLLM's #52942; llama.cpp's #26695 needs a second rejection in a row.
+    """
+    target, prompt = exact_target(kind, dtype), random_prompt(21, 3, WRONG)
+    wanted = plain(target, prompt)
+    assert len({*wanted}) > 10
+    taken = []
+    decoding = Decoding(target, prompt, SAMPLED, 4, scripted(wanted, len(prompt)), LENGTH)
+    for step in decoding.steps():
+        taken.append(step)
+        decoding.plain(2)  # and whatever is taken back leaves no trace
+    assert tokens_of(taken) == wanted
+    assert [step.accepted for step in taken[: len(SCRIPT)]] == [count for count, _ in SCRIPT]
+    kv = FullKV(target.kv_shape, len(prompt) + LENGTH)
+    prefill(target, [*prompt, *wanted][: decoding._kv.length], kv, len(prompt) - 1)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(state_of(decoding._kv), state_of(kv), strict=True))
+
+
+@pytest.mark.parametrize("kind", first(1, [DELTA, CONVOLVED]))
+def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
+    """After a rejection, after all of a draft was accepted, and before anything was generated."""
+    target, prompt = exact_target(kind, torch.bfloat16), random_prompt(21, 3, WRONG)
+    wanted = plain(target, prompt)
+    ends = [0]
+    for step in decode_steps(target, scripted(wanted, len(prompt)), prompt, SAMPLED, 4, LENGTH)[: len(SCRIPT)]:
+        ends.append(ends[-1] + len(step.tokens))
+    for end in ends:
+        rest = scripted(wanted, len(prompt))
+        steps = Decoding(target, prompt, SAMPLED, 4, rest, LENGTH, written=wanted[:end]).steps()
+        assert [*wanted[:end], *tokens_of(list(steps))] == wanted, end
+    found = audit(target, prompt, wanted, SAMPLED, 4)
+    assert (found.exact, found.violations) == (LENGTH, [])
+    assert not audit(target, prompt, [*wanted[:30], (wanted[30] + 1) % WRONG, *wanted[31:]], SAMPLED, 4).ok
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("recurrent")
+    checkpoint(ARCHITECTURES[DELTA], made)
+    return str(made)
+
+
+def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder: str) -> None:
+    model = load(folder, device="cpu", attention="sdpa")
+    assert model.target.kv_shape.layers == 1
+    prompt = model.encode("The ship had lain")
+    options = options_for("auto", costs="nominal")
+    texts = [tokens_of([*generate(model, prompt, 80, method=name)]) for name in ("ar", "reuse")]
+    texts.append(tokens_of([*generate(model, prompt, 80, method="auto", options=options)]))
+    assert texts[0] == texts[1] == texts[2]
+    params = PLAIN.__class__(banned=model.eos_ids)
+    found = audit(model.target, prompt, texts[0], params, 0)
+    assert found.ok
+    assert found.measured > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "match"),
+    [
+        ({}, "magicdec", "magicdec drafts by the model itself, whose recurrent layers"),
+        ({}, "tokenswift", "tokenswift drafts by the model itself, whose recurrent layers"),
+        ({"draft_weights": "int4"}, "ar", "has recurrent layers, for which there is no such thing yet"),
+        ({"draft_model": "itself"}, "standalone", "has recurrent layers, and what they have seen cannot be taken back"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(folder: str, options: dict[str, str], method: str, match: str) -> None:
+    options = {name: folder if value == "itself" else value for name, value in options.items()}
+    with pytest.raises(InputError, match=match):
+        generate(load(folder, device="cpu", attention="sdpa", **options), "The ship", 5, method=method)
+
+
+def test_functions_of_transformers_stay_the_same_elsewhere(folder: str) -> None:
+    """A model that is wrapped gives its own logits when transformers calls it, and so does another one."""
+    target = exact_target(DELTA, torch.float32)
+    ids = torch.tensor([random_prompt(30)])
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    before = other(ids, use_cache=False).logits
+    kv = FullKV(target.kv_shape, 30)
+    prefill(target, ids[0].tolist(), kv)
+    assert torch.equal(other(ids, use_cache=False).logits, before)
