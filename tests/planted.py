@@ -204,7 +204,7 @@ FAULTS = [
     Fault("the token drawn at the root ends every path", "decoding/loop.py", LOOP,
           "+ [drawn[path[-1]]]", "+ [drawn[path[0]]]"),
     Fault("plain steps are not taken back", "decoding/loop.py", DEVICE,
-          "            kv.length = held", "            kv.length = held + 1"),
+          "            kv.rewind(mark)", "            kv.length = mark.length + 1"),
     Fault("a resumed text forgets its first token", "decoding/loop.py", LOOP,
           "[*prompt, *written]", "[*prompt, *written[1:]]"),
     # on the device
