@@ -81,7 +81,7 @@ from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note,
 from tswift.models.gguf import SUFFIX
 from tswift.models.shapes import HEADS, StandInTokenizer, random_weights
 from tswift.native_build import cache_folder
-from tswift.speculators.formats import SpeculatorFile, drafter_of
+from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
 from tswift.speculators.heads import (
     HEAD_TYPES,
     Heads,
@@ -285,17 +285,19 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             raise InputError(f"{asked.model} has random weights, which are not split", "model")
         loaded, note = _open(plan, ranks)
         target, source = loaded.target, plan.heads
-        if plan.drafter is not None:  # before anything is prepared: passes have to give its taps
-            plan.drafter.load(target, simulated)
+        drafter = plan.drafter
+        if drafter is not None and drafter.layout == NATIVE and not (drafter.tensors or simulated):
+            drafter = native_head(_snapshot(asked.model), plan.config)
+        if drafter is not None:  # before anything is prepared: passes have to give its taps
+            drafter.load(target, simulated)
         if source == ON_HUB:
-            with hub(), as_input_error(asked.model):  # where its files were put
-                source = Path(cached_file(asked.model, CONFIG_NAME)).parent
+            source = Path(_snapshot(asked.model))
         loaded = replace(
             loaded,
             heads=_load_heads(source, target, simulated),
             heads_found=plan.heads_found,
             eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
-            drafter_name=asked.drafter,
+            drafter_name=asked.drafter or (None if drafter is None else asked.model),
             yarn=asked.yarn,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
             exact=_prepare(target, loaded.attention, note, asked.exact),
@@ -308,6 +310,12 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         if plan.coded or plan.packed:
             give_back()  # what was needed to make codes is more than they take
         return loaded
+
+
+def _snapshot(model: str) -> str:
+    """The folder where the files of a hub id were put."""
+    with hub(), as_input_error(model):
+        return str(Path(cached_file(model, CONFIG_NAME)).parent)
 
 
 @dataclass(frozen=True)
@@ -406,7 +414,9 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
     if reduced is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(reduced, config, device, dtype)
-    drafter = None if asked.drafter is None else drafter_of(asked.drafter, config, simulated)
+    drafter = None if ranks.count > 1 else native_head(asked.model, config)
+    if asked.drafter is not None:
+        drafter = drafter_of(asked.drafter, config, simulated)
     source = heads_source(asked.model, config, asked.heads)
     return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, source, held, packed)
 

@@ -36,7 +36,7 @@ from tswift.errors import InputError
 from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
-from tswift.speculators.networks import SpeculatorSpec
+from tswift.speculators.networks import MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
     from tswift.loading import ModelSpec
@@ -166,7 +166,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         if steady:
             arms["medusa, tree auto"] = medusa(models, paying)
     if target.speculator is not None:
-        arms["block" if target.speculator.spec.block else "eagle"] = network(beside, paying)
+        arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
         arms["cascade"] = cascade(beside, options)
     if memory is not None:
@@ -266,6 +266,7 @@ BUILDERS: dict[str, Builder] = {
     "triforce": triforce,
     "block": network,
     "eagle": network,
+    "mtp": network,
     "auto": auto,
     "ar-reference": ar,
 }
@@ -349,6 +350,8 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
         ]
         message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
         raise InputError(message, "method")
+    if name == MTP and (network is None or network.kind != MTP):
+        raise InputError("mtp drafts with the model's own MTP head, and it has none that is served", "method")
     if method.networks and (network is None or network.kind not in method.networks):
         there = "there is none" if network is None else f"this one is {network.kind}"
         raise InputError(f"{name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}", "drafter")

@@ -204,6 +204,7 @@ METHODS: dict[str, Method] = {
     "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
     "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
+    "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",)),
     "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
     "ar-reference": Method(reference=True),
 }

@@ -1,4 +1,4 @@
-"""Drafting with published drafters (DSpark, DFlash, EAGLE-3), which read states of the target's layers."""
+"""Drafting with published drafters (DSpark, DFlash, EAGLE-3, MTP heads), which read states of the target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
 from tswift.forward.passes import Forwarded, PassCosts
 from tswift.sampling.rule import Sampler
-from tswift.speculators.networks import BlockSpeculator, EagleSpeculator
+from tswift.speculators.networks import MTP, DraftNetwork
 
 BEAM = 5  # nodes of a level that are gone on with
 
@@ -45,7 +45,7 @@ class NetworkSource(Source):
 
     def __init__(
         self,
-        network: BlockSpeculator | EagleSpeculator,
+        network: DraftNetwork,
         levels: int,
         window: tuple[int, int],
         shared_noise: bool,
@@ -53,7 +53,7 @@ class NetworkSource(Source):
         widths: Sequence[int] | None = None,
     ) -> None:
         target, spec, device = network.target, network.spec, network.target.device
-        self.name = "block" if spec.block else "eagle"
+        self.name = spec.method
         self._network, self._target, self._levels, self._shared_noise = network, target, levels, shared_noise
         self._widths, self._proposed = widths, False
         self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
@@ -74,11 +74,16 @@ class NetworkSource(Source):
         self._run: Callable[[], Tensor] | None = None
         self._found: Tensor | None = None
 
+    def _read(self, forwarded: Forwarded) -> Tensor:
+        """``[n, M * H]``: what the drafter reads of a pass."""
+        states = forwarded.hidden if self._network.spec.kind == MTP else forwarded.layer_states
+        assert states is not None
+        return states
+
     @torch.inference_mode()
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take in the pass over the next chunk of the prompt."""
-        assert forwarded.layer_states is not None
-        self._new = torch.cat([self._new, forwarded.layer_states])
+        self._new = torch.cat([self._new, self._read(forwarded)])
         self._flush(context.text)
 
     @torch.inference_mode()
@@ -87,9 +92,8 @@ class NetworkSource(Source):
         count = context.kv.length - self._first - len(self._new)
         if count <= 0 or context.last is None:
             return
-        assert context.last.layer_states is not None
         nodes = torch.tensor(context.path[-count:]).to(self._target.device, non_blocking=True)
-        self._new = torch.cat([self._new, context.last.layer_states.index_select(0, nodes)])
+        self._new = torch.cat([self._new, self._read(context.last).index_select(0, nodes)])
         if len(self._new) > self._rows:
             self._flush(context.text)
 

@@ -45,7 +45,7 @@ from tswift.forward.recurrent import StatePass, passing, serve_states, state_sha
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
-    from tswift.speculators.networks import BlockSpeculator, EagleSpeculator, SpeculatorSpec
+    from tswift.speculators.networks import DraftNetwork, SpeculatorSpec
 
 OnProgress = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _REPLAYED = 4  # passes that follow each other from which on it pays to capture one
@@ -112,7 +112,7 @@ class Target:
         # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch makes them
         self.program: PassProgram | None = None
         self._bounded: list[tuple[int, int]] | None = None  # the weights that the steps of int16 follow from
-        self.speculator: BlockSpeculator | EagleSpeculator | None = None  # it reads states of the layers
+        self.speculator: DraftNetwork | None = None  # it reads states of the layers
         self.speculator_spec: SpeculatorSpec | None = None
         self._decoder, self._output = model.get_decoder(), output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -159,7 +159,7 @@ class Target:
         """Let a C program make passes, or PyTorch again."""
         self.program = program
 
-    def set_speculator(self, speculator: BlockSpeculator | EagleSpeculator) -> None:
+    def set_speculator(self, speculator: DraftNetwork) -> None:
         """Have a published drafter, which reads states of its layers."""
         self.speculator = speculator
         self.speculator_spec = speculator.spec

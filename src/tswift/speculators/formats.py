@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, renaming
@@ -26,13 +27,25 @@ from tswift.models.checkpoint import (
     as_input_error,
     check_tensors,
     find_source,
+    gguf_of,
     hub,
+    is_moe,
     read_into,
     read_object,
     stored_tensors,
 )
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
-from tswift.speculators.networks import DFLASH, DSPARK, EAGLE3, BlockSpeculator, EagleSpeculator, SpeculatorSpec, build
+from tswift.speculators.networks import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    MTP,
+    DraftNetwork,
+    EagleSpeculator,
+    SpeculatorSpec,
+    build,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +57,9 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at 
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 _COMPARED = 64  # rows of a copy that are compared with the target's own
 
+NATIVE = "the model's own"
+_NATIVE_LAYER = "mtp.layers.0."
+_OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")  # of a rotary embedding; others are text's
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}  # before its parameters
@@ -84,7 +100,7 @@ class SpeculatorFile:
         if reason:
             raise _refused(self.path, reason)
 
-    def load(self, target: Target, any_model: bool = False) -> BlockSpeculator | EagleSpeculator:
+    def load(self, target: Target, any_model: bool = False) -> DraftNetwork:
         """Read the weights, in the target's dtype and on its device; its passes give the taps from now on.
 
         Args:
@@ -113,6 +129,10 @@ class SpeculatorFile:
         with torch.device("meta"):
             network = build(self.spec, target)
         read_into(network, self.tensors, target.dtype, target.device, OPTION)
+        if self.layout == NATIVE:
+            for part in network.modules():
+                if isinstance(part, nn.RMSNorm):
+                    part.weight.add_(1)  # stored is what it is more than one
         if isinstance(network, EagleSpeculator) and "d2t" in self.tensors:
             ids = network.d2t.cpu() + torch.arange(self.spec.draft_vocab)
             if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
@@ -120,11 +140,12 @@ class SpeculatorFile:
         return attached(network)
 
 
-def attached(network: BlockSpeculator | EagleSpeculator) -> BlockSpeculator | EagleSpeculator:
+def attached(network: DraftNetwork) -> DraftNetwork:
     """A drafter at its target, whose passes give its taps from now on."""
     target = network.target
     try:
-        target.tap(network.spec.tapped(target.kv_shape.layers))
+        if network.spec.kind != MTP:  # which reads what every pass gives
+            target.tap(network.spec.tapped(target.model.config.get_text_config().num_hidden_layers))
     except UnsupportedModel as error:
         raise InputError(f"does not go with this model, which has {error}", OPTION) from None
     target.set_speculator(network.eval().requires_grad_(False))
@@ -161,6 +182,47 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
     found = find_drafter(_folder(name))
     found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
     return found
+
+
+def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
+    """The head for multi-token prediction in a model's own checkpoint; None if it has none that is served.
+
+    Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
+    """
+    text = config.get_text_config()
+    if not text.model_type.startswith("qwen3_5") or is_moe(config) or gguf_of(model) is not None:
+        return None
+    rope, size = dict(text.rope_parameters), text.head_dim
+    spec = SpeculatorSpec(
+        kind=MTP,
+        hidden_size=text.hidden_size,
+        inner_size=text.intermediate_size,
+        layers=1,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=size,
+        vocab_size=text.vocab_size,
+        eps=text.rms_norm_eps,
+        rope={name: value for name, value in rope.items() if name not in _OF_IMAGES},
+        tap_size=text.hidden_size,
+        tap_count=1,
+        norm_output=True,
+        gated=True,
+        rotated=int(size * rope.get("partial_rotary_factor", 1.0)),
+    )
+    folder = None if model.startswith(SHAPE_PREFIX) else find_source(model)[1]
+    if folder is None:
+        said = getattr(text, "mtp_num_hidden_layers", 0)
+        return SpeculatorFile(Path(model), NATIVE, spec, {}, {}, ()) if said else None
+    stored = {name: each for name, each in stored_tensors(folder).items() if name.startswith("mtp.")}
+    if not stored:
+        return None
+    with torch.device("meta"):
+        shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+    published = {name: f"mtp.{name}".replace("mtp.midlayer.", _NATIVE_LAYER) for name in shapes}
+    wanted = {published[name]: shape for name, shape in shapes.items()}
+    check_tensors(folder, stored, wanted, (), "MTP head of the configuration", "model")
+    return SpeculatorFile(folder, NATIVE, spec, {name: stored[published[name]] for name in shapes}, {}, ())
 
 
 def is_drafter(folder: Path) -> bool:

@@ -1,8 +1,8 @@
-"""Published drafters as modules: block drafters (DSpark, DFlash) and EAGLE-3, over a windowed cache of their own.
+"""Published drafters as modules: block drafters (DSpark, DFlash), EAGLE-3 and a model's own MTP head, over a window.
 
-They read the target's states after some of its layers (taps). A block drafter guesses a whole block in one pass;
-EAGLE-3 guesses token by token, fed with its own. Either way a round is a few passes of known sizes: nothing in it waits
-for the device, so that one CUDA graph can hold it.
+They read the target's states after some of its layers (taps), an MTP head those after its final norm. A block drafter
+guesses a whole block in one pass; the others guess token by token, fed with their own. Either way a round is a few
+passes of known sizes: nothing in it waits for the device, so that one CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from tswift.caches import KVShape, WindowKV
 from tswift.forward.target import Target
 
-DSPARK, DFLASH, EAGLE3 = "dspark", "dflash", "eagle3"
+DSPARK, DFLASH, EAGLE3, MTP = "dspark", "dflash", "eagle3", "mtp"
 _EAGLE_LEVELS = 6  # as many as a pass each is worth
 _EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
 
@@ -29,7 +29,7 @@ _EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the
 class SpeculatorSpec:
     """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
 
-    kind: str  # ``dspark``, ``dflash`` or ``eagle3``
+    kind: str  # ``dspark``, ``dflash``, ``eagle3`` or ``mtp``
     hidden_size: int  # this and the next seven as in transformers' configurations
     inner_size: int
     layers: int
@@ -55,6 +55,13 @@ class SpeculatorSpec:
     norm_output: bool = False
     input_norm: bool = False
     fc_norm: bool = False
+    gated: bool = False  # whether a gate beside each query decides what attention gives
+    rotated: int = 0  # numbers of a head that are turned by its position; 0 for all
+
+    @property
+    def method(self) -> str:
+        """The method that drafts with it."""
+        return "block" if self.block else "mtp" if self.kind == MTP else "eagle"
 
     def tapped(self, layers: int) -> tuple[int, ...]:
         """After which layers of a target with so many the states are read (the three are SafeAILab's)."""
@@ -62,7 +69,7 @@ class SpeculatorSpec:
 
     @property
     def count(self) -> int:
-        """Most tokens that it drafts along a path."""
+        """Most tokens that it drafts along a path; a pass each, where it has no blocks."""
         return self.block - self.in_place if self.block else _EAGLE_LEVELS
 
     def slots(self, levels: int, beam: int) -> int:
@@ -81,11 +88,13 @@ class SpeculatorSpec:
             itemsize: bytes of a number.
             budget: tokens of the window.
             levels: tokens drafted along a path.
-            lm_head: weights of the target's LM head, which a block drafter shares.
+            lm_head: weights of the target's LM head, which all but EAGLE-3 share.
         """
         sizes = self.weights()
         read = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name)
         window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
+        if self.kind == MTP:
+            return itemsize * levels * (read + window + lm_head)
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
             return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
         return itemsize * (read + window + lm_head + again * self.rank * self.vocab_size)
@@ -100,7 +109,7 @@ class SpeculatorSpec:
             hidden_size=self.hidden_size,
             intermediate_size=self.inner_size,
             num_attention_heads=1,
-            head_dim=self.head_dim,
+            head_dim=self.rotated or self.head_dim,
             rope_parameters=dict(self.rope),
         )
 
@@ -115,12 +124,13 @@ class Rotary(nn.Module):
         self.rates, self.scale = made.inv_freq.float(), float(made.attention_scaling)
 
     def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``[heads, n, d]`` to ``positions`` ``[n]``."""
+        """Rotate ``[heads, n, d]``, or the first numbers of each head, to ``positions`` ``[n]``."""
         self.rates = self.rates.to(rows.device)
         angles = positions[:, None].float() * self.rates
         cos, sin = ((turn * self.scale).to(rows.dtype) for turn in (angles.cos(), angles.sin()))
-        first, second = rows.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        count = len(self.rates)
+        first, second, rest = rows.split([count, count, rows.shape[-1] - 2 * count], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 class LayerKV(Protocol):
@@ -139,7 +149,8 @@ class DrafterAttention(nn.Module):
     def __init__(self, spec: SpeculatorSpec, width: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, size = spec.heads, spec.kv_heads, spec.head_dim
-        self.q_proj = nn.Linear(width, spec.heads * size, bias=False)
+        self.gated = spec.gated
+        self.q_proj = nn.Linear(width, spec.heads * size * (1 + spec.gated), bias=False)
         self.k_proj, self.v_proj = (nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2))
         self.o_proj = nn.Linear(spec.heads * size, spec.hidden_size, bias=False)
         self.q_norm, self.k_norm = (nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2))
@@ -153,12 +164,16 @@ class DrafterAttention(nn.Module):
 
     def forward(self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor) -> Tensor:
         """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n or 1, slots]``."""
-        queries = rotary(self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads, -1)).transpose(0, 1)), positions)
+        queries, *gates = self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
+        queries = rotary(self.q_norm(queries.transpose(0, 1)), positions)
         # the query heads of a KV head are its rows: keys and values are not repeated
         packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
         mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
         out = F.scaled_dot_product_attention(packed[None], kv.keys[index][None], kv.values[index][None], mask)[0]
-        return self.o_proj(out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1).flatten(1))
+        mixed = out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1)
+        for gate in gates:
+            mixed = mixed * torch.sigmoid(gate)
+        return self.o_proj(mixed.flatten(1))
 
 
 class _Layer(nn.Module):
@@ -303,8 +318,88 @@ class BlockSpeculator(DraftNetwork):
         return self.norm(rows)
 
 
-class EagleSpeculator(DraftNetwork):
-    """EAGLE-3: row p has the taps of token p and the embedding of token p + 1, and guesses the one after that."""
+class ChainSpeculator(DraftNetwork):
+    """Of one layer: row p has a state of token p and the embedding of token p + 1, and guesses the one after that."""
+
+    midlayer: Any
+    norm: Any
+
+    def states(self, taps: Tensor) -> Tensor:
+        """``[n, H]`` states of tokens whose taps are given."""
+        raise NotImplementedError
+
+    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer's attention reads of states and the tokens after them, and what its output is added to."""
+        raise NotImplementedError
+
+    def scores(self, states: Tensor) -> Tensor:
+        """``[n, V]`` logits of what follows, from states after the final norm."""
+        raise NotImplementedError
+
+    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+        """As :meth:`DraftNetwork.remember`."""
+        states = self.states(taps)
+        self.midlayer.self_attn.remember(0, self.inputs(states, following)[0], places, slots, self.rotary, kv)
+        return states
+
+    def after(self, inputs: tuple[Tensor, Tensor], places: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
+        """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or 1, slots]``."""
+        out = inputs[1] + self.midlayer.self_attn(0, inputs[0], places, self.rotary, kv, seen)
+        return out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
+
+    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
+        states, lines, used = state, seen[None], kv.scratch
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states, lines, used
+            places = (position - 1 + level).expand(len(tokens))
+            if rows is not None:
+                states = states.index_select(0, rows)
+            inputs = self.inputs(states, tokens)
+            if rows is not None:  # the root's row is among those remembered
+                slots = torch.arange(used, used + len(tokens), device=tokens.device)
+                used += len(tokens)
+                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+                self.midlayer.self_attn.remember(0, inputs[0], places, slots, self.rotary, kv)
+            out = self.after(inputs, places, kv, lines)
+            normed = self.norm(out)
+            states = normed if self.spec.norm_output else out
+            return self.scores(normed)
+
+        return logits
+
+
+class MtpSpeculator(ChainSpeculator):
+    """The head for multi-token prediction that a model's own checkpoint has (Qwen3.5): a layer like the model's.
+
+    It reads the model's states after the final norm, and its own after its own norm.
+    """
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        hidden = spec.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (nn.RMSNorm(hidden, spec.eps) for _ in range(2))
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.midlayer, self.norm = _Layer(spec), nn.RMSNorm(hidden, spec.eps)
+
+    def states(self, taps: Tensor) -> Tensor:
+        """As :meth:`ChainSpeculator.states`: the taps are states."""
+        return taps
+
+    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`ChainSpeculator.inputs`."""
+        parts = self.pre_fc_norm_embedding(self.target.embed(tokens)), self.pre_fc_norm_hidden(states)
+        rows = self.fc(torch.cat(parts, -1))
+        return self.midlayer.input_layernorm(rows), rows
+
+    def scores(self, states: Tensor) -> Tensor:
+        """As :meth:`ChainSpeculator.scores`, by the model's LM head."""
+        return self.target.open_logits(states)
+
+
+class EagleSpeculator(ChainSpeculator):
+    """EAGLE-3, with an LM head and perhaps a smaller vocabulary of its own."""
 
     d2t: Tensor  # from an id of the draft vocabulary to what is to be added to it
 
@@ -323,51 +418,32 @@ class EagleSpeculator(DraftNetwork):
         if spec.draft_vocab < spec.vocab_size:
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
-    def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """``[n, 2 H]`` that the attention reads."""
-        embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
-        return torch.cat([self.midlayer.input_layernorm(embeddings), self.midlayer.hidden_norm(states)], -1)
-
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
-        """As :meth:`DraftNetwork.remember`."""
+    def states(self, taps: Tensor) -> Tensor:
+        """As :meth:`ChainSpeculator.states`: all of a token's taps make one."""
         if self.spec.input_norm:
             taps = self.input_norm(taps)
         if self.spec.fc_norm:
             parts = taps.chunk(self.spec.tap_count, -1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        states = self.fc(taps)
-        self.midlayer.self_attn.remember(0, self._inputs(states, following), places, slots, self.rotary, kv)
-        return states
+        return self.fc(taps)
 
-    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
-        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
-        layer, spec = self.midlayer, self.spec
-        states, lines, used = state, seen[None], kv.scratch
+    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`ChainSpeculator.inputs`: attention reads ``[n, 2 H]``."""
+        embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
+        normed = self.midlayer.hidden_norm(states)
+        rows = torch.cat([self.midlayer.input_layernorm(embeddings), normed], -1)
+        return rows, normed if self.spec.norm_before_residual else states
 
-        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-            nonlocal states, lines, used
-            places = (position - 1 + level).expand(len(tokens))
-            if rows is not None:
-                states = states.index_select(0, rows)
-            inputs = self._inputs(states, tokens)
-            if rows is not None:  # the root's row is among those remembered
-                slots = torch.arange(used, used + len(tokens), device=tokens.device)
-                used += len(tokens)
-                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
-                layer.self_attn.remember(0, inputs, places, slots, self.rotary, kv)
-            out = layer.hidden_norm(states) if spec.norm_before_residual else states
-            out = out + layer.self_attn(0, inputs, places, self.rotary, kv, lines)
-            out = out + layer.mlp(layer.post_attention_layernorm(out))
-            normed = self.norm(out)
-            states, own = normed if spec.norm_output else out, self.lm_head(normed)
-            if spec.draft_vocab == spec.vocab_size:
-                return own
-            full = own.new_full((len(own), spec.vocab_size), _EXCLUDED)
-            return full.index_copy_(1, self.d2t + torch.arange(spec.draft_vocab, device=own.device), own)
-
-        return logits
+    def scores(self, states: Tensor) -> Tensor:
+        """As :meth:`ChainSpeculator.scores`."""
+        spec, own = self.spec, self.lm_head(states)
+        if spec.draft_vocab == spec.vocab_size:
+            return own
+        full = own.new_full((len(own), spec.vocab_size), _EXCLUDED)
+        return full.index_copy_(1, self.d2t + torch.arange(spec.draft_vocab, device=own.device), own)
 
 
-def build(spec: SpeculatorSpec, target: Target | None = None) -> BlockSpeculator | EagleSpeculator:
+def build(spec: SpeculatorSpec, target: Target | None = None) -> DraftNetwork:
     """A drafter with uninitialised weights."""
-    return EagleSpeculator(spec, target) if spec.kind == EAGLE3 else BlockSpeculator(spec, target)
+    kinds: dict[str, type[DraftNetwork]] = {EAGLE3: EagleSpeculator, MTP: MtpSpeculator}
+    return kinds.get(spec.kind, BlockSpeculator)(spec, target)
