@@ -25,6 +25,7 @@ from tests.helpers import (
 )
 from tests.reweighted import broken, change, garbage, rounded
 from tswift.attention.sdpa import ROWS
+from tswift.caches import KVShape
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
@@ -59,7 +60,8 @@ def test_options_that_are_not_looked_at() -> None:
 
 def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None) -> Any:
     """The sizes of a model that is not there."""
-    return SimpleNamespace(device=device, groups=groups, most_nodes=most_nodes, speculator_spec=None)
+    shape = KVShape(2, 1, 8, torch.float32, device)
+    return SimpleNamespace(device=device, groups=groups, most_nodes=most_nodes, speculator_spec=None, kv_shape=shape)
 
 
 @pytest.mark.parametrize(
