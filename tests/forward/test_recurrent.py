@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.engine import generate
 from tswift.errors import InputError
+from tswift.forward import recurrent
+from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import load
 
@@ -60,6 +63,44 @@ def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.Monk
         kv.commit([0])
     apart = (target.logits(torch.cat(found)) - expected).abs().max() / expected.std()
     assert apart < 1e-6
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("heads", "keys", "values"), first(1, [(4, 24, 80), (6, 128, 128), (2, 16, 16)]))
+def test_a_tree_a_path_and_single_steps_have_the_same_bits(
+    compiled: bool, heads: int, keys: int, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By parents' states, as a chain, and one by one; in C, which gives nearly what PyTorch does."""
+    if compiled and recurrent._library() is None:
+        pytest.skip("no compiler")
+    count, source = 30, torch.Generator().manual_seed(keys)
+    sizes = {
+        "queries": (2, keys),
+        "keys": (2, keys),
+        "contents": (heads, values),
+        "decays": (heads,),
+        "rates": (heads,),
+    }
+    made = {name: torch.rand(count, *size, generator=source) - 0.5 for name, size in sizes.items()}
+    rows = Rows(**made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)})
+    state = torch.randn(heads, keys, values, generator=source)
+    other = step_states(rows, state, range(count), range(-1, count - 1))
+    if not compiled:
+        monkeypatch.setattr(recurrent, "_library", lambda: None)
+    chosen = Random(1)
+    parents = [-1, *(chosen.randrange(-1, node) for node in range(1, count))]
+    tree = step_states(rows, state, range(count), parents)
+    for leaf in range(count):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain, single = torch.empty_like(state), state.clone()
+        found = step_states(rows, state, path, range(-1, len(path) - 1), chain)
+        singly = torch.cat([step_states(rows, single, [node], [-1], single) for node in path])
+        assert torch.equal(found, tree[path])
+        assert torch.equal(found, singly)
+        assert torch.equal(chain, single)
+    torch.testing.assert_close(step_states(rows, state, range(count), range(-1, count - 1)), other)
 
 
 def plain(target: Target, prompt: Sequence[int], length: int = LENGTH) -> list[int]:

@@ -9,20 +9,25 @@ has the bits of plain decoding by construction. A chunked form sums in another o
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tswift.attention.native import parallel_region
 from tswift.caches import States, StateShape
+from tswift.native_build import Unbuilt, build, widest_vectors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,25 +50,119 @@ def state_shape(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What a gated delta net steps by, node by node: ``[n, heads, ...]``."""
+class Rows:
+    """What the states of a gated delta net are stepped by: a key, what is to be found by it, and how much of it is new.
+
+    ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that follow each other.
+    ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates`` ``[n, heads]``, factors of the state and of what
+    is new.
+    """
 
     queries: Tensor
     keys: Tensor
-    values: Tensor
-    decays: Tensor  # ``[n, heads, 1, 1]``, factors of the state
-    rates: Tensor  # ``[n, heads, 1]``, shares of what is new
+    contents: Tensor
+    decays: Tensor
+    rates: Tensor
 
-    def step(self, state: Tensor, node: int) -> Tensor:
-        """The state ``[heads, keys, values]`` after a node, from that before it."""
-        key = self.keys[node].unsqueeze(-1)
-        state = state * self.decays[node]
-        change = (self.values[node] - (state * key).sum(1)) * self.rates[node]
-        return state + key * change.unsqueeze(1)
 
-    def read(self, state: Tensor, node: int) -> Tensor:
-        """What a node draws from the state after it: ``[heads, values]``."""
-        return (state * self.queries[node].unsqueeze(-1)).sum(1)
+def step_states(
+    rows: Rows, state: Tensor, nodes: Sequence[int], parents: Sequence[int], after: Tensor | None = None
+) -> Tensor:
+    """Step a layer's state ``[heads, keys, values]`` by nodes, each from its parent's: the one way to do so.
+
+    Args:
+        rows: of the nodes and perhaps of others.
+        state: the committed one.
+        nodes: the rows of the nodes.
+        parents: of each its parent's place among them, below 0 for the committed state.
+        after: where the last one's state is to go; it may be the committed one.
+
+    Returns:
+        What each node reads from its state, ``[nodes, heads, values]``.
+    """
+    library = _library() if state.device.type == "cpu" and state.dtype == torch.float32 else None
+    if library is not None:
+        return _step_in_c(library, rows, state, nodes, parents, after)
+    group = state.shape[0] // rows.keys.shape[1]
+    last, states, out = _last_children(parents), dict[int, Tensor](), []
+    for node, (row, parent) in enumerate(zip(nodes, parents, strict=True)):
+        query, key = (each[row].repeat_interleave(group, 0).unsqueeze(-1) for each in (rows.queries, rows.keys))
+        kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
+        change = (rows.contents[row] - (kept * key).sum(1)) * rows.rates[row, :, None]
+        states[node] = kept + key * change.unsqueeze(1)
+        out.append((states[node] * query).sum(1))
+        if last[parent] == node:
+            states.pop(parent, None)
+    if after is not None:
+        after.copy_(states[len(nodes) - 1])
+    return torch.stack(out)
+
+
+def _last_children(parents: Sequence[int]) -> dict[int, int]:
+    """Of each node that has children the last one, after which nobody asks for its state."""
+    return {parent: node for node, parent in enumerate(parents)}
+
+
+class _Call(ctypes.Structure):
+    """``Call`` in recurrence.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("state", "after", "queries", "keys", "contents", "decays", "rates")),
+        *((name, ctypes.c_void_p) for name in ("rows", "from", "to", "out", "scratch", "parallel")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("nodes", "heads", "group", "key_size", "value_size", "states", "threads")
+        ),
+        *((name, ctypes.c_int64) for name in ("taken", "workers")),
+    ]
+
+
+_COLUMNS = 64  # as in recurrence.c
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled recurrence; None if there is none here."""
+    try:
+        return build(Path(__file__).with_name("recurrence.c"), options=widest_vectors())
+    except Unbuilt:
+        return None
+
+
+def _step_in_c(
+    library: ctypes.CDLL,
+    rows: Rows,
+    state: Tensor,
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    after: Tensor | None,
+) -> Tensor:
+    """As :func:`step_states`. A node takes the place of its parent's state, if it is the last one to read that."""
+    last, places, count = _last_children(parents), {-1: 0}, 1
+    read, written = [], []
+    for node, parent in enumerate(parents):
+        read.append(places[parent])
+        if last[parent] == node:
+            places[node] = places[parent]
+        else:
+            places[node], count = count, count + 1
+        written.append(places[node])
+    order = torch.tensor([[*nodes], read, written])
+    heads, keys, values = state.shape
+    out = state.new_empty(len(read), heads, values)
+    threads = torch.get_num_threads()
+    scratch = state.new_empty(threads * count * keys * _COLUMNS)
+    given = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
+    held = [each.contiguous() for each in given]
+    call = _Call(
+        state.data_ptr(),
+        None if after is None else after.data_ptr(),
+        *(each.data_ptr() for each in (*held, *order, out, scratch)),
+        parallel_region(),
+        *(len(read), heads, heads // held[1].shape[1], keys, values, count, threads),
+    )
+    library.tswift_recur(ctypes.byref(call))
+    return out
 
 
 class StatePass:
@@ -85,6 +184,7 @@ class StatePass:
         seen = F.pad(ancestors, (before, 0), value=True)
         self._paths = torch.where(seen, places, -1).sort(1).values[:, -before - 1 :]
         self._parents: list[int] = (self._paths[:, -2] - before).clamp_min(-1).tolist()
+        states.chain = nodes if self._parents == [*range(-1, nodes - 1)] else 0
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
         """The convolution of the next layer: ``[1, channels, rows]`` to the same, with weights ``[channels, taps]``."""
@@ -114,51 +214,28 @@ class StatePass:
             value: ``[1, rows, heads, values]``.
             g, beta: ``[1, rows, heads]``, the logarithm of what the state keeps, and the share of what is new.
         """
-        shape, nodes = self._states.shape, self._nodes
-        query, key = (_normalised(each[0].to(shape.wide)) for each in (query, key))
-        query = query * shape.keys**-0.5
-        query, key = (each.repeat_interleave(shape.heads // each.shape[1], 1) for each in (query, key))
-        decays, rates = g[0].to(shape.wide).exp()[..., None, None], beta[0].to(shape.wide)[..., None]
-        rows = _Rows(query, key, value[0].to(shape.wide), decays, rates)
-        committed, before, out = self._states.matrices[self._layer], dict[int, Tensor](), []
-        children = {parent: node for node, parent in enumerate(self._parents)}  # the last one of each
-        for node, parent in enumerate(self._parents):
-            state = rows.step(committed if parent < 0 else before[parent], node)
-            out.append(rows.read(state, node))
-            if node in children or node + 1 == nodes:
-                before[node] = state
-            if children.get(parent) == node:
-                before.pop(parent, None)
-        # the states after a chain, which often is accepted as it is
-        end = before[nodes - 1] if self._parents == list(range(-1, nodes - 1)) else None
-        shift = self._states.replays[self._layer]
-        self._states.replays[self._layer] = partial(_replay, shift, committed, rows, nodes, end)
-        padding = value.new_zeros(value.shape[1] - nodes, *value.shape[2:])
-        return torch.cat([torch.stack(out).to(query.dtype).to(value.dtype), padding]).unsqueeze(0)
+        states, wide = self._states, self._states.shape.wide
+        query, key = (_normalised(each[0].to(wide)) for each in (query, key))
+        rows = Rows(query * states.shape.keys**-0.5, key, value[0].to(wide), g[0].to(wide).exp(), beta[0].to(wide))
+        committed, ahead = states.matrices[self._layer], states.ahead[self._layer]
+        out = step_states(rows, committed, range(self._nodes), self._parents, ahead if states.chain else None)
+        states.replays[self._layer] = partial(_replay, states.replays[self._layer], committed, rows)
+        padding = value.new_zeros(value.shape[1] - self._nodes, *value.shape[2:])
+        return torch.cat([out.to(value.dtype), padding]).unsqueeze(0)
 
 
-def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int]) -> None:
+def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int], whole: bool) -> None:
     """Let the newest rows before a convolution be those of accepted nodes."""
     kept.copy_(torch.cat([kept, own[list(nodes)]])[-len(kept) :])
 
 
 def _replay(
-    shift: Callable[[Sequence[int]], None],
-    state: Tensor,
-    rows: _Rows,
-    count: int,
-    end: Tensor | None,
-    nodes: Sequence[int],
+    shift: Callable[[Sequence[int], bool], None], state: Tensor, rows: Rows, nodes: Sequence[int], whole: bool
 ) -> None:
-    """Step a layer's state by accepted nodes, of so many; ``end`` is what all of them lead to, if that is known."""
-    shift(nodes)
-    after = state
-    if end is not None and len(nodes) == count:
-        after = end
-    else:
-        for node in nodes:
-            after = rows.step(after, node)
-    state.copy_(after)
+    """Step a layer's state by accepted nodes, unless they are the whole pass, whose end is known."""
+    shift(nodes, whole)
+    if not whole:
+        step_states(rows, state, nodes, range(-1, len(nodes) - 1), state)
 
 
 def _normalised(rows: Tensor) -> Tensor:
