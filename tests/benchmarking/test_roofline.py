@@ -44,6 +44,7 @@ from tswift.drafting.options import METHODS
 from tswift.errors import InputError
 from tswift.models.checkpoint import shape_config, skeleton
 from tswift.models.shapes import Shape, shape_of
+from tswift.native_build import widest_vectors
 
 SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20)
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)
@@ -213,7 +214,9 @@ def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
     floats = module.measure_machine(torch.device("cpu"), torch.float32).flops
     rates = [module._multiplied(bits) for bits in (32, 16, 8)]
     assert floats < 1.1 * rates[0]
-    assert 1.5 * rates[0] < rates[1] < 1.2 * rates[2]
+    # without one instruction for it, products of 16 bits take two, of twice as many numbers
+    least = 1.5 if any("vnni" in option for option in widest_vectors()) else 0.8
+    assert least * rates[0] < rates[1] < 1.2 * rates[2]
     assert module._multiplied(64) == 0
 
 

@@ -71,7 +71,8 @@ def dropped(text: Text) -> list[int]:
 
 def second_best(text: Text, closest: bool) -> list[int]:
     best = text.rows()[1].topk(2)
-    index = int((best.values[:, 0] - best.values[:, 1]).argmin()) if closest else MIDDLE
+    leads = best.values[:-1, 0] - best.values[:-1, 1]  # something has to come behind
+    index = int(leads.argmin()) if closest else MIDDLE
     return text.with_token(index, next(each for each in best.indices[index].tolist() if each != text.tokens[index]))
 
 
