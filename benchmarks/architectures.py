@@ -28,6 +28,7 @@ from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.loading import LoadedModel
+from tswift.models.classes import class_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads
 
@@ -83,7 +84,8 @@ class Architecture:
         if self.whole:
             settings = {"text_config": settings, **self.whole}
         torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, self.config)(**settings))
+        config = getattr(transformers, self.config)(**settings)
+        model = class_of(config)(config)
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.ndim > 1:
@@ -123,6 +125,12 @@ _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_pe
 _BIASES = {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, **_OF_16}
 _LAYERS_OF_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _EMBEDDINGS_OF_3N = {"hidden_size_per_layer_input": 8, "laurel_rank": 8, "vocab_size_per_layer_input": 300}
+_OF_4 = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, **_WINDOWED},
+    **{"head_dim": 16, "global_head_dim": 32, "final_logit_softcapping": 30.0},
+}
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
+_EXPERTS_OF_4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 
 # name: configuration class, settings, why it is refused, settings around it
 ARCHITECTURES: dict[str, Architecture] = {
@@ -163,7 +171,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Phi-3 mini 128K (longrope)": (
             "Phi3Config",
             {"original_max_position_embeddings": 64, **_LONGROPE},
-            "rotary embeddings of type longrope",
         ),
         "Gemma": ("GemmaConfig", {"num_key_value_heads": 1, **_OF_16}),
         "Gemma 2 (windows, soft caps)": ("Gemma2Config", {**_OF_16, **_WINDOWED, "query_pre_attn_scalar": 16}),
@@ -177,6 +184,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma 3n": (
             "Gemma3nTextConfig",
             {**_LAYERS_OF_3N, "num_kv_shared_layers": 2, **_WINDOWED, **_OF_8, **_EMBEDDINGS_OF_3N},
+        ),
+        "Gemma 4 (K = V, other heads in global layers)": (
+            "Gemma4TextConfig",
+            {**_OF_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        ),
+        "Gemma 4 E (shared keys and values, embeddings by layer)": (
+            "Gemma4TextConfig",
+            {**_OF_4, **_PER_LAYER, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        ),
+        "Gemma 4 MoE": (
+            "Gemma4TextConfig",
+            {**_OF_4, **_EXPERTS_OF_4, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
+        ),
+        "Gemma 4, with images": (
+            "Gemma4Config",
+            {**_OF_4, **_PER_LAYER},
+            "",
+            {"vision_config": {**_VISION, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None},
         ),
         "GPT-2": ("GPT2Config", {**_UNGROUPED, "n_inner": 48}),
         "GPT-BigCode": ("GPTBigCodeConfig", {**_UNGROUPED, "n_inner": 48}),

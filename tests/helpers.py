@@ -222,7 +222,7 @@ class ToyTarget:
         before = []
         for node, position in enumerate(positions.tolist()):
             parent = [n for n in ancestors[node].nonzero().flatten().tolist() if positions[n] == position - 1]
-            committed = int(kv.keys[0, 0, kv.length - 1, 0]) if kv.length else 0
+            committed = int(kv.buffers[0][0, 0, kv.length - 1, 0]) if kv.length else 0
             before.append(int(tokens[parent[0]]) if parent else committed)
         return Forwarded(torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
 

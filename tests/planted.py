@@ -47,7 +47,17 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 RECURRENT = "forward/test_recurrent.py"
+DIFFER, CLASSES = "forward/test_layers_that_differ.py", "models/test_classes.py"
 FAULTS = [
+    # layers that differ, and models around a decoder
+    Fault("a layer's keys are chosen by its own queries alone", "caches.py", DIFFER,
+          "if other.source == layer]", "if each == layer]"),
+    Fault("shared keys are kept twice", "caches.py", DIFFER, "if own.source == layer:", "if True:"),
+    Fault("tables of embeddings are read as a whole", "models/shapes.py", DIFFER,
+          "if isinstance(module, nn.Embedding)} - {lm_head}", "if isinstance(module, nn.Linear)} - {lm_head}"),
+    Fault("weights that see are read", "models/classes.py", CLASSES, "setattr(module, name, None)", "pass"),
+    Fault("the shorter text's turns", "models/checkpoint.py", CLASSES,
+          '"long_factor" if config.max', '"short_factor" if config.max'),
     # compiled libraries, and paths
     Fault("a library is loaded whatever its content", "native_build.py", BUILDING,
           "if _hash_file(file).read_bytes() == _hash(file):", "if True:"),

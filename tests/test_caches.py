@@ -38,8 +38,8 @@ def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
         assert kv.length == len(kept)
         for layer in range(2):
             expected = torch.tensor(kept).view(1, -1, 1).expand(3, len(kept), 4) * 10 + layer
-            assert torch.equal(kv.keys[layer, :, : kv.length], expected)
-            assert torch.equal(kv.values[layer, :, : kv.length], -expected)
+            assert torch.equal(kv.buffers[0][layer, :, : kv.length], expected)
+            assert torch.equal(kv.buffers[1][layer, :, : kv.length], -expected)
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa"])
@@ -60,8 +60,8 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
     straight = FullKV(target.kv_shape, len(text))
     last = prefill(target, text, straight)
     assert kv.length == straight.length == len(text)
-    torch.testing.assert_close(kv.keys[:, :, : kv.length], straight.keys, rtol=0, atol=1e-11)
-    torch.testing.assert_close(kv.values[:, :, : kv.length], straight.values, rtol=0, atol=1e-11)
+    torch.testing.assert_close(kv.buffers[0][:, :, : kv.length], straight.buffers[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(kv.buffers[1][:, :, : kv.length], straight.buffers[1], rtol=0, atol=1e-11)
     torch.testing.assert_close(hidden[path[-1]], last.hidden[-1], rtol=0, atol=1e-11)
 
 
@@ -99,10 +99,10 @@ class Growing:
 
 def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
     """Positions held by one KV head; fails where an entry is not a copy of its position's, or is there twice."""
-    positions = (partial.values[layer, head, : partial.length, 0] - 10_000 * head - 100_000 * layer).long()
+    positions = (partial.buffers[1][layer, head, : partial.length, 0] - 10_000 * head - 100_000 * layer).long()
     assert ((positions >= 0) & (positions < full.length)).all()
-    assert torch.equal(partial.keys[layer, head, : partial.length], full.keys[layer, head, positions])
-    assert torch.equal(partial.values[layer, head, : partial.length], full.values[layer, head, positions])
+    assert torch.equal(partial.buffers[0][layer, head, : partial.length], full.buffers[0][layer, head, positions])
+    assert torch.equal(partial.buffers[1][layer, head, : partial.length], full.buffers[1][layer, head, positions])
     assert len(set(positions.tolist())) == partial.length
     assert torch.equal(partial.positions(layer)[head], positions)
     return set(positions.tolist())
@@ -124,7 +124,10 @@ def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int]
         if partial.selections > selections and partial.policy.score is not None:
             middle = range(min(sinks, text), text - min(partial.recent, text - min(sinks, text)))
             for layer, head in ROWS:
-                keys, group = full.keys[layer, :, middle.start : middle.stop], growing.queries.unflatten(1, (HEADS, -1))
+                keys, group = (
+                    full.buffers[0][layer, :, middle.start : middle.stop],
+                    growing.queries.unflatten(1, (HEADS, -1)),
+                )
                 score = partial.policy.score(keys, group[layer])[head].tolist() if middle else []
                 ranked[layer, head] = sorted(middle, key=lambda place: -score[place - middle.start])
         if partial.selections > selections:
@@ -262,7 +265,7 @@ def check(kv: StreamingKV) -> None:
     for layer in range(LAYERS):
         for head in range(HEADS):
             wanted = torch.tensor(places).double() + 10_000 * head + 100_000 * layer
-            for buffer, more in ((kv.keys, 0), (kv.values, 0.5)):
+            for buffer, more in zip(kv.buffers, (0, 0.5), strict=True):
                 assert torch.equal(buffer[layer, head, : kv.length], (wanted + more).unsqueeze(-1).expand(-1, DIM))
 
 
@@ -306,7 +309,7 @@ def test_settled_tokens_stay() -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
 def test_keys_and_values_may_lie_in_huge_pages() -> None:
-    buffer = KVShape(1, 1, 64, torch.float32, torch.device("cpu")).allocate(1 << 16)
+    buffer = KVShape(1, 1, 64, torch.float32, torch.device("cpu")).allocate(1 << 16)[0]
     place = buffer.data_ptr() + buffer.nbytes // 2
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -169,5 +169,5 @@ def _words(model: LoadedModel) -> int:
 
 def noisy(kv: KVBuffer) -> None:
     """Fill a cache with noise."""
-    kv.keys.normal_()
-    kv.values.normal_()
+    for buffer in kv.buffers:
+        buffer.normal_()

@@ -1,4 +1,7 @@
-"""KV caches: two preallocated tensors, a length, and scratch slots; of a whole text, of a window, or partial.
+"""KV caches: preallocated tensors, a length, and scratch slots; of a whole text, of a window, or partial.
+
+Layers whose heads are of one number and size share two tensors, one for keys and one for values: in most models all do.
+Layers that read another's keys and values keep none of their own.
 
 A recurrent layer keeps no keys and values but a state of fixed size. The cache of a whole text has both.
 
@@ -17,6 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -27,6 +31,14 @@ _MOST = 2**15 - 1
 _BROKEN = -(2**15)  # stands for NaN and infinity
 _ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _SHALLOW = 8
+
+
+class LayerKV(NamedTuple):
+    """What a layer keeps of a token: KV heads, their size, and whose keys and values it reads, most often its own."""
+
+    heads: int
+    head_dim: int
+    source: int
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,8 @@ class KVShape:
 
     Attributes:
         states: of the model's recurrent layers; None where all layers have keys and values.
+        heads, head_dim: of all layers; of the first where they differ.
+        by_layer: what each layer keeps, where they differ; empty where all keep the same.
         placed: whether a cache whose slots are in no order has to keep positions.
         rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
         steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values that are int16.
@@ -121,6 +135,21 @@ class KVShape:
     rounded: torch.dtype | None = None
     steps: Tensor | None = field(default=None, compare=False, repr=False)
     states: StateShape | None = None
+    by_layer: tuple[LayerKV, ...] = ()
+
+    @cached_property
+    def kept(self) -> Sequence[LayerKV]:
+        """What each layer keeps."""
+        return self.by_layer or [LayerKV(self.heads, self.head_dim, layer) for layer in range(self.layers)]
+
+    @cached_property
+    def alike(self) -> dict[tuple[int, int], list[int]]:
+        """The layers with keys and values of their own, by the number and size of their heads."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for layer, own in enumerate(self.kept):
+            if own.source == layer:
+                found.setdefault((own.heads, own.head_dim), []).append(layer)
+        return found
 
     @property
     def eps(self) -> float:
@@ -138,7 +167,8 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+        numbers = sum(heads * size * len(layers) for (heads, size), layers in self.alike.items())
+        return 2 * numbers * self.dtype.itemsize
 
     def narrowed(self, numbers: Tensor, part: int, layer: int) -> Tensor:
         """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept."""
@@ -161,10 +191,13 @@ class KVShape:
         """Where kept numbers are not finite."""
         return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
-    def allocate(self, capacity: int) -> Tensor:
-        """Uninitialised ``[layers, heads, capacity, head_dim]``."""
-        made = torch.empty(self.layers, self.heads, capacity, self.head_dim, dtype=self.dtype, device=self.device)
-        ask_for_huge_pages(made)
+    def allocate(self, capacity: int) -> list[Tensor]:
+        """Uninitialised ``[layers, heads, capacity, head_dim]``, for keys and values of each kind of layers."""
+        made = []
+        for (heads, size), layers in self.alike.items():
+            for _ in range(2):
+                made.append(torch.empty(len(layers), heads, capacity, size, dtype=self.dtype, device=self.device))
+                ask_for_huge_pages(made[-1])
         return made
 
 
@@ -179,12 +212,14 @@ def ask_for_huge_pages(buffer: Tensor) -> None:
 
 
 class KVBuffer:
-    """Preallocated keys and values ``[layers, heads, capacity, head_dim]``, and how many tokens of them count.
+    """Preallocated keys and values, and how many tokens of them count.
 
     Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
 
     Attributes:
-        rows: on the CPU, the keys' and the values' bytes ``[layers, heads, capacity, bytes]``; else empty.
+        buffers: keys and values ``[layers, heads, capacity, head_dim]`` of layers that are alike, then of others.
+        keys, values: ``[heads, capacity, head_dim]`` of each layer: parts of these.
+        rows: on the CPU, the buffers' bytes ``[layers, heads, capacity, bytes]``; else empty.
         states: of recurrent layers; None without any, and in caches of a part of a text.
     """
 
@@ -192,15 +227,25 @@ class KVBuffer:
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         self.shape, self.capacity, self.length = shape, capacity, 0
-        self.keys, self.values = shape.allocate(capacity), shape.allocate(capacity)
+        self.buffers = shape.allocate(capacity)
+        own: dict[int, tuple[Tensor, Tensor]] = {}
+        for layers, pair in zip(shape.alike.values(), self.pairs, strict=True):
+            own |= {layer: (pair[0][at], pair[1][at]) for at, layer in enumerate(layers)}
+        self.keys = [own[kept.source][0] for kept in shape.kept]
+        self.values = [own[kept.source][1] for kept in shape.kept]
         # NumPy's views of the bytes: to move a few tokens, PyTorch takes four times as long
         on_host = shape.device.type == "cpu"
-        self.rows = [each.view(torch.uint8).numpy() for each in (self.keys, self.values)] if on_host else []
+        self.rows = [each.view(torch.uint8).numpy() for each in self.buffers] if on_host else []
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers, of keys and of values."""
+        return list(zip(self.buffers[::2], self.buffers[1::2], strict=True))
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.keys.nbytes + self.values.nbytes
+        return sum(each.nbytes for each in self.buffers)
 
     def positions(self, layer: int) -> Tensor:
         """``[heads or 1, length]`` positions in the text of the tokens held."""
@@ -213,9 +258,10 @@ class KVBuffer:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
         end, shape = self.length + keys.shape[1], self.shape
-        self.keys[layer, :, self.length : end] = shape.narrowed(keys, 0, layer)
-        self.values[layer, :, self.length : end] = shape.narrowed(values, 1, layer)
-        return shape.widened(self.keys[layer, :, :end], 0, layer), shape.widened(self.values[layer, :, :end], 1, layer)
+        own, others = self.keys[layer], self.values[layer]
+        own[:, self.length : end] = shape.narrowed(keys, 0, layer)
+        others[:, self.length : end] = shape.narrowed(values, 1, layer)
+        return shape.widened(own[:, :end], 0, layer), shape.widened(others[:, :end], 1, layer)
 
     def commit(self, slots: Sequence[int]) -> None:
         """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
@@ -226,8 +272,8 @@ class KVBuffer:
                 for rows in self.rows:
                     rows[:, :, start : start + count] = rows[:, :, places]
             else:
-                chosen = torch.tensor(slots).to(self.keys.device, non_blocking=True) + start
-                for buffer in (self.keys, self.values):
+                chosen = torch.tensor(slots).to(self.shape.device, non_blocking=True) + start
+                for buffer in self.buffers:
                     buffer[:, :, start : start + count] = buffer.index_select(2, chosen)
         self.advance(count)
 
@@ -273,8 +319,8 @@ class FullKV(KVBuffer):
     def copy_from(self, other: FullKV) -> None:
         """Copy another cache of the same model."""
         self.length = other.length
-        self.keys[:, :, : self.length] = other.keys[:, :, : self.length]
-        self.values[:, :, : self.length] = other.values[:, :, : self.length]
+        for own, theirs in zip(self.buffers, other.buffers, strict=True):
+            own[:, :, : self.length] = theirs[:, :, : self.length]
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states)
 
@@ -352,10 +398,10 @@ class StreamingKV(RecentKV):
         moves = {slot: position + offset for slot, position in moves.items() if slot != position + offset}
         parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
         packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
-        sent = packed.to(self.keys.device, non_blocking=True).split([*map(len, parts)])
+        sent = packed.to(self.shape.device, non_blocking=True).split([*map(len, parts)])
         self._positions.index_copy_(0, sent[0], sent[1])
         if moves:
-            for buffer in (self.keys, self.values):
+            for buffer in self.buffers:
                 buffer.index_copy_(2, sent[2], buffer.index_select(2, sent[3]))
         self.length = self._held + self.seen - after
 
@@ -374,14 +420,14 @@ class WindowKV(RecentKV):
     def __init__(self, shape: KVShape, budget: int, sinks: int, scratch: int) -> None:
         super().__init__(shape, budget, sinks, 1 + scratch)
         self.scratch = budget + 1
-        self.keys.zero_()  # what nothing attends to is multiplied by 0, which it has to bear
-        self.values.zero_()
+        for buffer in self.buffers:  # what nothing attends to is multiplied by 0, which it has to bear
+            buffer.zero_()
         self.held = torch.zeros(self.capacity, dtype=torch.bool, device=shape.device)
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``, none of them twice but the spare."""
-        self.keys[layer].index_copy_(1, slots, keys.to(self.keys.dtype))
-        self.values[layer].index_copy_(1, slots, values.to(self.values.dtype))
+        self.keys[layer].index_copy_(1, slots, keys.to(self.shape.dtype))
+        self.values[layer].index_copy_(1, slots, values.to(self.shape.dtype))
 
     def hold(self, slots: Tensor) -> None:
         """Committed tokens are in these slots now."""
@@ -477,7 +523,9 @@ class PartialKV(KVBuffer):
         self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
         self._aging: deque[int] = deque()  # slots that new tokens take when none is free, the oldest first
         slots = self.capacity if shape.placed else 0
-        self._positions = torch.zeros(shape.layers, shape.heads, slots, dtype=torch.int64, device=shape.device)
+        self._positions = [
+            torch.zeros(kept.heads, slots, dtype=torch.int64, device=shape.device) for kept in shape.kept
+        ]
         self.device_length: Tensor | None = None  # [] int32, where programs on the device append
 
     @property
@@ -487,17 +535,16 @@ class PartialKV(KVBuffer):
 
     def positions(self, layer: int) -> Tensor:
         """``[heads, length]``: every KV head has selected for itself."""
-        drafted = self.length - self._held
-        self._positions[:, :, self._held : self.length] = self.copied + torch.arange(
-            drafted, device=self._positions.device
-        )
-        return self._positions[layer, :, : self.length]
+        own = self._positions[self.shape.kept[layer].source]
+        drafted = torch.arange(self.length - self._held, device=own.device)
+        own[:, self._held : self.length] = self.copied + drafted
+        return own[:, : self.length]
 
     def clear(self) -> None:
         """Take back what was forwarded over what is held, and committed."""
         self.length = self._held
 
-    def follow(self, full: KVBuffer, queries: Callable[[], Tensor] | None, most: int) -> None:
+    def follow(self, full: KVBuffer, queries: Callable[[], Sequence[Tensor]] | None, most: int) -> None:
         """Keep up with a full cache that has grown; nothing may be committed over what is held.
 
         ``queries`` gives those that :meth:`select` takes; None before the first pass. Room is made for ``most`` tokens,
@@ -524,12 +571,14 @@ class PartialKV(KVBuffer):
             for own, theirs in zip(self.rows, full.rows, strict=True):
                 own[:, :, where] = theirs[:, :, source]
         else:
-            sent = torch.tensor([where, source]).to(self.keys.device, non_blocking=True)
-            for to, other in ((self.keys, full.keys), (self.values, full.values)):
+            sent = torch.tensor([where, source]).to(self.shape.device, non_blocking=True)
+            for to, other in zip(self.buffers, full.buffers, strict=True):
                 whole = other[:, :, before : full.length] if len(kept) == new else other.index_select(2, sent[1])
                 to.index_copy_(2, sent[0], whole)
         if self.shape.placed:
-            self._positions[:, :, where] = torch.tensor(source).to(self._positions.device, non_blocking=True)
+            places = torch.tensor(source).to(self.shape.device, non_blocking=True)
+            for held in self._positions:
+                held[:, where] = places
 
     def track(self) -> None:
         """Keep the length on the device from now on, where :meth:`Attention.append` moves it.
@@ -558,32 +607,34 @@ class PartialKV(KVBuffer):
         self.copied += count
         return places
 
-    def select(self, full: KVBuffer, queries: Tensor) -> None:
+    def select(self, full: KVBuffer, queries: Sequence[Tensor]) -> None:
         """Fill the budget anew: sinks, the newest tokens, and the keys that score highest, by each KV head for itself.
 
-        ``queries`` are ``[layers, query heads, m, head_dim]``, rotated, of the newest tokens.
+        ``queries`` are each layer's ``[query heads, m, head_dim]``, rotated, of the newest tokens. Keys that several
+        layers read are looked at by the queries of all of them.
         """
         text, shape = full.length, self.shape
         held = min(text, self.budget)
         sinks = min(self.sinks, text)
         recent = min(self.recent, text - sinks)
         chosen = held - sinks - recent
-        grouped = queries.unflatten(1, (shape.heads, -1))
-        best = torch.empty(shape.layers, shape.heads, chosen, dtype=torch.int64, device=shape.device)
-        if chosen and self.policy.score is not None:
-            for layer in range(shape.layers):
-                keys = shape.widened(full.keys[layer, :, sinks : text - recent], 0, layer).to(queries.dtype)
-                scores = self.policy.score(keys, grouped[layer])
-                best[layer] = scores.topk(chosen).indices + sinks
         always = [*range(sinks), *range(text - recent, text)]
-        fixed = torch.tensor(always, dtype=torch.int64).to(best.device, non_blocking=True)
-        fixed = fixed.expand(shape.layers, shape.heads, -1)
-        places = torch.cat([fixed, best], dim=-1)
-        if shape.placed:
-            self._positions[:, :, :held] = places
-        order = places.unsqueeze(-1).expand(-1, -1, -1, shape.head_dim)
-        self.keys[:, :, :held] = full.keys.gather(2, order)
-        self.values[:, :, :held] = full.values.gather(2, order)
+        fixed = torch.tensor(always, dtype=torch.int64).to(shape.device, non_blocking=True)
+        for layer, kept in enumerate(shape.kept):
+            if kept.source != layer:
+                continue
+            places = fixed.expand(kept.heads, -1)
+            if chosen and self.policy.score is not None:
+                readers = [each for each, other in enumerate(shape.kept) if other.source == layer]
+                asking = torch.cat([queries[each].unflatten(0, (kept.heads, -1)) for each in readers], 1)
+                keys = shape.widened(full.keys[layer][:, sinks : text - recent], 0, layer).to(asking.dtype)
+                best = self.policy.score(keys, asking).topk(chosen).indices
+                places = torch.cat([places, best + sinks], dim=-1)
+            if shape.placed:
+                self._positions[layer][:, :held] = places
+            order = places.unsqueeze(-1).expand(-1, -1, kept.head_dim)
+            self.keys[layer][:, :held] = full.keys[layer].gather(1, order)
+            self.values[layer][:, :held] = full.values[layer].gather(1, order)
         self._held = self.length = held
         if self.device_length is not None:
             self.device_length.fill_(held)

@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS, choose, why_not
-from tswift.caches import KVShape
+from tswift.caches import KVShape, LayerKV
 from tswift.distributed import ALONE, RANKS, Dist, guard
 from tswift.errors import DecodeError, InputError, renaming, suggesting_names
 from tswift.forward.adapting import (
@@ -70,6 +70,7 @@ from tswift.models.checkpoint import (
     is_moe,
     read_config,
     refuse_misfit,
+    refuse_unsupported,
     silence,
     skeleton,
     stored_tensors,
@@ -79,7 +80,7 @@ from tswift.models.classes import class_of
 from tswift.models.config import DEMO, NO_HEADS, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
 from tswift.models.gguf import SUFFIX
-from tswift.models.shapes import HEADS, StandInTokenizer, random_weights
+from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights
 from tswift.native_build import cache_folder
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
 from tswift.speculators.heads import (
@@ -728,6 +729,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         InputError: it cannot be served exactly.
     """
     name, heads = str(network.config._name_or_path or type(network).__name__), None
+    refuse_unsupported(network.config.get_text_config(), name)
     backend, note = select_backend("auto", network.dtype, network.device, network.config)
     with silence(), as_input_error(name):
         target = wrap_model(network, name, backend, joined=False)  # its weights are not ours to move
@@ -786,6 +788,13 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
     return spec
 
 
+def _by_layer(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
+    """What layers keep, as of :class:`KVShape`: empty where they are alike, as far as a configuration says."""
+    text = config.get_text_config()
+    differ = getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", None)
+    return tuple(kept_by_layer(config)) if differ else ()
+
+
 def _sizes(plan: _LoadPlan) -> ModelSpec:
     asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
     text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
@@ -826,7 +835,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         dtype,
         max_positions(config),
         text.vocab_size,
-        KVShape(layers, kv_heads, size, plan.kv_dtype, plan.device, states=states),
+        KVShape(layers, kv_heads, size, plan.kv_dtype, plan.device, states=states, by_layer=_by_layer(config)),
         groups,
         attention=name,
         most_nodes=most_nodes,

@@ -135,7 +135,7 @@ def test_any_number_of_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (256, torch.float32)])
+@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (256, torch.float32), (512, torch.float32)])
 def test_head_sizes(width: int, dtype: torch.dtype) -> None:
     for nodes in (1, 2, 3, 5, 16, 21):
         check(2, 1, width, 130, nodes, seed=width, dtype=dtype)

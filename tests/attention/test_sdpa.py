@@ -96,7 +96,7 @@ def run(spec: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree:
     positions = ancestors.sum(1) - 1 + (prefix if places is None else int(places.max()) + 1)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
     cache = Cache(prefix, places)
-    ours = MaskedAttention(layout, [AttentionSpec(), spec], cache, positions, ancestors if tree else None)
+    ours = MaskedAttention(layout.dtype, [AttentionSpec(), spec], cache, positions, ancestors if tree else None)
     held = None if places is None else places[1]
     return ours(1, query, keys, values, scale), dense(query, keys, values, ancestors, scale, spec, held, positions)
 
@@ -128,9 +128,7 @@ def test_other_dtypes() -> None:
 def test_keys_before_the_window_are_not_read() -> None:
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 60, 3, torch.float64)
     keys[:, :52] = values[:, :52] = torch.nan  # the first position in the window of the next token, at 60, is 52
-    ours = MaskedAttention(
-        Layout(KV_HEADS, GROUP, torch.float64, CPU), [SPECS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors
-    )
+    ours = MaskedAttention(torch.float64, [SPECS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors)
     assert ours(0, query, keys, values, scale).isfinite().all()
 
 

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from pyarrow import Table, parquet
 
 from tests.benchmarking.helpers import make_measurement, typed
 from tests.rows import every_row
@@ -51,18 +52,49 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [text.name for text in read_workloads([f"{path}:1"])] == ["aime/2024-I-1"]
 
 
+def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
+    """Spec-Bench and SPEED-Bench: what a user says in turns, and a category; in parquet, too."""
+    rows = [
+        {
+            "question_id": 81,
+            "category": "writing",
+            "turns": ["Write a post.", "Shorter."],
+            "id": None,
+            "messages": None,
+        },
+        {"id": "b", "category": "code", "messages": [{"role": "user", "content": "Sort."}], "turns": None},
+    ]
+    (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "s.parquet")
+    for name in ("s.jsonl", "s.parquet"):
+        found = read_workloads([str(tmp_path / name)])
+        assert [(text.name, text.kind, text.text) for text in found] == [
+            ("s/81", "writing", "Write a post."),
+            ("s/b", "code", "Sort."),
+        ]
+    (tmp_path / "broken.parquet").write_text("PAR1")
+    with pytest.raises(InputError, match="parquet cannot be read"):
+        read_workloads([str(tmp_path / "broken.parquet")])
+
+
 @every_row(
     ("words", "line", "message"),
     [
-        (["poems"], "", "no workload 'poems'; there are prose, reasoning, structured and FILE.jsonl"),
+        (
+            ["poems"],
+            "",
+            "no workload 'poems'; there are prose, reasoning, structured and files, FILE.jsonl or FILE.parquet",
+        ),
         (["pros"], "", "did you mean prose?"),
         (["prose:9"], "", "asks for 9 prompts, prose has 5"),
         (["prose:0"], "", "wants at least one prompt, got prose:0"),
         (["prose", "prose:1"], "", "two prompts are called prose/drawing-room"),
         (["nowhere.jsonl"], "", "there is no file nowhere.jsonl"),
         (["FILE"], "{", "line 1 of x.jsonl is not JSON"),
-        (["FILE"], "[]", "line 1 of x.jsonl has no text called prompt, problem, question, question_content or text"),
-        (["FILE"], '{"prompt": 7}', "line 1 of x.jsonl has no text called prompt"),
+        (["FILE"], "[]", "line 1 of x.jsonl is no object"),
+        (["FILE"], '{"prompt": 7}', "line 1 of x.jsonl has no messages, turns, or text called prompt, problem, "),
+        (["FILE"], '{"turns": []}', "line 1 of x.jsonl: its turns are no texts"),
+        (["FILE"], '{"messages": [{"role": "system", "content": "a"}]}', "line 1 of x.jsonl: its messages are no"),
         (["FILE"], '{"prompt": " "}', "line 1 of x.jsonl has nothing but white space"),
         (["FILE"], '{"prompt": "a", "kind": 1}', "line 1 of x.jsonl: its kind or id is no text"),
     ],

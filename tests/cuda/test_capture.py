@@ -136,10 +136,10 @@ def test_a_capture_leaves_the_prompt_alone(graphs, nodes: int) -> None:
     target = target_of(graphs)
     kv = FullKV(target.kv_shape, 60)
     prefill(target, random_prompt(30), kv)
-    before = kv.keys[:, :, :30].clone(), kv.values[:, :, :30].clone()
+    before = kv.buffers[0][:, :, :30].clone(), kv.buffers[1][:, :, :30].clone()
     target.prepare(kv, nodes)
-    assert torch.equal(kv.keys[:, :, :30], before[0])
-    assert torch.equal(kv.values[:, :, :30], before[1])
+    assert torch.equal(kv.buffers[0][:, :, :30], before[0])
+    assert torch.equal(kv.buffers[1][:, :, :30], before[1])
 
 
 def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:

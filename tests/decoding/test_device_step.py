@@ -255,7 +255,7 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
     assert (host.length, host.copied, host.selections) == (device.length, device.copied, device.selections)
     assert host.selections > 2
     assert int(device.device_length) == device.length
-    assert torch.allclose(host.keys[:, :, : host.length], device.keys[:, :, : host.length], atol=1e-9)
+    assert torch.allclose(host.buffers[0][:, :, : host.length], device.buffers[0][:, :, : host.length], atol=1e-9)
 
 
 def tried(dtype: torch.dtype = torch.float64) -> Target:

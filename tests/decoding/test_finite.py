@@ -205,7 +205,7 @@ def test_a_fault_that_does_not_come_again() -> None:
     )
     run = once("ar")
     run.prefill()
-    run._context.kv.values[2, :, 7] = NAN
+    run._context.kv.buffers[1][2, :, 7] = NAN
     assert run_until_broken(run) == ([], (
         "the logits for position 20 are NaN, and keys or values of position 7 are not finite; "
         "a second pass gave finite ones: the memory or the device may be faulty"
@@ -282,7 +282,7 @@ def test_a_broken_drafting_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     def forward(self, tokens, positions, kv, ancestors):
         if not isinstance(kv, PartialKV):
             return right(self, tokens, positions, kv, ancestors)
-        kv.keys.fill_(NAN)
+        kv.buffers[0].fill_(NAN)
         broken.append(right(self, tokens, positions, kv, ancestors))
         return broken[-1]
 

@@ -161,7 +161,7 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, obser
     assert max(step.accepted for step in steps) > 0
     text = [*prompt, *tokens_of(steps)]
     parts = chunks(target, text, FullKV(target.kv_shape, len(text)))
-    queries = torch.cat([part.queries_of(range(len(part.hidden))) for part in parts], dim=2)
+    queries = torch.cat([torch.stack(part.queries_of(range(len(part.hidden)))) for part in parts], dim=2)
     assert len(given) >= 3
     for length, used in given:
-        torch.testing.assert_close(used, queries[:, :, length - observed : length])
+        torch.testing.assert_close(torch.stack([*used]), queries[:, :, length - observed : length])

@@ -80,7 +80,7 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
             if ancestors is not None and mistake == "ancestors":
                 ancestors = torch.ones_like(ancestors).tril()
             if ancestors is not None and mistake == "cache":
-                kv.keys[:, :, kv.length - 1] = 0
+                kv.buffers[0][:, :, kv.length - 1] = 0
             return right(self, tokens, positions, kv, ancestors)
 
         monkeypatch.setattr(Target, "forward", wrong)

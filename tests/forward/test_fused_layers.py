@@ -274,7 +274,7 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     ancestors = tree.ancestors()
     kv = FullKV(target.kv_shape, 40)
     prefill(target, [(7 * at + 3) % 97 for at in range(9)], kv)
-    kv.keys[:, :, 9:] = kv.values[:, :, 9:] = torch.nan
+    kv.buffers[0][:, :, 9:] = kv.buffers[1][:, :, 9:] = torch.nan
     if static:
         target.prepare(kv, 6)
     tokens = torch.arange(6) * 11 % 97
@@ -293,11 +293,13 @@ def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) ->
     (ours, cache), (theirs, other) = tree_pass(target), tree_pass(eager)
     allowed = 1e-5 if dtype == torch.float32 else 0.05
     assert ((ours - theirs).norm() / theirs.norm()) < allowed
-    assert ((cache.keys[:, :, :15] - other.keys[:, :, :15]).norm() / other.keys[:, :, :15].norm()) < allowed
+    assert (
+        (cache.buffers[0][:, :, :15] - other.buffers[0][:, :, :15]).norm() / other.buffers[0][:, :, :15].norm()
+    ) < allowed
     replayed, written = tree_pass(target, static=True)
     assert torch.equal(replayed, ours)
-    assert torch.equal(written.keys[:, :, :15], cache.keys[:, :, :15])
-    assert torch.equal(written.values[:, :, :15], cache.values[:, :, :15])
+    assert torch.equal(written.buffers[0][:, :, :15], cache.buffers[0][:, :, :15])
+    assert torch.equal(written.buffers[1][:, :, :15], cache.buffers[1][:, :, :15])
     separate_layers(target.model)
     assert not is_fused(target.model)
 
@@ -330,7 +332,7 @@ def test_layers_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch, na
     assert ((ours - theirs).norm() / theirs.norm()) < 0.05
     replayed, written = tree_pass(target, static=True)
     assert torch.equal(replayed, ours)
-    assert torch.equal(written.keys[:, :, :15], cache.keys[:, :, :15])
+    assert torch.equal(written.buffers[0][:, :, :15], cache.buffers[0][:, :, :15])
     monkeypatch.setattr(kernels, "MOST_ROWS", 5)
     made.clear()
     tree_pass(target)
@@ -391,7 +393,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monke
     for _ in range(2):
         kv = FullKV(narrow.kv_shape, len(text))
         hidden = [part.hidden for part in chunks(narrow, text, kv, wide + 1)]  # all but a chunk and a token are behind
-        found.append((torch.cat(hidden), kv.keys.clone(), kv.values.clone()))
+        found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
         if not narrow.wide_text:
             assert passes == {wide: 1, wide // 3: 3, 1: 2}
             adapting.try_wide_text(narrow)

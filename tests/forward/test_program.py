@@ -120,7 +120,7 @@ def target_of(
 def filled(target: Target, held: int, room: int) -> FullKV:
     kv = FullKV(target.kv_shape, held + room)
     random = torch.Generator().manual_seed(held)
-    for part, buffer in enumerate((kv.keys, kv.values)):
+    for part, buffer in enumerate(kv.buffers):
         for layer in range(len(buffer)):
             made = torch.empty(buffer.shape[1:]).normal_(generator=random)
             buffer[layer] = kv.shape.narrowed(made, part, layer)
@@ -149,7 +149,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
             kept, target.program = target.program, program
             out = target.forward(*tree[:2], kv, tree[2])
             queries = torch.stack([query[:, :nodes] for query in out.queries])
-            cache = kv.keys.clone(), kv.values.clone()
+            cache = kv.buffers[0].clone(), kv.buffers[1].clone()
             passes.append((out.hidden, out.pre_norm, out.layer_states, queries, target.logits(out.hidden), *cache))
             target.program = kept
         assert torch.equal(passes[0][0], untapped.hidden)
@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
     tokens, positions = torch.arange(nodes) % VOCAB, torch.arange(held, held + nodes)
     kv = filled(target, held, nodes)
     whole = target.forward(tokens, positions, kv, None)
-    logits, keys = target.logits(whole.hidden), kv.keys.clone()
+    logits, keys = target.logits(whole.hidden), kv.buffers[0].clone()
     for size in (1, 2, 5, 6, 7, 13):
         kv.length = held
         for start in range(0, nodes, size):
@@ -173,7 +173,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
             kv.commit(range(len(tokens[part])))
             assert torch.equal(found.hidden, whole.hidden[part])
             assert torch.equal(target.logits(found.hidden), logits[part])
-        assert torch.equal(kv.keys, keys)
+        assert torch.equal(kv.buffers[0], keys)
 
 
 @pytest.mark.slow
@@ -208,8 +208,8 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
         kv, tree = filled(target, 3, 40), tree_of(40, 3)
         target.forward(*tree[:2], kv, tree[2])
         caches.append(kv)
-        assert kv.keys.dtype == kind
-        written.append([buffer[0, :, 3:] for buffer in (kv.keys, kv.values)])
+        assert kv.shape.dtype == kind
+        written.append([buffer[0, :, 3:] for buffer in kv.buffers])
     assert target.program is not None
     assert [target.program.takes(each, 1) for each in caches] == [False, True]
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
@@ -232,13 +232,13 @@ def test_integers_show_what_is_broken() -> None:
         wide = filled(largest, 0, 40)
         largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
         assert steps is not None
-        for part, buffer in enumerate((wide.keys, wide.values)):
+        for part, buffer in enumerate(wide.buffers):
             assert (buffer.abs().amax(2) <= steps[part] * (2**15 - 1)).all()
     embeddings = target.model.get_input_embeddings().weight
     embeddings[3] = torch.nan
     target.forward(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))
-    assert shape.broken(kv.keys)[:, :, 1].all()
-    assert not shape.broken(kv.keys)[:, :, [0, 2]].any()
+    assert shape.broken(kv.buffers[0])[:, :, 1].all()
+    assert not shape.broken(kv.buffers[0])[:, :, [0, 2]].any()
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]])
@@ -258,7 +258,7 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypat
     compiled_pass = PassProgram.__call__
 
     def watched(self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any) -> Any:
-        held.append(kv.shape.widened(kv.keys[0, :, : kv.length], 0, 0))
+        held.append(kv.shape.widened(kv.buffers[0][0, :, : kv.length], 0, 0))
         return compiled_pass(self, tokens, positions, kv, *rest)
 
     monkeypatch.setattr(PassProgram, "__call__", watched)
@@ -424,7 +424,7 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     prefill(target, prompt, after)
     prefill(fresh, prompt, expected)
     assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
-    assert (after.values.int() - expected.values.int()).abs().max() < (1 if program else 100)
+    assert (after.buffers[1].int() - expected.buffers[1].int()).abs().max() < (1 if program else 100)
 
 
 def test_changed_weights_are_packed_anew() -> None:

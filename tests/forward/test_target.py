@@ -9,7 +9,7 @@ import transformers
 from benchmarks.architectures import ARCHITECTURES, WINDOW, Architecture
 from tests.helpers import random_prompt, tiny_llama, tiny_target
 from tswift.attention.sdpa import AttentionSpec
-from tswift.caches import FullKV
+from tswift.caches import FullKV, LayerKV
 from tswift.forward.hf import UnsupportedModel, output_of, probe_attention
 from tswift.forward.target import Target, prefill
 
@@ -108,7 +108,10 @@ def probed(config: str, **settings: object):
 @pytest.mark.parametrize(("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))])
 def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int]) -> None:
     seen = probe_attention(tiny_llama(kind, torch.float32, layers=3))
-    assert (seen.heads, seen.layer_specs, seen.attention_features) == (heads, [AttentionSpec()] * 3, "")
+    ((kv_heads, size), layout) = next(iter(seen.layouts.items()))
+    assert (kv_heads * layout.groups, kv_heads, size) == heads
+    assert seen.kept == [LayerKV(kv_heads, size, layer) for layer in range(3)]
+    assert (seen.layer_specs, seen.attention_features) == ([AttentionSpec()] * 3, "")
 
 
 @pytest.mark.parametrize("window", [1, 7, 511, 512, 100_000])
@@ -162,8 +165,8 @@ def test_masks_of_another_kind(rule, monkeypatch) -> None:
     [
         ({"indices": torch.zeros(1)}, "attention with indices"),
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "masks of its own"),
-        ({"value": torch.zeros(1, 2, 1, 4)}, "heads of several sizes"),
-        ({"key": torch.zeros(1, 1, 1, 8), "value": torch.zeros(1, 1, 1, 8)}, "heads of several sizes"),
+        ({"value": torch.zeros(1, 2, 1, 4)}, "keys and values of different sizes"),
+        ({"query": torch.zeros(1, 2, 1, 8)}, "layers with different numbers of query heads"),
         ({"tswift": None}, "keep arguments from their attention"),
     ],
 )

@@ -35,6 +35,8 @@ KINDS = (
     "Mistral 7B v0.1 (sliding window)",
     "Gemma 2 (windows, soft caps)",
     "Gemma 3 (windows)",
+    "Gemma 4 (K = V, other heads in global layers)",
+    "Gemma 4 E (shared keys and values, embeddings by layer)",
     "GPT-2",  # learned positions
     "LFM2 (short convolutions)",
     "Qwen3.5 to 3.8 (gated delta nets)",
@@ -82,7 +84,7 @@ def exact_target(kind: str, dtype: torch.dtype, attention: type = BatchInvariant
 def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV:
     """A cache with room for ``slots``, of which ``held`` have random keys and values: a prompt in no time."""
     kv, random = FullKV(target.kv_shape, slots), torch.Generator().manual_seed(seed)
-    for buffer in (kv.keys, kv.values):
+    for buffer in kv.buffers:
         buffer.fill_(float("nan"))  # what is not there must not be read
         shape = buffer[:, :, :held].shape
         buffer[:, :, :held] = torch.randn(shape, generator=random).to(buffer)
@@ -96,7 +98,7 @@ def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV
 def state_of(kv: FullKV) -> list[Tensor]:
     """All that a cache holds."""
     states = [] if kv.states is None else [kv.states.rows, kv.states.matrices]
-    return [kv.keys[:, :, : kv.length], kv.values[:, :, : kv.length], *states]
+    return [*(buffer[:, :, : kv.length] for buffer in kv.buffers), *states]
 
 
 def plainly(target: Target, text: Sequence[int], kv: FullKV) -> tuple[Tensor, Tensor]:

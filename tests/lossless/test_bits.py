@@ -144,7 +144,7 @@ def large_chunks(patch: Patch) -> None:
 
     def unpadded(target, tokens, positions, kv, ancestors=None, width=None):
         nodes = len(tokens)
-        attend = target._exact(target._layout, kv.length, nodes, ancestors)
+        attend = target._each(target._exact, kv.length, nodes, ancestors)
         return target._compute(tokens, positions, module.Pass(kv.write, attend, None, nodes, nodes))
 
     for each in ("tests.lossless.models", "tswift.forward.adapting", "tswift.decoding.loop"):

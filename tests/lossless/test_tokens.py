@@ -125,7 +125,7 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
         tokens = [token for step in decoding.steps() for token in step.tokens]
         assert (decoding._stepper is None) == (attention is BatchInvariantAttention)
         kv = decoding._kv
-        found.append((torch.tensor(tokens), kv.keys[:, :, :109], kv.values[:, :, :109]))
+        found.append((torch.tensor(tokens), kv.buffers[0][:, :, :109], kv.buffers[1][:, :, :109]))
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
 
 
@@ -168,7 +168,7 @@ def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(a
         decoding = Decoding(target, prompt, params, 4, drafter, 120, written=plain[:cut])
         assert plain[:cut] + [token for step in decoding.steps() for token in step.tokens] == plain
         kv = decoding._kv
-        held.append(torch.stack([kv.keys[:, :, : LONG + 119], kv.values[:, :, : LONG + 119]]))
+        held.append(torch.stack([kv.buffers[0][:, :, : LONG + 119], kv.buffers[1][:, :, : LONG + 119]]))
     assert all(torch.equal(held[0], other) for other in held[1:])
     assert audit(target, prompt, plain, params, 4).exact == 120
     assert not audit(target, [*prompt, *plain[:60]], plain[60:], params, 4).ok  # the bits of another prompt
@@ -187,7 +187,7 @@ def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -
         if not replayed:
             monkeypatch.setattr("tswift.forward.target._replayed", lambda target, kv: None)
         hidden = [part.hidden for part in chunks(target, text, kv, 200)]
-        found.append((torch.cat(hidden), kv.keys.clone(), kv.values.clone()))
+        found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
         assert len(eager) == (1 if replayed else 25)  # 400 tokens after the prompt's 200
     assert len(captured) == 1
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
@@ -23,7 +25,8 @@ from tswift.caches import FullKV
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM
-from tswift.loading import LoadedModel, inspect_model, load
+from tswift.loading import LoadedModel, adopt, inspect_model, load
+from tswift.models.checkpoint import read_config
 from tswift.models.classes import class_of
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
@@ -109,6 +112,18 @@ def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
     assert all(weight.isfinite().all() for weight in target.model.parameters())
     text = sum(weight.numel() for weight in target.model.parameters())
     assert inspect_model(ModelConfig(model=str(folder), dtype="float64")).weight_bytes == 8 * text
+
+
+@pytest.mark.parametrize(("positions", "kept"), [(512, 2.0), (64, 1.0)])
+def test_a_text_that_grows_long_turns_alike_from_its_start(positions: int, kept: float, tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {**TEXT, "max_position_embeddings": positions, "head_dim": 8, "original_max_position_embeddings": 64}
+    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    config.save_pretrained(tmp_path)
+    read = read_config(str(tmp_path))
+    assert read.rope_parameters["short_factor"] == read.rope_parameters["long_factor"] == [kept] * 4
+    with pytest.raises(InputError, match="rotary embeddings of type longrope"):  # as transformers has loaded it
+        adopt(Phi3ForCausalLM(config))
 
 
 def test_what_does_not_write_from_left_to_right_is_told() -> None:

@@ -156,7 +156,7 @@ def _max_relative_error(backend: type[Attention], layout: Layout, width: int, sp
         if spec:
             depths = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
             cache.length = held
-            expected = MaskedAttention(exact, [spec], cache, depths + held, ancestors)(0, *reference_args)
+            expected = MaskedAttention(exact.dtype, [spec], cache, depths + held, ancestors)(0, *reference_args)
         else:
             expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
         outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]

@@ -20,7 +20,7 @@ from tswift.native_build import Unbuilt, build, widest_vectors
 
 _SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name("pool.c")
 _MAX_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
-_WIDEST = 256  # head size
+_WIDEST = 512  # head size
 _TILE = 16  # head sizes are a multiple
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
 
@@ -41,7 +41,7 @@ class NativeAttention(Attention):
     """Attention for x86 CPUs in float32, bfloat16 and float16.
 
     Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16: see
-    native.c. A path's slots are in the order of its positions. Head sizes that are no multiple of 16 or above 256,
+    native.c. A path's slots are in the order of its positions. Head sizes that are no multiple of 16 or above 512,
     passes with more than 64 nodes and 128 rows per KV head, and those that are differentiated are left to
     :class:`~tswift.attention.sdpa.TreeAttention`.
     """

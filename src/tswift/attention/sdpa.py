@@ -7,7 +7,7 @@ flash-attn, attention as reference implementations do it, layers with windows, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import ClassVar, Protocol
@@ -27,12 +27,13 @@ MAX_WIDTH = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's KV heads, query heads per KV head, and dtype and device of queries, keys and values."""
+    """Layers' KV heads, query heads per KV head, dtype and device of queries, keys and values, and their width."""
 
     kv_heads: int
     groups: int
     dtype: torch.dtype
     device: torch.device
+    width: int = 64
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,27 @@ class ReferenceAttention(Attention):
         return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
 
 
+class AttentionByHeads:
+    """Attention of one pass whose layers have heads of several numbers and sizes: for each of these its own.
+
+    ``attends`` are by the number of KV heads and the head size.
+    """
+
+    def __init__(self, attends: Mapping[tuple[int, int], Attention | BlockwiseAttention]) -> None:
+        self._attends: Mapping[tuple[int, int], Callable[..., Tensor]] = attends
+        self.PADDED = all(attend.PADDED for attend in attends.values())
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec) -> Tensor:
+        """As :meth:`Attention.__call__`."""
+        return self._attends[len(keys), keys.shape[-1]](query, keys, values, scale, **wants)
+
+
 class PerLayerAttention:
     """Attention of one pass by a backend that itself does what each layer's spec (``spec``) says."""
 
-    def __init__(self, attend: Attention | BlockwiseAttention, spec: Sequence[AttentionSpec]) -> None:
+    def __init__(
+        self, attend: Attention | BlockwiseAttention | AttentionByHeads, spec: Sequence[AttentionSpec]
+    ) -> None:
         self._attend: Callable[..., Tensor] = attend
         self.layer_specs, self.PADDED = spec, attend.PADDED
 
@@ -277,13 +295,18 @@ class MaskedAttention:
     PADDED: ClassVar[bool] = False
 
     def __init__(
-        self, layout: Layout, spec: Sequence[AttentionSpec], kv: KVBuffer, positions: Tensor, ancestors: Tensor | None
+        self,
+        dtype: torch.dtype,
+        spec: Sequence[AttentionSpec],
+        kv: KVBuffer,
+        positions: Tensor,
+        ancestors: Tensor | None,
     ) -> None:
         self.layer_specs, self._cache, self._positions = spec, kv, positions
         if ancestors is None:
-            ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=layout.device).tril_()
+            ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=positions.device).tril_()
         self._ancestors = ancestors
-        self._wide = torch.promote_types(layout.dtype, torch.float32)
+        self._wide = torch.promote_types(dtype, torch.float32)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """As :meth:`Attention.__call__`, of one layer."""

@@ -1,7 +1,7 @@
 """Prompts of ``tswift bench``: texts of files, books and workloads, and their tokens.
 
 A workload's prompts are of several kinds, since how much a draft gets right depends on the text: ``prose`` and
-``reasoning`` are bundled, ``structured`` is generated, and FILE.jsonl holds the user's own.
+``reasoning`` are bundled, ``structured`` is generated, and files hold the user's own (see tswift.jobs.prompts).
 """
 
 from __future__ import annotations
@@ -14,27 +14,17 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from tswift.errors import InputError, did_you_mean, find_path, read_file
-from tswift.jobs.config import MAX_BYTES, bundled_prompts, check_prompt, read_prompt
+from tswift.errors import InputError, did_you_mean, find_path
+from tswift.jobs.config import bundled_prompts, read_prompt
+from tswift.jobs.prompts import SUFFIXES, Text, read_lines
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"
-_TEXT = ("prompt", "problem", "question", "question_content", "text")  # of a line, the first of these names that it has
-_ID = ("id", "name", "task_id", "question_id", "slug")
 _ENTRIES = 16  # of a structured text, in the prompt
 _STRUCTURED = 3  # texts where nothing is said: one of each frame
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt before it is encoded."""
-
-    name: str  # a file's, ``pg19:0`` and so on, or ``bundled``; or a workload's
-    text: str
-    kind: str | None = None  # of a workload's
 
 
 @dataclass(frozen=True)
@@ -46,9 +36,9 @@ class Prompt:
     kind: str | None = None
 
 
-def encode(texts: Sequence[Text], model: LoadedModel, longest: int) -> list[Prompt]:
+def encode(texts: Sequence[Text], model: LoadedModel, longest: int, chat: bool = False) -> list[Prompt]:
     """Token ids of the texts, of which none may have fewer than ``longest``; a workload's have as many as they have."""
-    prompts = [Prompt(text.name, model.encode(text.text), text.kind) for text in texts]
+    prompts = [Prompt(text.name, text.encode(model, chat), text.kind) for text in texts]
     for prompt in prompts:
         if prompt.kind is None and len(prompt.tokens) < longest:
             raise InputError(f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill")
@@ -113,11 +103,10 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
         if name in KINDS:
             found = list(islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None)))
-        elif name.endswith(".jsonl"):
-            data = read_file(find_path(name, OPTION), MAX_BYTES, OPTION)
-            found = list(islice(_lines(data, Path(name).name), limit))
+        elif name.endswith(SUFFIXES):
+            found = list(islice(_of_file(find_path(name, OPTION)), limit))
         else:
-            known = f"there are {', '.join(KINDS)} and FILE.jsonl"
+            known = f"there are {', '.join(KINDS)} and files, FILE.jsonl or FILE.parquet"
             raise InputError(f"no workload {name!r:.60}; {known}{did_you_mean(name, KINDS)}", OPTION)
         if limit is not None and len(found) < limit:
             raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
@@ -131,28 +120,12 @@ def _prose() -> Iterator[Text]:
 
 
 def _reasoning() -> Iterator[Text]:
-    return _lines((bundled_prompts() / "reasoning.jsonl").read_bytes(), "reasoning.jsonl")
+    return _of_file(bundled_prompts() / "reasoning.jsonl")
 
 
-def _lines(data: bytes, file: str) -> Iterator[Text]:
-    """The prompts of JSON Lines; their kind is the line's ``kind``, or the file's name."""
-    stem = file.removesuffix(".jsonl")
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {file}"
-        try:
-            given = json.loads(line)
-        except (ValueError, RecursionError):
-            raise InputError(f"{where} is not JSON", OPTION) from None
-        fields = {name.lower(): value for name, value in given.items()} if isinstance(given, dict) else {}
-        text = next((fields[name] for name in _TEXT if name in fields), None)
-        if not isinstance(text, str):
-            raise InputError(f"{where} has no text called {', '.join(_TEXT[:-1])} or {_TEXT[-1]}", OPTION)
-        kind, name = fields.get("kind", stem), next((fields[each] for each in _ID if each in fields), number)
-        if not isinstance(kind, str) or not isinstance(name, (str, int)):
-            raise InputError(f"{where}: its kind or id is no text", OPTION)
-        yield Text(f"{stem}/{name}", check_prompt(text, OPTION, where), kind)
+def _of_file(path: Path) -> Iterator[Text]:
+    """The prompts of a file; their kind is the line's, or the file's name."""
+    return (line.text(path.stem, path.stem, OPTION) for line in read_lines(path, OPTION))
 
 
 class _Slots(dict[str, object]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +28,7 @@ from tswift.cli.output import (
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.jobs.batch import Batch, is_batch, parse_shard, reopen
 from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
@@ -134,11 +135,24 @@ def generate(
             "Output", "With --resume: where a file is damaged, go on from the last sound token.", "--discard-damaged"
         ),
     ] = False,
+    prompts: Annotated[
+        Path | None,
+        options.option("", "JSONL or parquet: a text of each line, all of them in --out.", "--prompts"),
+    ] = None,
+    shard: Annotated[
+        str | None, options.option("", "With --prompts: I/N, every Nth line from the Ith on.", "--shard")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")] = False,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
     """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
+    if prompts is not None or (resume is not None and is_batch(resume)):
+        refused = {"verify": verify, "discard_damaged": discard_damaged}
+        _many(typed, prompts, resume, shard, quiet, [name for name, asked in refused.items() if asked])
+        return
+    if shard is not None:
+        raise InputError("goes with --prompts", "shard")
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "discard_damaged")
     if resume is not None and "out" in typed.values:
@@ -184,6 +198,59 @@ def generate(
         loaded = None if job is None else job.model
         del job  # and with it the KV cache; the audit needs one of its own
         verify_folder(loaded, path, typed.command, quiet, not no_progress)
+
+
+_OF_ONE = ("prompt", "prompt_text", "prefill")  # text
+
+
+def _many(
+    typed: options.Typed,
+    prompts: Path | None,
+    resume: Path | None,
+    shard: str | None,
+    quiet: bool,
+    refused: Sequence[str],
+) -> None:
+    """Make the texts of a file of prompts; each goes to stdout as a line of JSON when it ends."""
+    if prompts is not None and resume is not None:
+        raise InputError("cannot be given together with --prompts", "resume")
+    for name in (*refused, *(name for name in _OF_ONE if name in typed.values)):
+        raise InputError("is for one text; with --prompts there are many", name)
+    if several():
+        raise InputError("works in one process", "prompts")
+    if resume is not None and typed.values:
+        raise InputError("its options are those that it was begun with", next(iter(typed.values)))
+    if resume is None and "out" not in typed.values:
+        raise InputError("is required with --prompts", "out")
+    chosen = parse_shard(shard or "1/1")
+    if resume is None:
+        assert prompts is not None
+        batch = Batch(prompts, typed.values["out"], typed.values)
+    else:
+        batch = reopen(resume)
+    refuse_missing_heads(batch.config.model.heads)
+    batch.claim()
+    with loading_notice(batch.config.model.model, quiet):
+        from tswift.jobs.job import Signals, Stopped
+    made = 0
+    again = f"tswift generate --resume {batch.out}" + (f" --shard {shard}" if shard else "")
+    try:
+        with Signals() as signals:
+            for line in batch.make(batch.of_shard(*chosen), typed.command, signals):
+                made += 1
+                sys.stdout.buffer.write(f"{line}\n".encode())
+                sys.stdout.buffer.flush()
+            gathered = batch.gather()
+    except BrokenPipeError:
+        abandon_stdout()
+        raise typer.Exit(CLOSED_PIPE) from None
+    except Stopped as stop:
+        if not quiet:
+            complain(f"{stop}; {made:,} texts were made, {again} makes the rest")
+        raise typer.Exit(stop.code) from None
+    if not quiet:
+        rest = "other shards have some left" if gathered is None else f"all {len(batch.tasks):,} are in {gathered}"
+        print(f"tswift: {one_line(f'{made:,} texts were made; {rest}')}", file=sys.stderr)
 
 
 def _run(job: Job, display: Display, signals: Signals) -> None:

@@ -210,7 +210,7 @@ def _narrow(target: Target, tokens: Sequence[int], kv: FullKV, before: Mark, ski
     The cache keeps the keys and values that it had.
     """
     slots = slice(before.length, before.length + len(tokens))
-    kept = [(buffer, buffer[:, :, slots].clone()) for buffer in (kv.keys, kv.values)]
+    kept = [(buffer, buffer[:, :, slots].clone()) for buffer in kv.buffers]
     found = []
     for width in _WIDTHS:
         kv.rewind(before)

@@ -318,7 +318,8 @@ class DeviceStepper:
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
         steps = slice(min(self._longest, nodes))
         if nodes > 1:
-            target.backend.keep(kv.keys, kv.values, path.length, path.nodes[steps], path.count)
+            for keys, values in kv.pairs:
+                target.backend.keep(keys, values, path.length, path.nodes[steps], path.count)
         if self._draft is not None:
             self._draft.append(kv, path.slots[steps], path.count)
         state.hidden[:nodes].copy_(forwarded.hidden)
@@ -436,7 +437,7 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         twin.extend(new)
     fresh = FullKV(target.kv_shape, kv.length)
     prefill(target, context.text[:-1], fresh, len(prompt) - 1)
-    for ours, theirs in ((kv.keys, fresh.keys), (kv.values, fresh.values)):
+    for ours, theirs in zip(kv.buffers, fresh.buffers, strict=True):
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0

@@ -320,8 +320,8 @@ def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: Sam
 def _first_lost(kv: KVBuffer) -> int | None:
     """The first token in the cache whose keys or values are not finite in some layer."""
     for start in range(0, kv.length, _TOKENS):
-        fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.keys.device)
-        for buffer in (kv.keys, kv.values):
+        fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.shape.device)
+        for buffer in kv.buffers:
             fine &= ~kv.shape.broken(buffer[:, :, start : start + len(fine)]).any(-1).any(0).any(0)
         if not fine.all():
             return start + int((~fine).nonzero()[0])

@@ -66,7 +66,7 @@ class PartialDraftModel(DraftModel):
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
         super().__init__(target)
         self.kv, self.keys = kv, kv.budget
-        self._observed: Tensor | None = None  # [layers, query heads, m, head_dim] of the newest tokens
+        self._observed: list[Tensor] | None = None  # [query heads, m, head_dim] of the newest tokens, by layer
         target.prepare(kv, nodes)
 
     def cache(self, context: Context) -> PartialKV:
@@ -82,10 +82,10 @@ class PartialDraftModel(DraftModel):
         last, count = context.last, self.kv.policy.observes
         if count > 1 and last is not None:
             new = last.queries_of(context.path[-count:])
-            seen = new if self._observed is None else torch.cat([self._observed, new], dim=2)
-            self._observed = seen[:, :, -count:]
+            held = [layer[:, :0] for layer in new] if self._observed is None else self._observed
+            self._observed = [torch.cat(both, dim=1)[:, -count:] for both in zip(held, new, strict=True)]
 
-        def queries() -> Tensor:
+        def queries() -> list[Tensor]:
             assert last is not None
             return last.queries_of([context.node]) if self._observed is None else self._observed
 

@@ -121,8 +121,8 @@ class _Trial(Drafter):
         self._nodes = 1
         self._right: dict[int, list[int]] = {}  # by the text's length, how it goes on
         self._kv = FullKV(target.kv_shape, max(lengths) + NODES[-1])
-        self._kv.keys.zero_()
-        self._kv.values.zero_()
+        for buffer in self._kv.buffers:
+            buffer.zero_()
         self._samplers: dict[int, Sampler] = {}
         for length in lengths:
             self._samplers[length] = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
@@ -170,7 +170,7 @@ class _Trial(Drafter):
 
     def _begin(self, length: int) -> None:
         """Go back to where the text had that length, whatever has been written since."""
-        for buffer in (self._kv.keys, self._kv.values):
+        for buffer in self._kv.buffers:
             for start in self._samplers:
                 buffer[:, :, start : start + NODES[-1]].zero_()
         self._kv.length = length

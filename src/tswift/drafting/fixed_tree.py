@@ -129,9 +129,9 @@ class FixedTree:
         partial = self._partial
         if partial is not None:
             assert partial.device_length is not None
-            own, full = ((each.keys, each.values) for each in (partial, kv))
             to = self._device["slots"][: len(slots)]
-            self.target.backend.append(own, full, partial.device_length, slots, to, count)
+            for own, full in zip(partial.pairs, kv.pairs, strict=True):
+                self.target.backend.append(own, full, partial.device_length, slots, to, count)
 
     def ready(self, most: int) -> bool:
         """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the verification."""

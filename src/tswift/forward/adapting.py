@@ -43,11 +43,13 @@ PROGRAM = "one C program"
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """KV heads, query heads per KV head, and head size by a model's configuration.
+    """KV heads, query heads per KV head, and head size by a model's configuration, where they differ the first layer's.
 
     Where it does not say: one each, and the usual size.
     """
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # by the first layer
+        text = text.per_layer_config[0]
     heads, kv_heads, size, hidden = (
         value if type(value := getattr(text, name, None)) is int and value > 0 else 0
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
@@ -164,14 +166,14 @@ def fingerprint(target: Target) -> str:
     same, rows = repeated(), range(width)
     _compare(target, (same, [0] * width, repeated), (same, rows, repeated), "its place in the pass")
     whole = chain()
-    written = [buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values)]
+    written = [buffer[:, :, before:].clone() for buffer in kv.buffers]
     _compare(target, (whole, [0], chain), (same, [0], repeated), "other nodes")
     half = width // 2
     _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
     for depth in (0, 1, 2):
         single = partial(alone, depth)
         _compare(target, (whole, [depth], chain), (single(), [0], single), "its ancestors being drafted")
-        for buffer, known in zip((kv.keys, kv.values), written, strict=True):
+        for buffer, known in zip(kv.buffers, written, strict=True):
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
@@ -187,10 +189,12 @@ def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -
     """A cache with random keys and values, as many as a model may have, room for more tokens, and how many it holds."""
     before = max(0, min(held, target.max_positions - more))  # learned positions end
     kv = FullKV(target.kv_shape, before + more)
-    for part, buffer in enumerate((kv.keys, kv.values)):
-        made = torch.randn(buffer[0, :, :before].shape, generator=random).to(target.device)
-        for layer, rows in enumerate(buffer):
-            rows[:, :before] = kv.shape.narrowed(made, part, layer)
+    for part, each in enumerate((kv.keys, kv.values)):
+        drawn: dict[torch.Size, Tensor] = {}  # layers that are alike hold the same
+        for layer, rows in enumerate(each):
+            if (size := rows[:, :before].shape) not in drawn:
+                drawn[size] = torch.randn(size, generator=random).to(target.device)
+            rows[:, :before] = kv.shape.narrowed(drawn[size], part, layer)
     if kv.states is not None:
         for state in (kv.states.rows, kv.states.matrices):
             state.copy_(torch.randn(state.shape, generator=random))
@@ -219,7 +223,7 @@ def try_wide_text(target: Target) -> None:
         for tokens, positions in zip(ids.split(sizes), places.split(sizes), strict=True):
             hidden.append(forward(tokens, positions, kv).hidden)
             kv.advance(len(tokens))
-        found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in (kv.keys, kv.values))])
+        found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in kv.buffers)])
     alike = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     target.set_width(target.width, target.wide_prompts, wide_text=alike)
     target.fallbacks.note("wide", None if alike else "a token has other bits in wide ones")

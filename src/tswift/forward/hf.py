@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from tswift.attention.sdpa import AttentionSpec
+from tswift.attention.sdpa import AttentionSpec, Layout
+from tswift.caches import LayerKV
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -130,16 +131,14 @@ class AttentionProbe:
     """What the layers of a model need of their attention."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
-        self.heads = (
-            0,
-            0,
-            0,
-        )  # query heads, KV heads (of a split model, this rank's) and head size, in all layers
+        self.kept: list[LayerKV] = []  # of a split model, this rank's
+        self.layouts: dict[tuple[int, int], Layout] = {}  # by the number and size of KV heads
         self.dtype, self.device = torch.get_default_dtype(), device  # of its inputs, whatever the weights are stored in
         self.layer_specs: list[AttentionSpec] = []  # by layer, what it needs besides plain causal softmax attention
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[_Rule, int | None] = {}
         self._last = -1  # layer that called its attention
+        self._given: list[Tensor] = []  # by layer, the keys; kept, so that no two have one place in memory
 
     @property
     def attention_features(self) -> str:
@@ -161,17 +160,25 @@ class AttentionProbe:
         if index <= self._last:
             raise UnsupportedModel("layers that call their attention twice or out of order")
         self._last = index
-        heads = (len(query), len(key), key.shape[-1])
-        if value.shape != key.shape or heads != (self.heads if self.layer_specs else heads):
-            raise UnsupportedModel("heads of several sizes")
+        if value.shape != key.shape:
+            raise UnsupportedModel("keys and values of different sizes")
+        layout = Layout(len(key), len(query) // len(key), key.dtype, key.device, key.shape[-1])
+        if layout != self.layouts.setdefault((len(key), key.shape[-1]), layout):
+            raise UnsupportedModel("layers with different numbers of query heads")
         if not isinstance(mask, _Rule | None):
             raise UnsupportedModel("masks of its own")
         if mask is not None and mask not in self._windows:
             self._windows[mask] = self._measure(mask)
-        self.heads, self.dtype, self.device = heads, key.dtype, key.device
+        self.dtype, self.device = key.dtype, key.device
+        self.kept.append(LayerKV(len(key), key.shape[-1], self._source(key)))
         window = None if mask is None else self._windows[mask]
         self.layer_specs.append(AttentionSpec(window, more.get("softcap"), more.get("s_aux")))
         return value.repeat_interleave(len(query) // len(value), dim=0)
+
+    def _source(self, key: Tensor) -> int:
+        """The layer whose keys these are: where one reads another's, transformers gives it the same tensor."""
+        self._given.append(key)
+        return next(layer for layer, given in enumerate(self._given) if _same(given, key))
 
     def _measure(self, rule: _Rule) -> int | None:
         """The window of a rule; None if every token sees all before it."""
@@ -183,6 +190,11 @@ class AttentionProbe:
         if not all(torch.equal(row, (keys <= at) & (keys > at - window)) for at, row in rows.items()):
             raise UnsupportedModel("masks of its own")
         return None if window == len(keys) else window
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same part of memory."""
+    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
 def _note(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]

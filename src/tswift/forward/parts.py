@@ -25,7 +25,8 @@ from tswift.forward.integers import IntegerLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_ROTARY = ("default", "linear", "llama3", "yarn")  # types whose rates are the same at every length
+# types whose rates are the same at every length, as far as models with others have not been refused
+_ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 # where a layer's norms stand: before attention, after it, before the MLP, after it
 _NORMS = {
     "Llama": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -109,6 +110,8 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
         raise Unfit(f"{kind} has no program")
     config = network.config.get_text_config()
     _refuse_other_turns(config)
+    if len({getattr(layer.self_attn, "head_dim", 0) for layer in decoder.layers if hasattr(layer, "self_attn")}) > 1:
+        raise Unfit("heads of several sizes have no program")
     rates = _Rates(decoder.rotary_emb)
     specs = specs or [AttentionSpec()] * len(decoder.layers)
     layers = [

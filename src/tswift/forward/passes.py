@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.sdpa import Attention, BlockwiseAttention, MaskedAttention, PerLayerAttention
+from tswift.attention.sdpa import Attention, AttentionByHeads, BlockwiseAttention, MaskedAttention, PerLayerAttention
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
 from tswift.forward.recurrent import StatePass
@@ -76,6 +76,7 @@ NOMINAL = PassCosts(
 
 
 T = TypeVar("T")
+Attending = Attention | BlockwiseAttention | AttentionByHeads
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _SIZES = (1, 8, 16, 32, 48, 64, 96)
@@ -87,7 +88,7 @@ class Pass:
     """A pass in progress."""
 
     write: Write  # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to
-    attend: Attention | BlockwiseAttention
+    attend: Attending
     special: MaskedAttention | PerLayerAttention | None  # of layers with windows, soft caps or sinks, if there are any
     nodes: int
     rows: int  # number that it is padded to; nothing attends to the padding, and nothing of it is kept
@@ -135,12 +136,12 @@ class Forwarded:
     # ``[rows, H]``: ``hidden``, and behind it what the pass was padded with; None where there is no such tensor
     padded: Tensor | None = None
 
-    def queries_of(self, nodes: Sequence[int]) -> Tensor:
-        """``[layers, query heads, len(nodes), head_dim]`` of some nodes."""
+    def queries_of(self, nodes: Sequence[int]) -> list[Tensor]:
+        """``[query heads, len(nodes), head_dim]`` of some nodes, for each layer."""
         if list(nodes) == list(range(nodes[0], nodes[-1] + 1)):  # no copy of an index to the device
-            return torch.stack([query[:, nodes[0] : nodes[-1] + 1] for query in self.queries])
+            return [query[:, nodes[0] : nodes[-1] + 1] for query in self.queries]
         chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
-        return torch.stack([query.index_select(1, chosen) for query in self.queries])
+        return [query.index_select(1, chosen) for query in self.queries]
 
 
 Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]

@@ -219,8 +219,7 @@ class PassProgram:
         run = C.Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
+            *(each.data_ptr() for each in kv.buffers),
             0 if ancestors is None else ancestors.data_ptr(),
             states.data_ptr(),
             states.data_ptr() + nodes * hidden * states.itemsize,
@@ -230,8 +229,7 @@ class PassProgram:
             0 if kv.shape.steps is None else kv.shape.steps.data_ptr(),
             nodes,
             kv.length,
-            kv.keys.stride(0),
-            kv.keys.stride(1),
+            *kv.buffers[0].stride()[:2],
             threads,
         )
         size = self._library.tswift_space(ctypes.byref(self._model), ctypes.byref(run))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from tswift.attention.backends import exact_for
 from tswift.attention.sdpa import (
     Attention,
+    AttentionByHeads,
     BatchInvariantAttention,
     BlockwiseAttention,
     Layout,
@@ -28,7 +30,7 @@ from tswift.attention.sdpa import (
     ReferenceAttention,
     TreeAttention,
 )
-from tswift.caches import FullKV, KVBuffer, KVShape
+from tswift.caches import FullKV, KVBuffer, KVShape, LayerKV
 from tswift.forward.hf import (
     Tap,
     UnsupportedModel,
@@ -39,7 +41,7 @@ from tswift.forward.hf import (
     watched,
 )
 from tswift.forward.parts import Unfit
-from tswift.forward.passes import Forwarded, Graphs, Pass, StaticPass, T, sizes
+from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
 from tswift.forward.recurrent import StatePass, passing, serve_states, state_shape
 from tswift.native_build import Unbuilt
@@ -125,18 +127,19 @@ class Target:
         self.attention_features, self.layer_specs = probe.attention_features, probe.layer_specs
         self.device, self.dtype = probe.device, probe.dtype
         self.split = (getattr(model, "tp_size", None) or 1) > 1  # over ranks: passes are collective, and not replayed
-        heads, kv_heads, head_dim = probe.heads
-        windowed = any(spec.window for spec in self.layer_specs)
+        first, windowed = probe.kept[0], any(spec.window for spec in self.layer_specs)
+        kept = [LayerKV(first.heads, first.head_dim, layer) for layer in range(len(probe.kept))]
+        by_layer = () if probe.kept == kept else tuple(probe.kept)
         states = state_shape(model.config, self.dtype, self.device)
         self.kv_shape = KVShape(
-            len(self.layer_specs), kv_heads, head_dim, self.dtype, self.device, windowed, states=states
+            len(kept), first.heads, first.head_dim, self.dtype, self.device, windowed, states=states, by_layer=by_layer
         )
         if copied is not None:
             self.kv_shape = copied.kv_shape
             self.fallbacks.note("features", copied.fallbacks.get("features"))
-        self.groups = heads // kv_heads  # query heads per KV head
-        self._layout = Layout(kv_heads, self.groups, self.dtype, self.device)
-        self._exact = exact_for(attention, head_dim)
+        self._layouts = probe.layouts
+        # query heads per KV head, of layers where they are most
+        self.groups = max(layout.groups for layout in self._layouts.values())
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, for comparison."""
@@ -276,11 +279,12 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         nodes = len(tokens)
-        attend: Attention | BlockwiseAttention
         if alike:
-            attend, rows = BlockwiseAttention(self.backend, self._layout, length, nodes), nodes
+            rows = nodes
+            attend = self._each(partial(BlockwiseAttention, self.backend), length, nodes)
         else:
-            attend, rows = self.backend(self._layout, length, nodes, ancestors), rows_of(self.width, kv, nodes)
+            rows = rows_of(self.width, kv, nodes)
+            attend = self._each(self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         return self._compute(tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike))
 
@@ -340,17 +344,26 @@ class Target:
         rows = rows_of(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
         if width is None or not isinstance(kv, FullKV):
-            known = attend = self.backend(self._layout, kv.length, nodes, ancestors)
+            known = attend = self._each(self.backend, kv.length, nodes, ancestors)
             if not self.serves(kv):
-                special = MaskedAttention(self._layout, self.layer_specs, kv, positions, ancestors)
+                special = MaskedAttention(self.dtype, self.layer_specs, kv, positions, ancestors)
         else:  # with attention whose rows are exact
-            known = attend = self._exact(self._layout, kv.length, nodes, ancestors)
+            known = attend = self._each(self._exact, kv.length, nodes, ancestors)
             if not self.serves():
-                known = BatchInvariantAttention(self._layout, kv.length, nodes, ancestors)
+                known = self._each(BatchInvariantAttention, kv.length, nodes, ancestors)
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
         states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
         return self._compute(tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states))
+
+    def _each(self, attention: Callable[..., Attention | BlockwiseAttention], *given: object) -> Attending:
+        """An attention of a pass; where layers have heads of several numbers and sizes, one for each of these."""
+        made = {heads: attention(layout, *given) for heads, layout in self._layouts.items()}
+        return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
+
+    def _exact(self, layout: Layout, *given: Any) -> Attention:
+        """An attention whose rows are exact."""
+        return exact_for(self.backend, layout.width)(layout, *given)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""

@@ -239,7 +239,8 @@ def read_config(model: str) -> PreTrainedConfig:
         refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
-        _refuse_unsupported(config.get_text_config(), model)
+        _fix_turns(config.get_text_config())
+        refuse_unsupported(config.get_text_config(), model)
     return config
 
 
@@ -248,7 +249,7 @@ def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
     refuse_numbers(values, model)
     with silence(), as_input_error(model):
         config = AutoConfig.for_model(**values)
-        _refuse_unsupported(config.get_text_config(), model)
+        refuse_unsupported(config.get_text_config(), model)
         file.names(dict(skeleton(config).named_parameters()))  # what is missing is refused before anything is read
     return config
 
@@ -350,11 +351,33 @@ def _impossible(values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
-    """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """What a configuration says of rotary embeddings; some have one per type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one per type of layer
-    moving = {str(parameters.get("rope_type")) for parameters in ropes} & {"dynamic", "longrope"}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def _fix_turns(config: PreTrainedConfig) -> None:
+    """Let rotary embeddings of the type longrope turn alike at every length: by the factors of the longest text.
+
+    They have one list of factors for texts up to the length that the model was first trained with, and another for
+    longer ones. A text that grows past it would have keys of both.
+    """
+    for rope in _ropes(config):
+        if rope.get("rope_type") == "longrope":
+            first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            kept = rope["long_factor" if config.max_position_embeddings > first else "short_factor"]
+            rope.update(short_factor=kept, long_factor=kept)
+
+
+def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
+    """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
+    moving = {
+        str(rope["rope_type"])
+        for rope in _ropes(config)
+        if rope.get("rope_type") == "dynamic"
+        or (rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"])
+    }
     layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     layers -= {kind for kind, models in _RECURRENT.items() if config.model_type.startswith(models)}
     reason = ""

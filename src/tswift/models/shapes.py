@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from tswift.caches import LayerKV
 from tswift.errors import InputError
 from tswift.models.checkpoint import skeleton
 from tswift.models.classes import class_of
@@ -36,6 +37,9 @@ class Shape:
     itemsize: int  # bytes of a weight
     lm_head: int = 0  # weights of the LM head, which are among those read
     kv_itemsize: int | None = None  # bytes of an element of the KV cache; None for those of a weight
+    # numbers of a token's keys, and of its queries, over all layers; None where these are alike
+    key_numbers: int | None = None
+    query_numbers: int | None = None
     coded_bytes: int | None = None  # of the weights that a pass reads, where they are codes; None where they are not
 
     @property
@@ -46,7 +50,8 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * (self.kv_itemsize or self.itemsize)
+        numbers = self.key_numbers or self.layers * self.kv_heads * self.head_dim
+        return 2 * numbers * (self.kv_itemsize or self.itemsize)
 
     @property
     def narrowest_bits(self) -> int:
@@ -63,7 +68,27 @@ class Shape:
 
         Two per weight; four per element of a query head and token: multiply and add, with key and with value.
         """
-        return 2 * self.read + 4 * context * self.query_heads * self.head_dim * self.layers
+        return 2 * self.read + 4 * context * (self.query_numbers or self.query_heads * self.head_dim * self.layers)
+
+
+def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
+    """What each layer of a configuration keeps of a token, as far as it says."""
+    text = config.get_text_config()
+    count, heads = text.num_hidden_layers, text.num_attention_heads
+    differ = getattr(text, "is_heterogeneous", False)
+    layers = text.per_layer_config if differ else [text] * count
+    types = getattr(text, "layer_types", None) or [""] * count
+    own = count - (
+        getattr(text, "num_kv_shared_layers", None) or 0
+    )  # the last ones read an earlier one's of their type
+    sources: dict[str, int] = {}
+    kept = []
+    for layer, (part, kind) in enumerate(zip(layers, types, strict=True)):
+        if layer < own:
+            sources[kind] = layer
+        size = getattr(part, "head_dim", None) or part.hidden_size // heads
+        kept.append(LayerKV(getattr(part, "num_key_value_heads", None) or heads, size, sources.get(kind, layer)))
+    return kept
 
 
 def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = None) -> Shape:
@@ -71,17 +96,21 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     config = network.config.get_text_config()
     if holds_packed(network):
         return replace(shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network))
-    embeddings, lm_head = network.get_input_embeddings().weight, network.get_output_embeddings().weight
+    lm_head = network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
-    heads = config.num_attention_heads
+    heads, kept = config.num_attention_heads, kept_by_layer(config)
+    # a row of each table is read, unless it is the LM head's
+    tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {lm_head}
     return Shape(
         parameters=parameters,
-        read=parameters if lm_head is embeddings else parameters - embeddings.numel(),
+        read=parameters - sum(table.numel() for table in tables),
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=kept[0].heads,
+        head_dim=kept[0].head_dim,
+        key_numbers=sum(each.heads * each.head_dim for layer, each in enumerate(kept) if each.source == layer),
+        query_numbers=sum(heads * each.head_dim for each in kept),
         itemsize=itemsize,
         lm_head=lm_head.numel(),
         kv_itemsize=kv_itemsize,

@@ -1,0 +1,225 @@
+"""Many texts as one job: a folder with a run for every line of a file of prompts, and at last one file of all texts.
+
+The runs are the state: what a kill leaves is found in their folders, and the same command, or ``--resume``, makes
+exactly what is missing. ``batch.json`` holds the command's options and a hash of the file, so that neither can change
+under a batch. Several processes share one by shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tswift.errors import DecodeError, InputError, parse_json, read_file
+from tswift.jobs.config import MAX_BYTES, RunConfig, read_prompt
+from tswift.jobs.folder import FINISHED, LOCK, RECORD, TEXT, TOKENS, Lock, read_own, read_record, write_whole
+from tswift.jobs.prompts import Text, read_lines
+from tswift.options import Values, changed
+from tswift.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from tswift.jobs.job import Job, Signals
+    from tswift.loading import LoadedModel
+
+OPTION, BATCH, OUT = "prompts", "batch.json", "out.jsonl"
+_OWN = {"len": "length", "seed": "seed", **{each.name: each.name for each in fields(SamplingParams)}}  # of a line
+_TOLD = 5  # bad lines that are named
+_PLACES = 6  # digits of a run's name: its line
+_PATIENCE = 60.0  # seconds that another process may take to write what all share
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text to be made."""
+
+    text: Text
+    config: RunConfig  # its folder among it
+    folder: Path
+
+    @property
+    def done(self) -> bool:
+        """Whether it is finished."""
+        return (self.folder / RECORD).exists() and read_record(self.folder).get("state") == FINISHED
+
+
+def parse_shard(words: str) -> tuple[int, int]:
+    """``I/N``: the Ith of N shards, from 1."""
+    index, _, count = words.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 0 < int(index) <= int(count)):
+        raise InputError(f"wants I/N, the Ith of N shards, got {words!r:.40}", "shard")
+    return int(index), int(count)
+
+
+class Batch:
+    """The texts that a file of prompts asks for.
+
+    Args:
+        prompts: the file.
+        out: the folder of all runs.
+        values: options of ``tswift generate`` as they were typed; a line's own come before them.
+
+    Raises:
+        InputError: lines that ask for no text or cannot have what they ask for, the first of them named; or the folder
+            has been begun with other options, or another file.
+    """
+
+    def __init__(self, prompts: Path, out: Path, values: Values) -> None:
+        self.out, self._values, self._prompts = out, values, prompts
+        self.config = RunConfig.of(**values, prompt_text="a line's")
+        self._model: LoadedModel | None = None
+        self._system = None if self.config.system is None else read_prompt(self.config.system, "system")
+        self.tasks = list(self._read())
+
+    def _read(self) -> Iterator[Task]:
+        bad = []
+        for line in read_lines(self._prompts, OPTION):
+            own = {name: line.fields[field] for field, name in _OWN.items() if line.fields.get(field) is not None}
+            folder = self.out / f"{line.number:0{_PLACES}}"
+            try:
+                text = line.text(self._prompts.stem, None, OPTION)
+                if text.messages and not self.config.chat:
+                    raise InputError(f"{line.where} has messages, which need --chat", OPTION)
+                yield Task(text, changed(self.config, {**own, "prompt_text": text.text, "out": folder}), folder)
+            except InputError as error:
+                named = f"{line.where}: {error.field} {error.message}" if error.field != OPTION else error.message
+                bad.append(named)
+        if bad:
+            more = f"; and {len(bad) - _TOLD:,} more" if len(bad) > _TOLD else ""
+            raise InputError("; ".join(bad[:_TOLD]) + more, OPTION)
+
+    def claim(self) -> None:
+        """Make the folder, or see that it was begun by the same command and file."""
+        if not self.tasks:
+            raise InputError(f"{self._prompts} has no prompts", OPTION)
+        options = {name: value for name, value in self._values.items() if name != "out"}
+        digest = sha256(read_file(self._prompts, MAX_BYTES, OPTION)).hexdigest()
+        asked = {"prompts": str(self._prompts.resolve()), "sha256": digest, "options": options}
+        content = json.dumps(asked, default=str, indent=1).encode()
+        with self._alone() as made:
+            if not (self.out / BATCH).exists():
+                if any(path.name not in made for path in self.out.iterdir()):
+                    raise InputError(f"{self.out} is not empty; texts need a folder of their own", "out")
+                write_whole(self.out / BATCH, content)
+        known, asked = _read_batch(self.out), json.loads(content)
+        for name in sorted({*known["options"], *asked["options"]}):
+            ours, theirs = (each["options"].get(name) for each in (asked, known))
+            if ours != theirs:
+                raise InputError(f"{self.out} was begun with {theirs}, got {ours}; its options stay", name)
+        if known["sha256"] != digest:
+            raise InputError(f"{self._prompts} is not the file that {self.out} was begun with", OPTION)
+
+    @contextmanager
+    def _alone(self) -> Iterator[Sequence[str]]:
+        """While no other process writes what all shards share; yields what a kill may have left of that."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with Lock(self.out, _PATIENCE):
+                yield LOCK, f"{BATCH}.new"
+        except OSError as error:
+            raise InputError(f"{self.out} cannot be written to ({error.strerror or error})", "out") from None
+
+    def of_shard(self, index: int, count: int) -> list[Task]:
+        """The texts of the shard ``index`` of ``count``, from 1."""
+        return self.tasks[index - 1 :: count]
+
+    def make(self, tasks: Sequence[Task], command: Sequence[str], signals: Signals) -> Iterator[str]:
+        """Make those of some texts that are missing, and yield each as a line when it ends.
+
+        Raises:
+            InputError, DecodeError, Stopped: as a single run's.
+        """
+        left = [task for task in tasks if not task.done]
+        if left and self._model is None:
+            self._model = self._load(left)
+        for task in left:
+            assert self._model is not None
+            job = self._job(task, self._model, command)
+            if job is not None:
+                job.run(lambda piece, stats: None, None, signals)
+            yield line_of(task)
+
+    def gather(self) -> Path | None:
+        """The file of all texts, in the order of the prompts; None while some are missing."""
+        if not all(task.done for task in self.tasks):
+            return None
+        with self._alone():
+            write_whole(self.out / OUT, "".join(f"{line_of(task)}\n" for task in self.tasks).encode())
+        return self.out / OUT
+
+    def _load(self, left: Sequence[Task]) -> LoadedModel:
+        from tswift.engine import fitting
+        from tswift.loading import load_model
+        from tswift.models.checkpoint import weights_hash
+
+        model = load_model(self.config.to_load())
+        model = replace(model, weights=weights_hash(model.target.model))  # once, and not for every run
+        bad = []
+        for task in left:
+            length, prompt = task.config.text.length, len(self._ids(task, model))
+            if "length" not in task.config.given:
+                length = fitting(length, prompt, model.target.max_positions)
+            if prompt + length > model.target.max_positions:
+                most = f"the model has {model.target.max_positions:,} positions"
+                bad.append(f"{task.text.name} has {prompt:,} tokens and wants {length:,} more; {most}")
+        if bad:
+            raise InputError("; ".join(bad[:_TOLD]), OPTION)
+        return model
+
+    def _ids(self, task: Task, model: LoadedModel) -> list[int]:
+        return task.text.encode(model, self.config.chat, self._system)
+
+    def _job(self, task: Task, model: LoadedModel, command: Sequence[str]) -> Job | None:
+        from tswift.jobs.job import resume, start
+
+        if (task.folder / RECORD).exists():
+            return resume(task.folder, {}, False, command, loaded=model)
+        return start(task.config, command, loaded=model, ids=self._ids(task, model))
+
+
+def _read_batch(out: Path) -> dict[str, Any]:
+    content = read_own(out / BATCH, missing=f"{out} holds no texts of --prompts")
+    known = parse_json(content, f"{out / BATCH} is broken: it")
+    if not isinstance(known, dict) or not isinstance(known.get("options"), dict) or "prompts" not in known:
+        raise InputError(f"{out / BATCH} is broken: it is no record of texts")
+    return known
+
+
+def is_batch(folder: Path) -> bool:
+    """Whether a folder holds the runs of a file of prompts."""
+    return (folder / BATCH).is_file()
+
+
+def reopen(out: Path) -> Batch:
+    """The batch in a folder, with the options that it was begun with."""
+    known = _read_batch(out)
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in known["options"].items()}
+    return Batch(Path(known["prompts"]), out, values)
+
+
+def line_of(task: Task) -> str:
+    """A finished text as a line of JSON.
+
+    Raises:
+        DecodeError: it is not there.
+    """
+    try:
+        record = read_record(task.folder)
+        text = (task.folder / TEXT).read_bytes().decode()
+        tokens = (task.folder / TOKENS).stat().st_size // 4
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        raise DecodeError(f"{task.folder} cannot be read: {error}") from None
+    line = {
+        "id": task.text.name.partition("/")[2],
+        "folder": task.folder.name,
+        "seed": task.config.text.seed,
+        "prompt_tokens": record["prompt"]["tokens"],
+        "tokens": tokens,
+        "end": record["end"],
+        "text": text,
+    }
+    return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,141 @@
+"""Files of prompts, JSON Lines or parquet: one a line, by the names that data sets have for a prompt.
+
+A prompt is a text (``prompt``, ``question``, ``query``, ``instruction`` and others), what a user says first (``turns``,
+as Spec-Bench and SPEED-Bench have it), or a chat (``messages``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tswift.errors import InputError, read_file
+from tswift.jobs.config import MAX_BYTES, check_prompt, render_chat
+
+if TYPE_CHECKING:
+    from tswift.loading import LoadedModel
+
+# of a line, the first of these names that it has
+_TEXT = ("prompt", "problem", "question", "question_content", "query", "instruction", "text")
+_ID = ("id", "name", "task_id", "question_id", "slug")
+_KIND = ("kind", "category")
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt before it is encoded."""
+
+    name: str  # a file's, ``pg19:0`` and so on, or ``bundled``; or what a line is called
+    text: str  # of a chat, what was said last
+    kind: str | None = None  # of a workload's
+    messages: tuple[Mapping[str, str], ...] = ()  # of a chat; empty where there is but a text
+
+    def encode(self, model: LoadedModel, chat: bool = False, system: str | None = None) -> list[int]:
+        """Its token ids, in a chat those of the model's template filled in.
+
+        Raises:
+            InputError: it is a chat, and ``chat`` is false; or the template does not take it.
+        """
+        if not chat:
+            if self.messages:
+                raise InputError(f"{self.name} has messages, which only --chat puts into a template", "chat")
+            return model.encode(self.text)
+        said = self.messages or ({"role": "user", "content": self.text},)
+        if system is not None and said[0]["role"] != "system":
+            said = ({"role": "system", "content": system}, *said)
+        return model.encode(render_chat(model.tokenizer, model.name, said), bare=True)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file: its number from 1, its fields by their names in lower case, and where that is, for errors."""
+
+    number: int
+    fields: Mapping[str, Any]
+    where: str
+    fault: str = ""  # why it has no fields
+
+    def text(self, stem: str, kind: str | None, option: str) -> Text:
+        """The prompt, called ``stem`` and the line's id, or its number; its kind is the line's, else ``kind``.
+
+        Raises:
+            InputError: there is none, or something is of another type.
+        """
+        if self.fault:
+            raise InputError(f"{self.where} {self.fault}", option)
+        messages = self._messages(option)
+        name = next((self.fields[each] for each in _ID if self.fields.get(each) is not None), self.number)
+        kind = next((self.fields[each] for each in _KIND if self.fields.get(each) is not None), kind)
+        if not isinstance(kind, str | None) or not isinstance(name, str | int):
+            raise InputError(f"{self.where}: its kind or id is no text", option)
+        text = check_prompt(messages[-1]["content"] if messages else self._text(option), option, self.where)
+        return Text(f"{stem}/{name}", text, kind, messages)
+
+    def _text(self, option: str) -> str:
+        turns = self.fields.get("turns")
+        if turns is not None:
+            if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+                raise InputError(f"{self.where}: its turns are no texts", option)
+            return turns[0]
+        name = next((name for name in _TEXT if self.fields.get(name) is not None), None)
+        text = None if name is None else self.fields[name]
+        if not isinstance(text, str):
+            raise InputError(f"{self.where} has no messages, turns, or text called {', '.join(_TEXT)}", option)
+        more = self.fields.get("input") if name == "instruction" else None
+        return f"{text}\n\n{more}" if isinstance(more, str) and more else text
+
+    def _messages(self, option: str) -> tuple[Mapping[str, str], ...]:
+        """A chat up to what its user says last; empty for none."""
+        given = self.fields.get("messages")
+        if given is None:
+            return ()
+        parts = given if isinstance(given, list) else []
+        said: list[dict[str, Any]] = [
+            {name: each.get(name) for name in ("role", "content")} for each in parts if isinstance(each, dict)
+        ]
+        while said and said[-1]["role"] != "user":
+            del said[-1]
+        if not said or not all(isinstance(value, str) for each in said for value in each.values()):
+            raise InputError(f"{self.where}: its messages are no roles and contents, with one of a user", option)
+        return tuple(said)
+
+
+def read_lines(path: Path, option: str) -> Iterator[Line]:
+    """The lines of a file, one by one.
+
+    Raises:
+        InputError: it cannot be read. A line that is no object of JSON says so when it is asked for its text.
+    """
+    if path.suffix == ".parquet":
+        for number, fields in enumerate(_rows(path, option), 1):
+            yield Line(number, _lower(fields), f"row {number} of {path.name}")
+        return
+    for number, line in enumerate(read_file(path, MAX_BYTES, option).splitlines(), 1):
+        if line.strip():
+            yield _line(number, line, f"line {number} of {path.name}")
+
+
+def _lower(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.lower(): value for name, value in fields.items()}
+
+
+def _line(number: int, line: bytes, where: str) -> Line:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        return Line(number, {}, where, "is not JSON")
+    return Line(number, _lower(given), where) if isinstance(given, dict) else Line(number, {}, where, "is no object")
+
+
+def _rows(path: Path, option: str) -> list[dict[str, Any]]:
+    from pyarrow import parquet
+
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except Exception as error:  # pyarrow has errors of its own
+        raise InputError(f"{path} cannot be read ({str(error).splitlines()[0][:120]})", option) from None
+    return rows

@@ -1,0 +1,167 @@
+"""``tswift generate --prompts``: each text is that of its own run, whatever is killed, and none is made twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.cli.conftest import Tswift
+from tests.helpers import first
+from tests.jobs.killing import killed_before
+from tswift.cli import main
+from tswift.errors import InputError
+from tswift.jobs.batch import BATCH, OUT, Batch, parse_shard, reopen
+from tswift.jobs.folder import FINISHED, read_record
+from tswift.loading import LoadedModel
+
+LINES = [
+    {"prompt": "The ship had lain three days becalmed,", "id": "sea", "seed": 4},
+    {"question": "Who goes there?", "len": 9, "temperature": 0.5},
+    {"instruction": "Say it.", "input": "Again."},
+    {"turns": ["It was late.", "And then?"], "category": "writing"},
+]
+PROMPTS = [LINES[0]["prompt"], "Who goes there?", "Say it.\n\nAgain.", "It was late."]
+LENGTH = 30
+Words = list[object]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES)))
+    return path
+
+
+@pytest.fixture
+def words(checkpoint: Path, prompts: Path) -> Words:
+    return ["generate", "--model", checkpoint, "--len", LENGTH, "--method", "ar", "--prompts", prompts, "--out"]
+
+
+def lines_of(text: bytes) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_text_is_that_of_its_own_run(tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path) -> None:
+    """With the seed, the length and the sampling of its line; in the order of the file."""
+    out = tmp_path / "out"
+    made = tswift(*words, out)
+    assert made.code == 0, made.err
+    whole = lines_of((out / OUT).read_bytes())
+    assert lines_of(made.out) == whole
+    assert [(line["id"], line["tokens"]) for line in whole] == [("sea", 30), ("2", 9), ("3", 30), ("4", 30)]
+    own = [["--seed", 4], ["--temperature", 0.5, "--len", 9], [], []]
+    for line, prompt, more in zip(whole, PROMPTS, own, strict=True):
+        length = [] if "--len" in more else ["--len", LENGTH]
+        alone = ["generate", "--model", checkpoint, "--prompt-text", prompt, "--method", "recall", *length, *more]
+        assert line["text"].encode() == tswift(*alone, "--out", tmp_path / line["folder"]).out
+    again = tswift("generate", "--resume", out)
+    assert (again.code, again.out) == (0, b"")
+    assert "0 texts were made; all 4 are in" in again.err
+
+
+def test_shards_share_one_folder(tswift: Tswift, words: Words, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for shard, made in (("2/2", ["2", "4"]), ("1/2", ["sea", "3"])):
+        assert not (out / OUT).exists()
+        assert [line["id"] for line in lines_of(tswift(*words, out, "--shard", shard).out)] == made
+    assert [line["id"] for line in lines_of((out / OUT).read_bytes())] == ["sea", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("kills", first(1, [3, 25]))
+def test_a_kill_at_any_moment_leaves_exactly_the_rest(kills: int, tswift: Tswift, words: Words, tmp_path: Path) -> None:
+    """Before any change of a file: while a folder is begun, while a text is made, while all are put together."""
+    whole, out, random = tmp_path / "whole", tmp_path / "out", Random(kills)
+    assert tswift(*words, whole).code == 0
+    out.mkdir()
+    (out / f"{BATCH}.new").write_text("{")  # as of a kill
+    asked = [str(word) for word in [*words, out, "--quiet"]]
+    killed = sum(killed_before(random.randrange(1, 60), lambda: main(asked)) for _ in range(kills))
+    assert killed > 1
+    assert main(asked) == 0
+    assert (out / OUT).read_bytes() == (whole / OUT).read_bytes()
+    assert [read_record(out / f"{place:06}")["state"] for place in (1, 2, 3, 4)] == [FINISHED] * 4
+
+
+def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    bad = ["{", '{"prompt": 7}', '{"prompt": "a", "len": 0}', '{"messages": [{"role": "user", "content": "a"}]}']
+    path.write_text("\n".join(['{"prompt": "right"}', *bad, '{"prompt": "a", "temperature": "warm"}']))
+    with pytest.raises(InputError) as raised:
+        Batch(path, tmp_path / "out", {})
+    assert raised.value.field == "prompts"
+    for told in (
+        "line 2 of p.jsonl is not JSON",
+        "line 3 of p.jsonl has no messages, turns, or text called prompt",
+        "line 4 of p.jsonl: length must be at least 1, got 0",
+        "line 5 of p.jsonl has messages, which need --chat",
+        "line 6 of p.jsonl: temperature must be a number, got 'warm'",
+    ):
+        assert told in raised.value.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_chats(tiny, tmp_path: Path) -> None:
+    """A line's messages, up to what its user says last; a text is one message. A system prompt gives way to its own."""
+    path = tmp_path / "p.jsonl"
+    said = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
+    path.write_text(json.dumps({"messages": said}) + '\n{"turns": ["one", "two"]}')
+    (tmp_path / "system.txt").write_text("be kind")
+    asked: list[list[dict[str, str]]] = []
+
+    class Tokenizer:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, messages, **_: object) -> str:
+            asked.append([*messages])
+            return " ".join(each["content"] for each in messages)
+
+    class Model(LoadedModel):
+        def encode(self, text: str, bare: bool = False) -> list[int]:
+            assert bare
+            return [len(text)]
+
+    batch = Batch(path, tmp_path / "out", {"chat": True, "system": str(tmp_path / "system.txt")})
+    model = Model("m", Tokenizer(), None, None, ())  # type: ignore[arg-type]
+    assert [batch._ids(task, model) for task in batch.tasks] == [[7], [11]]
+    assert asked[0] == said[:4]
+    assert asked[1] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}]
+
+
+def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        Batch(prompts, out, {"length": 5, "out": out}).claim()
+    assert [task.config.text.length for task in reopen(out).tasks] == [5, 9, 5, 5]
+    with pytest.raises(InputError, match="was begun with 5, got 6; its options stay"):
+        Batch(prompts, out, {"length": 6, "out": out}).claim()
+    prompts.write_text(prompts.read_text().replace("late", "early"))
+    with pytest.raises(InputError, match="is not the file that"):
+        Batch(prompts, out, {"length": 5, "out": out}).claim()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("")
+    with pytest.raises(InputError, match="is not empty"):
+        Batch(prompts, tmp_path / "other", {}).claim()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--shard", "3/2"], "--shard: wants I/N, the Ith of N shards, got '3/2'"),
+        (["--prompt-text", "a"], "--prompt-text: is for one text; with --prompts there are many"),
+        (["--verify"], "--verify: is for one text"),
+        (["--resume", "x"], "--resume: cannot be given together with --prompts"),
+    ],
+)
+def test_what_does_not_go_together(tswift: Tswift, words: Words, more: Words, message: str, tmp_path: Path) -> None:
+    found = tswift(*words, tmp_path / "out", *more)
+    assert found.code == 2
+    assert message in found.err
+
+
+def test_a_shard_is_of_many(tswift: Tswift) -> None:
+    assert "--shard: goes with --prompts" in tswift("generate", "--shard", "1/2").err
+    assert "--out: is required with --prompts" in tswift("generate", "--prompts", "a.jsonl").err
+    assert parse_shard("2/3") == (2, 3)
