@@ -260,6 +260,7 @@ class Request:
     written: Sequence[int] = ()
     stop: str | Sequence[str] = ()
     logprobs: int | None = None
+    stop_on_loop: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop_at_eos, bool):
@@ -273,6 +274,7 @@ class Request:
             ("options", isinstance(self.options, DraftOptions), "DraftOptions"),
             ("written", _are_ids(self.written), "token ids"),
             ("logprobs", self.logprobs is None or isinstance(self.logprobs, Integral), "an integer"),
+            ("stop_on_loop", self.stop_on_loop is None or _positive(self.stop_on_loop), "an integer above 0"),
         ):
             value = getattr(self, name)
             if not fine or isinstance(value, bool):
@@ -292,12 +294,14 @@ class Request:
             raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> TextStream | None:
-        """The text so far, in which stop strings are looked for; None without any."""
+        """The text so far, in which stop strings and loops are looked for; None where none is."""
         strings = check_stop(self.stop)
-        if not strings:
+        if not strings and self.stop_on_loop is None:
             return None
-        text = TextStream(tokenizer, strings)
+        text = TextStream(tokenizer, strings, self.stop_on_loop)
         text.add(self.written)
+        if text.looped:
+            raise InputError("the text so far ends in a loop already", "stop_on_loop")
         if text.stopped is not None:
             raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
         return text
@@ -305,6 +309,10 @@ class Request:
     def demand(self, options: DraftOptions) -> Demand:
         """What says how much memory it needs, with its options resolved."""
         return Demand(len(self.prompt), self.length, self.method, options)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _are_ids(value: object) -> bool:
@@ -403,6 +411,7 @@ def generate(
     written: Sequence[int] = (),
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
+    stop_on_loop: int | None = None,
 ) -> Iterator[Step]:
     """Continue a text. The tokens depend on model, prompt, params and seed; never on the method or its options.
 
@@ -421,6 +430,7 @@ def generate(
             :class:`tswift.decoding.text.TextStream` for the text up to there.
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones (0 to 20):
             ``Step.logprobs``, see :func:`tswift.sampling.rule.row_type`.
+        stop_on_loop: end the text when the same so many tokens stand there thrice in a row.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked
@@ -442,6 +452,7 @@ def generate(
         written,
         stop,
         logprobs,
+        stop_on_loop,
     )
     refuse_unused([method], request.options.changed())
     run = begin(model, request)
@@ -457,6 +468,7 @@ def _with_text(run: Generation, length: int, written: Sequence[int], stream: Tex
     for step in run.steps():
         count += len(step.tokens)
         text = stream.add(step.tokens)
-        if count >= length or step.tokens[-1] in run.stop or stream.stopped is not None:
+        ended = run.text is not None and run.text.ended
+        if count >= length or step.tokens[-1] in run.stop or ended:
             text += stream.finish()  # nothing is to come that could complete it
         yield replace(step, text=text)

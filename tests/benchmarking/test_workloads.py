@@ -17,8 +17,9 @@ from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peer
 from tswift.benchmarking.record import to_json
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import begin_measurement, measure
-from tswift.benchmarking.workloads import Prompt, read_workloads
+from tswift.benchmarking.workloads import Prompt, encode, read_workloads
 from tswift.errors import InputError
+from tswift.jobs.prompts import Text
 
 PEERS = ("transformers", "prompt-lookup", "assisted")
 PLAN = Plan((9,), (12, 30), warmup=2)
@@ -222,3 +223,28 @@ def test_what_no_peer_can_do() -> None:
         options = BenchOptions.of({}, {"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
         with pytest.raises(InputError, match=message):
             options.check()
+
+
+def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
+    class Model:
+        name, tokenizer = "m", None
+
+        def encode(self, text: str, bare: bool = False) -> list[int]:
+            return [int(bare)] * len(text)
+
+    class Tokenizer:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, messages, **_: object) -> str:
+            return f"<{messages[-1]['content']}>"
+
+    model = Model()
+    model.tokenizer = Tokenizer()
+    texts = [Text("a/1", "Sort.", "a"), Text("a/2", "b", "a", ({"role": "user", "content": "b"},))]
+    assert [prompt.tokens for prompt in encode(texts, model, 7, chat=True)] == [[1] * 7, [1] * 3]
+    with pytest.raises(InputError, match="of 6 tokens would cut a/1, which has 7 in its template"):
+        encode(texts, model, 6, chat=True)
+    with pytest.raises(InputError, match="a/2 has messages, which only --chat puts into a template"):
+        encode(texts, model, 9)
+    with pytest.raises(InputError, match="goes with --workload"):
+        Plan(chat=True)

@@ -302,7 +302,7 @@ def test_the_window_at_a_node_is_the_last_tokens_on_its_path(text, pieces, nodes
         path = path_to(tree, node)
         expected = set([*text, *path][-window:])
         assert set(seen[node].nonzero().flatten().tolist()) == expected, (node, text, path)
-    along = sampler.seen_along([text[-1], *tree.tokens])
+    _, along = sampler.along(torch.zeros(1 + len(tree.tokens), 1), [text[-1], *tree.tokens])
     whole = [*text, *tree.tokens]
     for row, end in zip(along, range(len(text), len(whole) + 1), strict=True):
         assert set(row.nonzero().flatten().tolist()) == {*whole[:end][-window:]}

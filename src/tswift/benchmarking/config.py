@@ -81,6 +81,16 @@ class CompareConfig(TextConfig):
     """Which text ``tswift compare`` has all methods write."""
 
     length: int = option(4000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40)
+    chat: bool = option(
+        False, "The prompt is what a user says: put it into the model's chat template.", flag="--chat", shown=""
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chat and self.bundled:
+            raise InputError("needs --prompt or --prompt-text, the user's message", "chat")
+        if self.chat and self.prefill is not None:
+            raise InputError("cannot be given together with --chat, whose template has an end", "prefill")
 
 
 @dataclass(frozen=True)
@@ -232,11 +242,14 @@ class Plan:
     )
     workload: tuple[str, ...] = option(
         (),
-        "prose, reasoning, structured or FILE.jsonl, whose prompts are of one kind each; :N behind it takes N prompts; "
+        "prose, reasoning, structured, FILE.jsonl or FILE.parquet, in lines by kind; :N behind it takes N prompts; "
         "repeatable.",
         panel=_GRID,
         shown="none",
         repeat=True,
+    )
+    chat: bool = option(
+        False, "Put a workload's prompts into the model's chat template.", panel=_GRID, flag="--chat", shown=""
     )
 
     def __post_init__(self) -> None:
@@ -245,6 +258,8 @@ class Plan:
             raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
         if self.workload and self.prompts:
             raise InputError("cannot be given together with --prompts", "workload")
+        if self.chat and not self.workload:
+            raise InputError("goes with --workload", "chat")
         for name in ("prefills", "lens", "seeds"):
             values = getattr(self, name)
             if not values:

@@ -63,6 +63,7 @@ class Peers:
         ids = torch.tensor([list(prompt)], device=self.network.device)
         # its penalty is over all of the text, ours over a window
         same = params.temperature == 0 and (not params.penalises or len(prompt) + length <= params.window)
+        same = same and not params.counts
         peers = []
         for name in self.names:
             settings = self.settings(name, params)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.run import OnProgress
 
 # what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "workload", "peers", *JUDGED)
+_OF_BENCH = ("methods", "simulate_alpha", "workload", "chat", "peers", *JUDGED)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Request:
         longest, length = max(self.plan.prefills), max(self.plan.lens)
         least = 1 if self.plan.workload else longest
         config = configure(self.options, least, length, "prefills" if least > length else "lens")
-        prompts = encode(texts, config.model, longest)
+        prompts = encode(texts, config.model, longest, self.plan.chat)
         record = begin_measurement(config, prompts, self.plan, command)
         notes = [note for note in (self.note, config.note) if note]
         return Begun(record, notes, partial(measure, {"": config}, record, prompts, self.plan))

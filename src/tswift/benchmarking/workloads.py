@@ -42,6 +42,9 @@ def encode(texts: Sequence[Text], model: LoadedModel, longest: int, chat: bool =
     for prompt in prompts:
         if prompt.kind is None and len(prompt.tokens) < longest:
             raise InputError(f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill")
+        if chat and len(prompt.tokens) > longest:
+            reason = f"of {longest:,} tokens would cut {prompt.name}, which has {len(prompt.tokens):,} in its template"
+            raise InputError(reason, "prefill")
     return prompts
 
 

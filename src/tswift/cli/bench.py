@@ -55,6 +55,7 @@ def compare(
         from tswift.benchmarking.run import open_runs
         from tswift.engine import fitting
         from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
+        from tswift.jobs.prompts import Text
         from tswift.models.devices import environment
 
         found, notes = output.writable(json), list[str]()
@@ -64,7 +65,8 @@ def compare(
         config = configure(
             bench_options, least, length, "prefill" if prefill and prefill > length else "length", flexible
         )
-        ids = take(config.model.encode(text), prefill, bundled=text_config.bundled)
+        said = Text(text_config.source, text).encode(config.model, text_config.chat)
+        ids = take(said, prefill, bundled=text_config.bundled)
         positions = config.model.target.max_positions
         if flexible and (length := fitting(length, len(ids), positions)) < text_config.length:
             notes.append(f"--len is {length:,}: the model has {positions:,} positions")

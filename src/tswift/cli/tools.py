@@ -218,7 +218,18 @@ def export_generate(
 
 
 _KEY = "TSWIFT_API_KEY"
-_OF_A_REQUEST = ("prompt", "prompt_text", "prefill", "stop_at_eos", "stop", "logprobs", "chat", "system", "out")
+_OF_A_REQUEST = (
+    "prompt",
+    "prompt_text",
+    "prefill",
+    "stop_at_eos",
+    "stop",
+    "stop_on_loop",
+    "logprobs",
+    "chat",
+    "system",
+    "out",
+)
 
 
 @options.takes(

@@ -163,7 +163,8 @@ def audit(
     on_progress = on_progress or (lambda done, total: None)
     kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
     target.prepare(kv, target.width or max(_WIDTHS))  # passes as narrow as those that decode are to be the same
-    judge = _Judge(Sampler(params, seed, target.vocab_size, target.device), text, first, target)
+    sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=first + 1)
+    judge = _Judge(sampler, text, first, target)
     for _ in chunks(target, text[: cuts[0]], kv, first):
         on_progress(kv.length, nodes)
     refuse_broken(target, kv, text, params)
@@ -279,7 +280,7 @@ class _Judge:
             text, places = self._text[at : at + len(part) + 1], range(at + 1, at + 1 + len(part))
             # the sampler is to know the text up to the first of these nodes, as at the root of a draft tree
             self._sampler.extend(text[:1])
-            seen = self._sampler.seen_along(text[:-1])
+            part, seen = self._sampler.along(part, text[:-1])
             noise = self._sampler.noise(places).expand(part.shape)
             positions, wanted = torch.tensor([[*places], text[1:]], device=logits.device)
             self._judge(Rows(self._sampler, part, seen, noise), positions, wanted)

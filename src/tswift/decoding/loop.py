@@ -92,7 +92,7 @@ def _verify(
     sampler, nodes, parents = context.sampler, (tokens, positions, ancestors), None if accept else tree.parents
     found: Drawn | None = None
     verified = None
-    if parents and sampler.program(torch.float32):
+    if parents and not sampler.params.counts and sampler.program(torch.float32):
         follow = partial(sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up)
         verified = target.verify(tokens, positions, context.kv, ancestors, follow)
     if verified is not None:
@@ -141,7 +141,7 @@ class Decoding:
         if length <= len(written):
             raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
         self._target, self._drafter, self._left, self._accept = target, drafter, length - len(written), accept
-        sampler = Sampler(params, seed, target.vocab_size, target.device)
+        sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)
@@ -188,7 +188,8 @@ class Decoding:
             each._drafter.committed(context)
             each._prefilled = True
             context.sampler.fuse(self._target.dtype)
-            if self._target.replays:
+            # programs on the device do not count tokens
+            if self._target.replays and not context.sampler.params.counts:
                 each._stepper = DeviceStepper(self._target, context, each._drafter, ahead=each._accept is None)
         synchronize(self._target.device)
         return time.perf_counter() - started
@@ -196,7 +197,7 @@ class Decoding:
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.
 
-        Tokens of ``stop`` end it, and the stop strings of ``text``, to which what is generated is added.
+        Tokens of ``stop`` end it, and what ends ``text``, to which what is generated is added.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
@@ -213,7 +214,7 @@ class Decoding:
             for count, token in enumerate(tokens, start=1):
                 if text is not None:
                     text.add((token,))
-                ended = token in stop or (text is not None and text.stopped is not None)
+                ended = token in stop or (text is not None and text.ended)
                 if ended:
                     return count
             return len(tokens)
@@ -240,7 +241,7 @@ class Decoding:
         own, kv, plain = self._context, self._kv, Drafter()
         mark, sampler = kv.mark(), own.sampler.copy()
         if self._stepper is not None and self._stepper.runs_ahead:  # the sampler knows of a token to come
-            sampler = Sampler(sampler.params, sampler.seed, self._target.vocab_size, self._target.device)
+            sampler = Sampler(sampler.params, sampler.seed, self._target.vocab_size, self._target.device, self._prompt)
             sampler.extend(own.text)
         aside = replace(own, text=list(own.text), sampler=sampler, recorder=None)
         if self._stepper is not None and self._plain is None:

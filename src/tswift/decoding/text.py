@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _HELD = 16  # after so many tokens without a whole character, broken bytes are let go
 _LAST = 4  # tokens that a character may still need: it has four bytes at most
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_TIMES = 3  # that the same tokens stand there in a row, for a loop
 _MAX_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
 
 
@@ -46,12 +48,18 @@ class TextStream:
     with the same character the longest. What may be the beginning of one is held back. The tokenizer is a transformers
     one with a ``backend_tokenizer``; stop strings are those of :func:`check_stop`.
 
+    With ``loop`` the text also ends with the token by which the same so many tokens stand there thrice in a row.
+
     Attributes:
         stopped: the stop string that has ended the text; None if none has. Tokens added after it add nothing.
+        looped: whether such a loop has ended it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), loop: int | None = None) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
+        self._last: deque[int] = deque(maxlen=loop)
+        self._loop, self._alike = loop, 0  # newest tokens that are those so many places before
+        self.looped = False
         self._before: list[int] = []  # the last tokens whose text was given
         self._held: list[int] = []  # those after them
         self._stop, self._waiting = stop, ""  # text that may be the beginning of a stop string
@@ -61,8 +69,9 @@ class TextStream:
         """The characters that these tokens complete; what is begun, a character or a stop string, is held back."""
         pieces = []
         for token in tokens:
-            if self.stopped is not None:
+            if self.ended:
                 break
+            self._watch(token)
             self._held.append(token)
             piece, text = "", self._after(self._before, self._held)
             if text and not text.endswith(_BROKEN):
@@ -71,6 +80,19 @@ class TextStream:
                 piece = self._let_go(text)
             pieces.append(self._up_to_stop(piece) if self._stop else piece)
         return "".join(pieces)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string or a loop has ended the text."""
+        return self.stopped is not None or self.looped
+
+    def _watch(self, token: int) -> None:
+        if self._loop is None:
+            return
+        again = len(self._last) == self._loop and self._last[0] == token
+        self._alike = self._alike + 1 if again else 0
+        self._last.append(token)
+        self.looped = self._alike >= (_TIMES - 1) * self._loop
 
     def finish(self) -> str:
         """The text that was held back; bytes that are no character become U+FFFD."""

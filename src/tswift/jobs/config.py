@@ -240,6 +240,10 @@ class RunConfig:
     stop: tuple[str, ...] = option(
         (), "Text that ends the text, which ends before it; repeatable.", shown="", metavar="TEXT", repeat=True
     )
+    stop_on_loop: int | None = option(
+        None, "End the text when the same N tokens stand there thrice in a row.", shown="", metavar="N", least=1,
+        most=1 << 20,
+    )  # fmt: skip
     logprobs: int | None = option(
         None, "Write log-probabilities of each token and of the N likeliest.", panel="Output", shown="", metavar="N",
         least=0, most=MAX_TOP,
@@ -316,6 +320,7 @@ class RunConfig:
             method=options["method"],
             stop_at_eos=options["stop_at_eos"],
             stop=tuple(options.get("stop", ())),
+            stop_on_loop=options.get("stop_on_loop"),
             logprobs=options.get("logprobs"),
             sampling_from=options.get("sampling_from", PAPERS),
             drafting=DraftOptions(**drafting),

@@ -114,7 +114,7 @@ class Signals:
 
 
 _NOTHING_STOPS = 1 << 20
-END, BY_STRING = "end", "stop"  # in a record: how a finished text ended
+END, BY_STRING, BY_LOOP = "end", "stop", "loop"  # in a record: how a finished text ended
 OnStep = Callable[[str, DecodeStats], None]
 
 
@@ -229,9 +229,11 @@ class Job:
         return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
 
     def end(self) -> dict[str, str]:
-        """How a finished text ended: ``stop`` (and at which ``string``), ``eos`` or ``length``."""
+        """How a finished text ended: ``stop`` (and at which ``string``), ``loop``, ``eos`` or ``length``."""
         if self.text.stopped is not None:
             return {"reason": BY_STRING, "string": self.text.stopped}
+        if self.text.looped:
+            return {"reason": BY_LOOP}
         return {"reason": "eos" if self.tokens[-1:] and self.tokens[-1] in self.generation.stop else "length"}
 
     def statement(self) -> list[str]:
@@ -377,7 +379,7 @@ def start(
     if config.text.length < asked:
         notes.append(f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} positions")
     stats = DecodeStats(generation.depth)
-    text_stream = TextStream(model.tokenizer, config.stop)
+    text_stream = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
     return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
 
 
@@ -423,7 +425,7 @@ def resume(
         if config.text.length < made:
             raise InputError(f"{path} has {made:,} tokens already, got {config.text.length:,}", "length")
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
-        stopped = (run.record.end or {}).get("reason") == BY_STRING
+        stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
         if run.state == FINISHED and (config.text.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             _check_text(run, saved, loaded, discard_damaged)
@@ -433,10 +435,10 @@ def resume(
             wanted = replace(wanted, heads=NO_HEADS)
         model = loaded or load_exact_or_not(wanted, "exact" in asked, ranks)
         draft = _refuse_other_model(run, config, model).get("draft")
-        if config.stop:
-            whole = TextStream(model.tokenizer, config.stop)
+        whole = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+        if config.stop or config.stop_on_loop:
             whole.add(saved.tokens)
-            ended = ended or whole.stopped is not None
+            ended = ended or whole.ended
         # a run that was stopped after its last token and before its last record has to draw that token again
         below = made if ended else config.text.length
         checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
@@ -446,7 +448,7 @@ def resume(
             stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
         except ValueError as error:
             raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-        text = TextStream(model.tokenizer, config.stop)
+        text = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
         before = text.add(tokens)
         folder = RunFolder.reopen(path, lock, run.record, checkpoint, before, row_bytes(config))
         unlocking.pop_all()
@@ -498,6 +500,7 @@ def _begin(
         written,
         config.stop,
         config.logprobs,
+        config.stop_on_loop,
     )
     return begin(model, request)
 

@@ -79,6 +79,8 @@ class SamplingParams:
         eta: epsilon of eta sampling (Hewitt et al., 2022); 0 drops none.
         penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing.
         window: how many of the last tokens, prompt included, are penalised.
+        presence_penalty: taken off the logit of every token in the generated text, as in OpenAI's interface.
+        frequency_penalty: likewise, as often as the token is there.
         banned: token ids that are never drawn.
         order: names of filters with commas between, in the order in which they are applied; the others come after them.
         logit_bias: numbers added to the logits of token ids before anything else, -100 to 100.
@@ -102,6 +104,12 @@ class SamplingParams:
     eta: float = option(0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1)
     penalty: float = option(1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100)
     window: int = option(1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=ALL)
+    presence_penalty: float = option(
+        0.0, "Taken off the logits of generated tokens, -2 to 2.", panel=_PANEL, least=-2, most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "Taken off as often as a token was generated, -2 to 2.", panel=_PANEL, least=-2, most=2
+    )
     banned: tuple[int, ...] = ()
     order: str = ""
     logit_bias: Mapping[int, float] = option(
@@ -128,6 +136,9 @@ class SamplingParams:
         if self.penalises:
             text = "all of the text" if self.window >= ALL else f"{self.window:,} tokens"
             said.append(f"penalty {self.penalty:g} over {text}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name):
+                said.append(f"{name.replace('_', ' ')} {getattr(self, name):g}")
         if self.logit_bias:
             said.append(f"{len(self.logit_bias)} logits biased")
         return ", ".join(said)
@@ -136,6 +147,11 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether the contextual penalty does anything."""
         return self.penalty != 1 and self.window > 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often tokens are in the generated text."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def filters(self) -> tuple[str, ...]:

@@ -109,17 +109,22 @@ class _Rule:
 class Sampler:
     """The sampling rule bound to its parameters and seed (any integer), with the penalty window of a growing text.
 
-    ``vocab_size`` is ``V``, ``device`` where logits will be. ValueError for a banned or biased id outside of ``V``.
+    ``vocab_size`` is ``V``, ``device`` where logits will be, ``prompt`` how many tokens of the text were not generated.
+    ValueError for a banned or biased id outside of ``V``.
 
     Attributes:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if tokens are penalised;
             changed in place.
+        counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed in place.
         length: tokens in the text so far.
         fault: why :meth:`fuse` has left drawing or ranking to PyTorch; None if it has not.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
-        self.seed, self.length = seed, 0
+    def __init__(
+        self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device, prompt: int = 0
+    ) -> None:
+        self.seed, self.length, self.prompt = seed, 0, prompt
+        self.counts = torch.zeros(vocab_size if params.counts else 0, dtype=torch.float64, device=device)
         self._tokens = torch.arange(vocab_size, device=device)
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
@@ -150,7 +155,7 @@ class Sampler:
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
         twin = copy(self)
-        twin.newest = self.newest.clone()
+        twin.newest, twin.counts = self.newest.clone(), self.counts.clone()
         return twin
 
     def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
@@ -187,6 +192,10 @@ class Sampler:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
             self.newest.scatter_reduce_(0, ids, positions, "amax")
+        generated = tokens[max(0, self.prompt - self.length) :]
+        if self.params.counts and generated:
+            ids = torch.tensor(generated).to(self.counts.device, non_blocking=True)
+            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
         self.length += len(tokens)
 
     def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor) -> None:
@@ -225,14 +234,31 @@ class Sampler:
             seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
         return seen
 
-    def seen_along(self, tokens: Sequence[int]) -> Tensor | None:
-        """As :meth:`seen`, after each of ``tokens``, the first of which ends the text; it is extended by the others."""
+    def lowered(self, logits: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
+        """Logits ``[n, V]`` after the nodes of a draft tree, less what presence and frequency take off: in float64.
+
+        Nodes are as for :meth:`seen`. Of the generated text the root is a part, and each node's drafted ancestors are.
+        """
+        if not self.params.counts:
+            return logits
+        counts = self.counts.repeat(len(tokens), 1)
+        drafted = ancestors[:, 1:].to(torch.float64)
+        counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
+        own = self.params
+        return logits.double() - (own.frequency_penalty * counts + own.presence_penalty * (counts > 0))
+
+    def along(self, logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`lowered` and :meth:`seen`, after each of ``tokens``, the first of which ends the text.
+
+        The text is extended by the others.
+        """
         device, count = self._tokens.device, len(tokens)
         positions = torch.arange(self.length - 1, self.length - 1 + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        seen = self.seen(torch.tensor(tokens, device=device), positions, causal)
+        ids = torch.tensor(tokens, device=device)
+        found = self.lowered(logits, ids, causal), self.seen(ids, positions, causal)
         self.extend(tokens[1:])
-        return seen
+        return found
 
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
@@ -270,6 +296,7 @@ class Sampler:
         With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out: they draw
         ``NO_TOKEN`` then. All else is as for :meth:`CSampler.follow`.
         """
+        logits = self.lowered(logits, nodes[0], nodes[2])
         if parents is not None and self.program(logits.dtype) is not None:
             followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
             if followed is not None:
@@ -339,6 +366,7 @@ class Sampler:
         All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured of it and replayed.
         Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn come next. ``[n]`` int64.
         """
+        logits = self.lowered(logits, tokens, ancestors)
         fused = self._rule.fused.get((logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MAX_NODES:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
@@ -412,12 +440,12 @@ class LogprobRecorder:
 
     def record(self, logits: Tensor, tokens: Sequence[int]) -> NDArray[np.void]:
         """The rows ``[n]`` of :func:`row_type` of the text's next tokens, which were drawn from logits ``[n, V]``."""
-        seen = self._sampler.seen_along([self._last, *tokens[:-1]])
+        lowered, seen = self._sampler.along(logits, [self._last, *tokens[:-1]])
         self._sampler.extend(tokens[-1:])
         self._last = tokens[-1]
         rows = np.empty(len(tokens), row_type(self._top))
         drawn = torch.tensor(tokens).to(logits.device)[:, None]
-        for name, scores in (("raw", logits.double()), ("warped", self._sampler.warp(logits, seen))):
+        for name, scores in (("raw", logits.double()), ("warped", self._sampler.warp(lowered, seen))):
             logs = scores.log_softmax(-1)
             rows[name] = logs.gather(1, drawn).squeeze(1).numpy(force=True)
             if self._top:

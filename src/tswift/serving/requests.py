@@ -89,7 +89,14 @@ class Request:
 # fields that become options of the job, by what they are called there
 _OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
     name: name
-    for name in ("seed", "method", "stop_at_eos", "stop", *(each.name for each, _ in options_of(SamplingParams)))
+    for name in (
+        "seed",
+        "method",
+        "stop_at_eos",
+        "stop",
+        "stop_on_loop",
+        *(each.name for each, _ in options_of(SamplingParams)),
+    )
 }
 _SWITCHES = ("stream", "figures", "cancel_on_disconnect")
 _KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
@@ -97,7 +104,6 @@ _KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("echo", "store"), (False,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0, 0.0)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("parallel_tool_calls", "audio", "prediction", "reasoning_effort", "verbosity"), ()),

@@ -413,7 +413,7 @@ def compare(params: SamplingParams, text: Sequence[int], position: int, target: 
         rows = slice(start, min(start + _ROWS, count))
         tokens = text[position + rows.start : position + rows.stop]
         sampler.extend(tokens[:1])
-        seen = sampler.seen_along(tokens)
+        _, seen = sampler.along(target[rows], tokens)
         following = range(position + rows.start + 1, position + rows.stop + 1)
         ours, theirs = (sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target))
         same += int((ours == theirs).sum())
