@@ -66,7 +66,7 @@ COMPLETIONS: dict[str, list[dict[str, Any]]] = {
     "n": [{"n": 2}, {"n": True}],
     "best_of": [{"best_of": 2}],
     "echo": [{"echo": True}],
-    "frequency_penalty": [{"frequency_penalty": 0.5}],
+    "frequency_penalty": [{"frequency_penalty": 2.5}, {"frequency_penalty": "some"}],
     "temprature": [{"temprature": 1}],
     "messages": [{"messages": []}],
     "temperature": [{"temperature": -1}, {"temperature": "hot"}],

@@ -113,6 +113,14 @@ def test_a_completion_is_the_text_of_generate(server: Server, complete: Complete
         assert complete(prompt=prompt, max_tokens=120, seed=7).choices[0].text == whole
 
 
+def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_path: Path) -> None:
+    words = ("--presence-penalty", 0.8, "--frequency-penalty", 0.5, "--stop-on-loop", 3)
+    whole = generated(tmp_path, model, *words, "--len", 60, "--seed", 7, "--stop-at-eos")
+    asked_for: dict[str, Any] = {"max_tokens": 60, "seed": 7, "presence_penalty": 0.8, "frequency_penalty": 0.5}
+    assert complete({"stop_on_loop": 3}, **asked_for).choices[0].text == whole
+    assert complete(max_tokens=60, seed=7).choices[0].text != whole
+
+
 @pytest.mark.slow
 def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path, tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("Be brief.")
