@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from tswift.jobs.batch import Batch
+from tswift.jobs.batch import Batch, line_of
 from tswift.jobs.job import Signals
 
 
@@ -28,7 +28,9 @@ class Writer:
         """The texts of some rows, by their places in the file."""
         tasks = [self._batch.tasks[place] for place in rows["place"]]
         with Signals() as signals:
-            return {"place": rows["place"], "line": list(self._batch.make(tasks, ["ray_data.py"], signals))}
+            for _ in self._batch.make(tasks, ["ray_data.py"], signals):
+                pass
+        return {"place": rows["place"], "line": [line_of(task) for task in tasks]}
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
         Writer,
         fn_constructor_args=(prompts, out, options),
         batch_size=4,
-        concurrency=given.actors,
+        compute=ray.data.ActorPoolStrategy(size=given.actors),
         num_gpus=given.gpus,
     )
     print(f"{made.count():,} texts were made or were there; all are in {batch.gather()}")
