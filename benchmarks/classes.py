@@ -28,6 +28,7 @@ from tswift.errors import InputError
 from tswift.models.checkpoint import read_config
 
 METHODS = ("ar", "recall", "magicdec", "reuse")
+_RECURRENT = ("ar", "recall", "reuse")  # of models with recurrent layers
 LENGTH = 90
 HIDDEN, LAYERS, POSITIONS = 32, 4, 512
 _CLOSE = 1e-4  # most that logits may differ by, in units of their spread: norms and softmax are float32 in places
@@ -141,8 +142,9 @@ def made(kind: str, vocab_size: int) -> transformers.PreTrainedModel:
 
 def _fit_sections(text: dict[str, Any]) -> None:
     """Let the sections of a rotary embedding for images be of a small head's size."""
-    rope = text.get("rope_parameters")
-    if isinstance(rope, dict) and rope.get("mrope_section"):
+    for rope in text.values():
+        if not (isinstance(rope, dict) and rope.get("mrope_section")):
+            continue
         turned = int((text.get("head_dim") or _SMALL["head_dim"]) * rope.get("partial_rotary_factor", 1)) // 2
         rope["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
 
@@ -169,7 +171,7 @@ def row(kind: str) -> list[str]:
         except Exception as fault:
             reason = f"RAW {fault}"[:150]
         if reason:
-            return [kind, "", "refused", reason]
+            return [kind, "", "refused", reason]  # before weights are looked for
         return [
             kind,
             "",
@@ -190,9 +192,10 @@ def row(kind: str) -> list[str]:
             return [kind, type(own).__name__, "RAW" if raw else "refused", reason]
         except Exception as error:
             return [kind, type(own).__name__, "RAW", f"{type(error).__name__}: {error}"[:200]]
-        written = texts(model, dict.fromkeys(METHODS, LENGTH))
+        methods = METHODS if model.target.kv_shape.states is None else _RECURRENT
+        written = texts(model, dict.fromkeys(methods, LENGTH))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
-    other = [method for method in METHODS if written[method] != written["ar"]]
+    other = [method for method in methods if written[method] != written["ar"]]
     word = f"DIFFERS: {', '.join(other)}" if other else "equal" if far < _CLOSE else "DIFFERS: logits"
     return [kind, type(own).__name__, word, f"{far:.0e} {model.target.attention_features}"]
 

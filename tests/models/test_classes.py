@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BartConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Phi3Config,
@@ -15,7 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    T5Config,
+    TimesFmConfig,
 )
 
 from recipes.corpus import train_tokenizer
@@ -127,5 +128,7 @@ def test_a_text_that_grows_long_turns_alike_from_its_start(positions: int, kept:
 
 
 def test_what_does_not_write_from_left_to_right_is_told() -> None:
-    with pytest.raises(InputError, match="no causal language model of the type t5"):
-        class_of(T5Config())
+    with pytest.raises(InputError, match="no causal language model of the type timesfm"):
+        class_of(TimesFmConfig())
+    with pytest.raises(InputError, match="a model with an encoder \\(bart\\) is not served"):
+        class_of(BartConfig())

@@ -134,8 +134,8 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
                 start += size
             assert start == 59
             caches.append(kv)
-        for name in ("keys", "values"):
-            once, often = (getattr(kv, name)[:, :, :BUDGET] for kv in caches)
+        for once, often in zip(*(kv.buffers for kv in caches), strict=True):
+            once, often = once[:, :, :BUDGET], often[:, :, :BUDGET]
             torch.testing.assert_close(once, often, rtol=1e-12, atol=1e-12)
         assert caches[0].held.tolist() == caches[1].held.tolist() == [True] * BUDGET + [False] * 9
 

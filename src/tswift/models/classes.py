@@ -25,8 +25,10 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of a configuration's language model; of a larger model, the part of it that reads and writes text.
 
     Raises:
-        InputError: transformers has none that makes text from the left to the right.
+        InputError: transformers has none that makes text from the left to the right, or it has an encoder, too.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"a model with an encoder ({config.model_type}) is not served: only decoders are", "model")
     kind, alone = type(config), config.get_text_config() is config
     mappings = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] * (not alone) + [MODEL_FOR_CAUSAL_LM_MAPPING]
     for mapping in mappings:
