@@ -56,7 +56,6 @@ from tswift.forward.hf import (
     stretched,
 )
 from tswift.forward.program import may_serve
-from tswift.forward.recurrent import state_shape
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     INDEX,
@@ -80,7 +79,7 @@ from tswift.models.classes import class_of
 from tswift.models.config import DEMO, NO_HEADS, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
 from tswift.models.gguf import SUFFIX
-from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights
+from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights, state_shape
 from tswift.native_build import cache_folder
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
 from tswift.speculators.heads import (

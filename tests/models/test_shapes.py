@@ -27,6 +27,9 @@ PUBLISHED = {
     "qwen3-4b": (4_022_468_096, 147_456),
     "qwen3-8b": (8_190_735_360, 147_456),
     "qwen3-14b": (14_768_307_200, 163_840),
+    # made of the sizes in their configurations, without MTP heads; no card's count was at hand
+    "qwen3.5-9b": (8_953_803_264, 32_768),
+    "qwen3.5-27b": (26_895_998_464, 65_536),
 }
 
 
@@ -39,7 +42,9 @@ def test_published_sizes(name: str) -> None:
     shape = shape_of(skeleton(shape_config(f"{SHAPE_PREFIX}{name}")), 2)
     assert (shape.parameters, shape.kv_bytes) == PUBLISHED[name]
     assert SHAPES[name].max_position_embeddings == 131_072
-    assert shape.head_dim == 128
+    recurrent = shape.states is not None
+    assert shape.head_dim == (256 if recurrent else 128)
+    assert shape.state_bytes // 2 >> 20 == {"qwen3.5-9b": 49, "qwen3.5-27b": 146}.get(name, 0)
 
 
 def test_costs_of_a_shape_worked_by_hand() -> None:

@@ -37,7 +37,7 @@ from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
-from tswift.speculators.formats import drafter_of
+from tswift.speculators.formats import drafter_of, native_head
 from tswift.speculators.networks import SpeculatorSpec
 from tswift.tables import NOTHING, Table, duration, quantity
 
@@ -162,8 +162,8 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def loading_seconds(shape: Shape, machine: Machine, context: Context, extra_bytes: int = 0) -> Context:
-    """Seconds to read the weights, ``extra_bytes``, and the KV cache of ``context`` tokens."""
-    return (shape.weight_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
+    """Seconds to read the weights, ``extra_bytes``, states, and the KV cache of ``context`` tokens."""
+    return (shape.weight_bytes + shape.state_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
 
 
 def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
@@ -270,9 +270,9 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     with silence(), as_input_error(query.model):
         own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), may_serve(config))
         shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
-        file = gguf_of(query.model)
-        if file is not None and file.kinds:
-            shape = replace(shape, coded_bytes=gguf_bytes(file) - (shape.parameters - shape.read))
+        codes = gguf_of(query.model)
+        if codes is not None and codes.kinds:
+            shape = replace(shape, coded_bytes=gguf_bytes(codes) - (shape.parameters - shape.read))
     if query.bandwidth is not None and query.flops is not None:
         machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
     elif place is None:
@@ -280,7 +280,10 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     else:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
-    drafter = None if query.drafter is None else drafter_of(query.drafter, config, is_shape).spec
+    file = native_head(query.model, config)
+    if query.drafter is not None:
+        file = drafter_of(query.drafter, config, is_shape)
+    drafter = None if file is None else file.spec
     found = predict(shape, machine, query, max_positions(config), drafter)
     about = {"model": query.model, "dtype": words, "device": where}
     return tables(found, ", ".join(about.values())), {**about, **found.as_dict()}
@@ -329,7 +332,9 @@ class Prediction:
 
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
-        shape = {**asdict(self.shape), "weight_bytes": self.shape.weight_bytes, "kv_bytes": self.shape.kv_bytes}
+        shape = asdict(replace(self.shape, states=None))
+        shape |= {name: getattr(self.shape, name) for name in ("weight_bytes", "kv_bytes", "state_bytes")}
+        del shape["states"]
         return {
             "shape": shape,
             "machine": asdict(self.machine),
@@ -364,7 +369,7 @@ def predict(
         PassFloor(
             context,
             nodes,
-            shape.weight_bytes + context * shape.kv_bytes,
+            shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes,
             loading_seconds(shape, machine, context),
             computing_seconds(shape, machine, context, nodes),
             float(pass_seconds(shape, machine, context, nodes)),
@@ -379,7 +384,8 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: Spec
     length, alpha, depth, bits = query.length, query.alpha, query.depth, 8 * shape.itemsize
     # method, tokens drafted along a path, what drafting costs, its weights and their bits
     lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [(BASELINE, 0, None, None, None)]
-    for kind in dict.fromkeys((None, query.draft_weights)) if alpha is not None else ():
+    # recurrent layers cost a model that drafts for itself as much as a pass
+    for kind in dict.fromkeys((None, query.draft_weights)) if alpha is not None and shape.states is None else ():
         own, head_bytes = BITS[kind] if kind else bits, (depth - 1) * shape.hidden_size**2 * shape.itemsize
         lanes.append(("tokenswift", depth, Drafting(query.budget, head_bytes, bits=own), kind, own))
     if drafter is not None and alpha is not None:
@@ -425,6 +431,7 @@ def _rates(prediction: Prediction, label: str) -> Table:
         "parameters": f"{shape.parameters:,}",
         "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
         "KV cache of a token": f"{shape.kv_bytes:,} B",
+        **({"states, read and written by a pass": quantity(shape.state_bytes, "B")} if shape.states else {}),
         f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
         "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
         f"computing time of a node at {longest:,} tokens": _milliseconds(computing, 1),

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,27 +26,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.native import parallel_region
-from tswift.caches import States, StateShape
+from tswift.caches import States
 from tswift.native_build import Unbuilt, build, widest_vectors
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 _EPS = 1e-6  # of the norms of queries and keys
-
-
-def state_shape(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> StateShape | None:
-    """Shape of the states of a model's recurrent layers; None if it has no such layers."""
-    text = config.get_text_config()
-    types = list(getattr(text, "layer_types", None) or ())
-    kind = partial(StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device)
-    if "conv" in types:
-        return kind(types.count("conv"), text.hidden_size, text.conv_L_cache, 0, 0, 0)
-    if "linear_attention" in types:
-        heads, keys, values = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
-        channels = 2 * text.linear_num_key_heads * keys + heads * values
-        return kind(types.count("linear_attention"), channels, text.linear_conv_kernel_dim, heads, keys, values)
-    return None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ from tswift.forward.hf import (
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
-from tswift.forward.recurrent import StatePass, passing, serve_states, state_shape
+from tswift.forward.recurrent import StatePass, passing, serve_states
+from tswift.models.shapes import state_shape
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:

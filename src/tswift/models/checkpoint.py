@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 from transformers.utils import logging as transformers_logging
@@ -71,6 +72,7 @@ _LLAMA3 = {
 # Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
 _QWEN = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
+_QWEN35 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _COLUMNS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
@@ -85,15 +87,25 @@ _TABLE: dict[str, tuple[object, ...]] = {
     "qwen3-4b": (151_936, 2560, 9728, 36, 32, 8, 151_643, 151_645, 1e-6, True, _QWEN3),
     "qwen3-8b": (151_936, 4096, 12_288, 36, 32, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
     "qwen3-14b": (151_936, 5120, 17_408, 40, 40, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
+    "qwen3.5-9b": (248_320, 4096, 12_288, 32, 16, 4, None, 248_044, 1e-6, False, _QWEN35),
+    "qwen3.5-27b": (248_320, 5120, 17_408, 64, 24, 4, None, 248_044, 1e-6, False, _QWEN35),
 }
+_OF_QWEN35 = {
+    **{"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "mtp_num_hidden_layers": 1,
+}
+_MORE: dict[str, dict[str, int]] = {
+    "qwen3.5-9b": {**_OF_QWEN35, "linear_num_value_heads": 32},
+    "qwen3.5-27b": {**_OF_QWEN35, "linear_num_value_heads": 48},
+}
+_MADE = {"qwen3.5": Qwen3_5TextConfig, "qwen3": Qwen3Config, "qwen2.5": Qwen2Config}
 
 
 def _config(name: str) -> PreTrainedConfig:
     """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
-    make = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.get(name[:5], LlamaConfig)
-    return make(
-        **dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)), max_position_embeddings=131_072, dtype="bfloat16"
-    )
+    values = dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)) | _MORE.get(name, {})
+    make: Any = _MADE.get(name.split("-")[0], LlamaConfig)
+    return make(**values, max_position_embeddings=131_072, dtype="bfloat16")
 
 
 # The models of the paper's tables 3 and 4, as their authors published them; and those with published drafters.

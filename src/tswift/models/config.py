@@ -13,7 +13,7 @@ DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
 SHAPES = (
     *("llama3.1-8b", "yarn-llama2-7b-128k", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b"),
-    *("qwen3-4b", "qwen3-8b", "qwen3-14b"),
+    *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3.5-9b", "qwen3.5-27b"),
 )
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16")

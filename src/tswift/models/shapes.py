@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from tswift.caches import LayerKV
+from tswift.caches import LayerKV, StateShape
 from tswift.errors import InputError
 from tswift.models.checkpoint import skeleton
 from tswift.models.classes import class_of
@@ -21,6 +22,9 @@ from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+RECURRENT = ("conv", "linear_attention")  # types of layers that have a state in the place of keys and values
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,18 @@ class Shape:
     # numbers of a token's keys, and of its queries, over all layers; None where these are alike
     key_numbers: int | None = None
     query_numbers: int | None = None
+    states: StateShape | None = None  # of recurrent layers, which are none of ``layers``
     coded_bytes: int | None = None  # of the weights that a pass reads, where they are codes; None where they are not
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass reads, however many nodes it has."""
         return self.read * self.itemsize if self.coded_bytes is None else self.coded_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent layers' states that a pass reads and writes, however many nodes it has."""
+        return 0 if self.states is None else 2 * self.states.nbytes
 
     @property
     def kv_bytes(self) -> int:
@@ -66,9 +76,12 @@ class Shape:
     def flops(self, context: Any) -> Any:
         """Operations of one node that attends to ``context`` tokens (a number or an array).
 
-        Two per weight; four per element of a query head and token: multiply and add, with key and with value.
+        Two per weight; four per element of a query head and token: multiply and add, with key and with value. Seven per
+        element of a state: it decays, is read by the key, added to, and read by the query.
         """
-        return 2 * self.read + 4 * context * (self.query_numbers or self.query_heads * self.head_dim * self.layers)
+        states, queries = self.states, self.query_numbers or self.query_heads * self.head_dim * self.layers
+        own = 0 if states is None else 7 * states.layers * states.heads * states.keys * states.values
+        return 2 * self.read + own + 4 * context * queries
 
 
 def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
@@ -98,23 +111,44 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
         return replace(shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network))
     lm_head = network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
-    heads, kept = config.num_attention_heads, kept_by_layer(config)
+    heads, kept = config.num_attention_heads, dict(enumerate(kept_by_layer(config)))
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind in RECURRENT:
+            del kept[layer]
     # a row of each table is read, unless it is the LM head's
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {lm_head}
+    states = state_shape(config, network.dtype, network.device)
+    first = next(iter(kept.values()))
     return Shape(
         parameters=parameters,
         read=parameters - sum(table.numel() for table in tables),
         hidden_size=config.hidden_size,
-        layers=config.num_hidden_layers,
+        layers=config.num_hidden_layers - (0 if states is None else states.layers),
         query_heads=heads,
-        kv_heads=kept[0].heads,
-        head_dim=kept[0].head_dim,
-        key_numbers=sum(each.heads * each.head_dim for layer, each in enumerate(kept) if each.source == layer),
-        query_numbers=sum(heads * each.head_dim for each in kept),
+        kv_heads=first.heads,
+        head_dim=first.head_dim,
+        key_numbers=sum(each.heads * each.head_dim for layer, each in kept.items() if each.source == layer),
+        query_numbers=sum(heads * each.head_dim for each in kept.values()),
         itemsize=itemsize,
         lm_head=lm_head.numel(),
         kv_itemsize=kv_itemsize,
+        states=states,
     )
+
+
+def state_shape(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> StateShape | None:
+    """Shape of the states of a model's recurrent layers; None if it has no such layers."""
+    text = config.get_text_config()
+    types = list(getattr(text, "layer_types", None) or ())
+    kind = partial(StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device)
+    conv, delta = RECURRENT
+    if conv in types:
+        return kind(types.count(conv), text.hidden_size, text.conv_L_cache, 0, 0, 0)
+    if delta in types:
+        heads, keys, values = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+        channels = 2 * text.linear_num_key_heads * keys + heads * values
+        return kind(types.count(delta), channels, text.linear_conv_kernel_dim, heads, keys, values)
+    return None
 
 
 HEADS = 3  # as many as the paper trains

@@ -59,6 +59,7 @@ _COMPARED = 64  # rows of a copy that are compared with the target's own
 
 NATIVE = "the model's own"
 _NATIVE_LAYER = "mtp.layers.0."
+_DRAFTED = 32_768  # tokens that it drafts from: the first rows of the LM head
 _OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")  # of a rotary embedding; others are text's
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
@@ -206,6 +207,7 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
         rope={name: value for name, value in rope.items() if name not in _OF_IMAGES},
         tap_size=text.hidden_size,
         tap_count=1,
+        draft_vocab=min(_DRAFTED, text.vocab_size),
         norm_output=True,
         gated=True,
         rotated=int(size * rope.get("partial_rotary_factor", 1.0)),

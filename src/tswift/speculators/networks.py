@@ -49,7 +49,7 @@ class SpeculatorSpec:
     in_place: bool = False  # a slot guesses the token at its own position (DFlash), not the next one
     markov: str = ""  # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
     rank: int = 0  # of that bias
-    draft_vocab: int = 0  # tokens that EAGLE-3 can guess
+    draft_vocab: int = 0  # tokens that EAGLE-3 or an MTP head can guess
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
     norm_before_residual: bool = False  # this and the next three: which of its norms EAGLE-3 applies where
     norm_output: bool = False
@@ -94,7 +94,7 @@ class SpeculatorSpec:
         read = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name)
         window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
         if self.kind == MTP:
-            return itemsize * levels * (read + window + lm_head)
+            return itemsize * levels * (read + window + lm_head * self.draft_vocab // self.vocab_size)
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
             return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
         return itemsize * (read + window + lm_head + again * self.rank * self.vocab_size)
@@ -394,8 +394,17 @@ class MtpSpeculator(ChainSpeculator):
         return self.midlayer.input_layernorm(rows), rows
 
     def scores(self, states: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.scores`, by the model's LM head."""
-        return self.target.open_logits(states)
+        """As :meth:`ChainSpeculator.scores`, by the first rows of the model's LM head, if they are plain numbers.
+
+        They are the commonest tokens: a tokenizer numbers them as it found them. With all rows the LM head would be
+        four fifths of what a level reads, and by shared noise a token that is missing costs no more than its own guess.
+        """
+        spec, head = self.spec, self.target.model.get_output_embeddings()
+        if spec.draft_vocab == spec.vocab_size or type(head.weight) is not nn.Parameter or head.bias is not None:
+            return self.target.open_logits(states)
+        full = states.new_full((len(states), spec.vocab_size), _EXCLUDED)
+        full[:, : spec.draft_vocab] = F.linear(states, head.weight[: spec.draft_vocab])
+        return full
 
 
 class EagleSpeculator(ChainSpeculator):
