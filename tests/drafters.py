@@ -18,7 +18,13 @@ from tswift.forward.target import Target
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
 TAPS, BLOCK, MASK, RANK, DRAFT_VOCAB, DRAFT_LAYERS = (1, 4), 4, 96, 8, 40, 2
 EPS, THETA = 1e-6, 10_000.0
-LAYOUTS = ("dspark", "dspark-gated", "dspark-rnn", "deepspec-dflash", "dflash", "eagle-safeai", "eagle-speculators")
+WINDOW = 5  # of layers that slide
+LAYOUTS = (
+    *("dspark", "dspark-gated", "dspark-rnn", "deepspec-dflash", "dflash", "eagle-safeai", "eagle-speculators"),
+    *("dspark-speculators", "dflash-speculators", "dflash-sliding"),
+)
+IN_PLACE = ("dflash", "dflash-speculators", "dflash-sliding")
+SLIDING = {"dflash-speculators": (0,), "dflash-sliding": (0, 1)}  # layers
 SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
@@ -75,6 +81,8 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
     shapes = {"fc": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm": (HIDDEN,), "norm": (HIDDEN,)}
     for index in range(DRAFT_LAYERS):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _attention(HIDDEN, True).items()}
+    if layout == "dflash-speculators":
+        shapes["lm_head"] = (DRAFT_VOCAB, HIDDEN)
     if layout.startswith("dspark"):
         shapes |= {"markov_head.markov_w1": (VOCAB, RANK), "markov_head.markov_w2": (VOCAB, RANK)}
         shapes |= {"confidence_head.proj": (1, HIDDEN + RANK)}
@@ -98,6 +106,19 @@ def config_of(layout: str) -> dict[str, Any]:
             "transformer_layer_config": inner,
             "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
         }
+    if layout in ("dspark-speculators", "dflash-speculators"):
+        kinds = [f"{'sliding' if index in SLIDING.get(layout, ()) else 'full'}_attention" for index in range(2)]
+        own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS]}
+        own |= {"draft_vocab_size": DRAFT_VOCAB if layout in SLIDING else VOCAB, "sliding_window_non_causal": False}
+        if layout == "dspark-speculators":
+            own |= {"markov_rank": RANK, "enable_confidence_head": True, "sample_from_anchor": True}
+        inner = {**sizes, "layer_types": kinds, "sliding_window": WINDOW}
+        return {"speculators_model_type": layout.partition("-")[0], "transformer_layer_config": inner, **own}
+    if layout == "dflash-sliding":
+        own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS), "causal": False}
+        slides = {"layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": WINDOW}
+        said = {"architectures": ["DFlashDraftModel"], **sizes, **slides}
+        return {**said, "block_size": BLOCK, "dflash_config": own}
     if layout == "dflash":
         own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
         return {"architectures": ["DFlashDraftModel"], **sizes, "block_size": BLOCK, "dflash_config": own}
@@ -118,11 +139,11 @@ def tensors_of(layout: str) -> dict[str, Tensor]:
         found[f"{name}.weight"] = 1 + 0.2 * weight if len(shape) == 1 else 0.3 * weight
         if "proj" in name and name.split(".")[0] in ("markov_head", "confidence_head"):
             found[f"{name}.bias"] = 0.3 * torch.randn(shape[0], generator=random)
-    if layout.startswith("eagle"):
+    if layout.startswith("eagle") or layout == "dflash-speculators":
         ids = torch.randperm(VOCAB, generator=random)[:DRAFT_VOCAB].sort().values
         found["d2t"] = ids - torch.arange(DRAFT_VOCAB)
         found["t2d"] = torch.isin(torch.arange(VOCAB), ids)
-    elif layout != "dflash":
+    elif layout not in ("dflash", "dflash-sliding", "dspark-speculators"):
         own = qwen3()
         found["embed_tokens.weight"] = own.model.embed_tokens.weight.detach().float()
         found["lm_head.weight"] = own.lm_head.weight.detach().float()
@@ -208,15 +229,27 @@ class Dense:
         embed, head = (get().weight for get in (self.network.get_input_embeddings, self.network.get_output_embeddings))
         rows = embed[torch.tensor([text[-1]] + [MASK] * (BLOCK - 1))].detach()
         everything = torch.ones(BLOCK, len(old) + BLOCK, dtype=torch.bool)
+        near = everything.clone()
+        near[:, : len(old)] = old >= len(text) - 1 - WINDOW
+        if self.layout == "dflash-speculators":
+            near[:, len(old) :].tril_()
         for index in range(DRAFT_LAYERS):
             prefix = f"layers.{index}.self_attn"
             normed = _norm(rows, self._w(f"layers.{index}.input_layernorm"))
             parts = [self._keys(prefix, context, old), self._keys(prefix, normed, new)]
             keys, values = (torch.cat(pair) for pair in zip(*parts, strict=True))
-            rows = rows + self._attend(prefix, normed, new, keys, values, everything)
+            sees = near if index in SLIDING.get(self.layout, ()) else everything
+            rows = rows + self._attend(prefix, normed, new, keys, values, sees)
             rows = rows + self._mlp(f"layers.{index}", rows)
-        self.hidden = _norm(rows, self._w("norm"))[int(self.layout == "dflash") :]
-        return self.hidden @ head.detach().T
+        self.hidden = _norm(rows, self._w("norm"))[int(self.layout in IN_PLACE) :]
+        if "lm_head.weight" not in self.weights or "d2t" not in self.weights:
+            return self.hidden @ head.detach().T
+        return self._of_all(self.hidden @ self._w("lm_head").T)
+
+    def _of_all(self, logits: Tensor) -> Tensor:
+        full = torch.full((*logits.shape[:-1], VOCAB), -torch.inf, dtype=torch.float64)
+        full[..., self.weights["d2t"].long() + torch.arange(DRAFT_VOCAB)] = logits
+        return full
 
     def biased(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """``[V]`` of the slot after a path of tokens, the root first."""
@@ -259,6 +292,4 @@ class Dense:
                 states, tokens = torch.cat([states, out]), [*tokens, drafted]
                 seen = torch.cat([seen, seen.new_ones(1)])
         own = self._w("lm_head") @ _norm(out[0], self._w("norm"))
-        full = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
-        full[self.weights["d2t"].long() + torch.arange(DRAFT_VOCAB)] = own
-        return full
+        return self._of_all(own)

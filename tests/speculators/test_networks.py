@@ -12,6 +12,7 @@ from tests.drafters import (
     BLOCK,
     DRAFT_LAYERS,
     HIDDEN,
+    IN_PLACE,
     LAYERS,
     LAYOUTS,
     VOCAB,
@@ -69,8 +70,13 @@ def remembered(
     return state[-1:]
 
 
+def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:
+    named = drafter_folder(tmp_path, "dspark", {"architectures": ["DSparkDraftModel"]})
+    assert find_drafter(named).spec == find_drafter(drafter_folder(tmp_path / "own", "dspark")).spec
+
+
 @pytest.mark.parametrize("budget", first(1, [BUDGET, 64]))
-@pytest.mark.parametrize("layout", first(1, LAYOUTS))
+@pytest.mark.parametrize("layout", first(1, LAYOUTS[::-1]))
 def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp_path: Path) -> None:
     network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
     levels, beam = min(3, network.spec.count), 2
@@ -90,13 +96,10 @@ def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp
     for level, rows in enumerate(paths):
         for row, path in enumerate(rows):
             ours = found[level][min(row, len(found[level]) - 1)]
-            if block is None:
-                theirs = dense.eagle(text, path, seen)
-                inside = theirs > -torch.inf
-                assert (ours[~inside] < -1000).all()
-                ours, theirs = ours[inside], theirs[inside]
-            else:
-                theirs = dense.biased(block, [text[-1], *path])
+            theirs = dense.eagle(text, path, seen) if block is None else dense.biased(block, [text[-1], *path])
+            inside = theirs > -torch.inf
+            assert (ours[~inside] < -1000).all()
+            ours, theirs = ours[inside], theirs[inside]
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -146,10 +149,16 @@ def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     kind = "eagle3" if "eagle" in layout else "dspark" if layout.startswith("dspark") else "dflash"
     assert found["kind"] == kind
     assert (found["hidden_size"], found["vocab_size"]) == (HIDDEN, VOCAB)
-    assert found["draft_vocab"] == (40 if kind == "eagle3" else VOCAB)
-    assert found["count"] == {"dflash": 3, "eagle-safeai": 6, "eagle-speculators": 6}.get(layout, 4)
+    own = kind == "eagle3" or layout == "dflash-speculators"  # it has an LM head
+    assert found["draft_vocab"] == (40 if own else VOCAB)
+    assert found["count"] == {**dict.fromkeys(IN_PLACE, 3), "eagle-safeai": 6, "eagle-speculators": 6}.get(layout, 4)
     assert found["taps"] == {"eagle-safeai": None, "eagle-speculators": (1, 2, 5)}.get(layout, (1, 4))
-    kept = {"t2d", "d2t", "embed_tokens.weight", "lm_head.weight"} if kind != "eagle3" else {"t2d", "d2t"}
+    kept = {
+        "t2d",
+        "d2t",
+        *(() if kind == "eagle3" else ("embed_tokens.weight",)),
+        *(() if own else ("lm_head.weight",)),
+    }
     read = {n: t for n, t in tensors_of(layout).items() if n not in kept and not n.startswith("confidence")}
     assert found["parameters"] == sum(weight.numel() for weight in read.values())
 
@@ -179,7 +188,9 @@ def test_taps_by_every_convention(tmp_path: Path) -> None:
         ("dspark", {}, {"q.weight": torch.ones(1)}, "has q.weight, which no dspark drafter of its configuration has"),
         ("dflash", {}, {"fc.weight": torch.ones(32, 96)}, "has fc.weight of shape [32, 96], where [32, 64] belongs"),
         ("dflash", {"block_size": None}, {}, "says nothing of block_size"),
-        ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "has layers of sliding attention"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "says nothing of sliding_window"),
+        ("dflash", {"layer_types": ["sliding_attention"]}, {}, "has layers of sliding attention"),
+        ("eagle-safeai", {"layer_types": ["sliding_attention"]}, {}, "has layers of sliding attention"),
         ("dflash", {"dflash_config": {"mask_token_id": 97}}, {}, "has mask_token_id 97"),
         ("dflash", {"rope_scaling": {"type": "dynamic"}}, {}, "has rotary embeddings of type 'dynamic'"),
         ("dflash", {"rope_scaling": {"type": "yarn"}}, {}, "makes no drafter of its config.json (KeyError"),

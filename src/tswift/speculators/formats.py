@@ -1,7 +1,8 @@
 """Folders of published drafters: which kind, told by the configuration; every tensor accounted for before any is read.
 
-DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``), z-lab DFlash (``DFlashDraftModel``);
-SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
+DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others ``DSparkDraftModel``), z-lab DFlash
+(``DFlashDraftModel``), speculators both; SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators
+and DeepSpec in another.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from tswift.speculators.networks import (
     EAGLE3,
     MTP,
     DraftNetwork,
-    EagleSpeculator,
     SpeculatorSpec,
     build,
 )
@@ -63,12 +63,16 @@ _DRAFTED = 32_768  # tokens that it drafts from: the first rows of the LM head
 _OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")  # of a rotary embedding; others are text's
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
+_SPECULATORS_BLOCK = "speculators, blocks"
 _EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}  # before its parameters
-_ARCHITECTURES = {"Qwen3DSparkModel": _DEEPSPEC, "DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE}
+_ARCHITECTURES = {
+    **{"Qwen3DSparkModel": _DEEPSPEC, "DSparkDraftModel": _DEEPSPEC},
+    **{"DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE},
+}
 # objects within a configuration, from what counts least to what counts most; None is the configuration itself
 _NESTED = ("eagle_config", "transformer_layer_config", None, "dflash_config")
 _TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-_CAUSAL = ("is_causal", "causal", "sliding_window_non_causal")
+_CAUSAL = ("is_causal", "causal")
 _NORMS = {"norm_before_fc": "input_norm", **{name: name for name in ("norm_before_residual", "norm_output", "fc_norm")}}
 
 
@@ -134,8 +138,9 @@ class SpeculatorFile:
             for part in network.modules():
                 if isinstance(part, nn.RMSNorm):
                     part.weight.add_(1)  # stored is what it is more than one
-        if isinstance(network, EagleSpeculator) and "d2t" in self.tensors:
-            ids = network.d2t.cpu() + torch.arange(self.spec.draft_vocab)
+        if "d2t" in self.tensors:
+            offsets: Any = network.d2t
+            ids = offsets.cpu() + torch.arange(self.spec.draft_vocab)
             if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
                 raise _refused(self.path, "is broken: d2t leads outside the vocabulary")
         return attached(network)
@@ -260,13 +265,18 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     unused: dict[str, tuple[int, ...]] = {}
     if spec.kind == EAGLE3:
         unused = {"t2d": (spec.vocab_size,), **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)})}
-    elif layout == _DEEPSPEC:
+    elif layout in (_DEEPSPEC, _SPECULATORS_BLOCK):
         copies = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
+        if spec.draft_vocab:
+            del copies["lm_head.weight"]
+        if layout == _SPECULATORS_BLOCK:
+            unused = {"t2d": (spec.vocab_size,), **({} if spec.draft_vocab else {"d2t": (spec.vocab_size,)})}
         told = spec.rank if config.get("confidence_head_with_markov", True) else 0
-        if config.get("enable_confidence_head"):
-            unused = {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
+        if config.get("enable_confidence_head", layout == _SPECULATORS_BLOCK and spec.rank > 0):
+            unused |= {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
     shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
-    optional, owner = unused if spec.kind == EAGLE3 else copies, f"{spec.kind} drafter of its configuration"
+    optional = {**unused, **copies} if layout != _DEEPSPEC else copies
+    owner = f"{spec.kind} drafter of its configuration"
     check_tensors(path, stored, shapes, optional, owner, OPTION)
     return SpeculatorFile(
         path,
@@ -282,7 +292,8 @@ def _layout(config: Mapping[str, object]) -> str | None:
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if config.get("speculators_model_type") is not None:
-        return _SPECULATORS if config["speculators_model_type"] == EAGLE3 else None
+        block = config["speculators_model_type"] in (DSPARK, DFLASH)
+        return _SPECULATORS_BLOCK if block else _SPECULATORS if config["speculators_model_type"] == EAGLE3 else None
     if isinstance(named, str) and named in _ARCHITECTURES:
         return _ARCHITECTURES[named]
     return _SAFEAI if "draft_vocab_size" in config else None
@@ -312,10 +323,15 @@ def _read_spec(
     kv_heads, layers = integer("num_key_value_heads", heads, most=heads), integer("num_hidden_layers", 1, most=1000)
     queries = stored.get(f"{prefix}self_attn.q_proj.weight")
     kinds, eps, act = said.get("layer_types", []), said.get("rms_norm_eps", 1e-6), said.get("hidden_act", "silu")
-    full = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
-    rank = integer("markov_rank", 0, least=0) if layout == _DEEPSPEC else 0
+    known = ("full_attention",) if eagle else ("full_attention", "sliding_attention")
+    listed = isinstance(kinds, list) and all(each in known for each in kinds)
+    sliding = tuple(index for index, each in enumerate(kinds) if each == "sliding_attention") if listed else ()
+    listed = listed and (not sliding or len(kinds) == layers)
+    sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
+    rank = integer("markov_rank", 0 if layout == _DEEPSPEC else 256, least=0) if sparks else 0
     markov = said.get("markov_head_type", "vanilla") if rank else ""
-    causal = "" if eagle else next((name for name in _CAUSAL if said.get(name)), "")
+    all_slide = len(sliding) == layers
+    causal = "" if eagle or all_slide else next((name for name in _CAUSAL if said.get(name)), "")
     reason = ""
     if causal:
         reason = f"says {causal}, which tswift does not serve"
@@ -325,7 +341,7 @@ def _read_spec(
         reason = f"lacks {prefix}self_attn.q_proj.weight"
     elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
         reason = f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot share"
-    elif said.get("use_sliding_window") or not full:
+    elif not listed or (said.get("use_sliding_window") and not sliding):
         reason = "has layers of sliding attention, which tswift does not serve; --budget makes windows"
     elif type(eps) not in (int, float) or not 0 <= eps < 1:
         reason = f"has rms_norm_eps {eps!r:.40}"
@@ -340,14 +356,17 @@ def _read_spec(
     taps = said.get("target_layer_ids")
     if taps is None and layout == _ZLAB and own_layers:
         taps = _spread(own_layers, layers)
-    if eagle and layout != _DEEPSPEC_EAGLE:
+    if (eagle and layout != _DEEPSPEC_EAGLE) or layout == _SPECULATORS_BLOCK:
         taps = next((said[name] for name in _TAPS if name in said), None)
-        if isinstance(taps, list) and taps[:1] != [1]:  # what goes into these layers, unless the first is 1 (SGLang)
+        if isinstance(taps, list) and (
+            taps[:1] != [1] or not eagle
+        ):  # what goes into these layers, unless the first is 1 (SGLang)
             taps = [tap - 1 if type(tap) is int else tap for tap in taps]
     fine = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
     if not fine and not (eagle and taps is None):
         raise _refused(path, f"has target_layer_ids {taps!r:.60}, which are no layers")
     own: dict[str, Any]
+    own_vocab = integer("draft_vocab_size", vocab, most=vocab) if layout == _SPECULATORS_BLOCK else vocab
     if eagle:
         own = {
             "kind": EAGLE3,
@@ -365,7 +384,12 @@ def _read_spec(
             "tap_size": hidden,
             "block": integer("block_size", least=2, most=1024),
             "mask": integer("mask_token_id", least=0, most=vocab - 1),
-            "in_place": layout == _ZLAB,
+            "in_place": layout == _ZLAB
+            or (layout == _SPECULATORS_BLOCK and not said.get("sample_from_anchor", sparks)),
+            "sliding": sliding,
+            "window": integer("sliding_window") if sliding else 0,
+            "causal": not (said.get("sliding_window_non_causal") or False in (said.get(name) for name in _CAUSAL)),
+            "draft_vocab": own_vocab % vocab,
             "markov": markov,
             "rank": rank,
         }

@@ -49,12 +49,15 @@ class SpeculatorSpec:
     in_place: bool = False  # a slot guesses the token at its own position (DFlash), not the next one
     markov: str = ""  # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
     rank: int = 0  # of that bias
-    draft_vocab: int = 0  # tokens that EAGLE-3 or an MTP head can guess
+    draft_vocab: int = 0  # tokens that it can guess; 0 for all, by the target's LM head
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
     norm_before_residual: bool = False  # this and the next three: which of its norms EAGLE-3 applies where
     norm_output: bool = False
     input_norm: bool = False
     fc_norm: bool = False
+    sliding: tuple[int, ...] = ()  # layers of a block drafter that see a window, and not all of the text
+    window: int = 0  # tokens of the text that those see
+    causal: bool = False  # whether a slot of the block sees none after it there
     gated: bool = False  # whether a gate beside each query decides what attention gives
     rotated: int = 0  # numbers of a head that are turned by its position; 0 for all
 
@@ -97,7 +100,8 @@ class SpeculatorSpec:
             return itemsize * levels * (read + window + lm_head * self.draft_vocab // self.vocab_size)
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
             return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
-        return itemsize * (read + window + lm_head + again * self.rank * self.vocab_size)
+        lm_head = 0 if "lm_head.weight" in sizes else lm_head
+        return itemsize * (read + window + lm_head + again * self.rank * (self.draft_vocab or self.vocab_size))
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
@@ -195,7 +199,7 @@ class _Markov(nn.Module):
         super().__init__()
         rank, hidden = spec.rank, spec.hidden_size
         self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, spec.draft_vocab or spec.vocab_size, bias=False)
         if spec.markov == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         elif spec.markov == "rnn":
@@ -279,6 +283,9 @@ class BlockSpeculator(DraftNetwork):
         self.layers: Any = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
         if spec.markov:
             self.markov_head = _Markov(spec)
+        if spec.draft_vocab:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
     def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
@@ -292,28 +299,52 @@ class BlockSpeculator(DraftNetwork):
         block = torch.arange(self.spec.block, device=root.device)
         tokens = torch.where(block == 0, root, self.spec.mask)
         slots, places = kv.scratch + block, position + block
-        seen = seen.clone()
-        seen[kv.scratch : kv.scratch + self.spec.block] = True
-        filled = self.fill(self.target.embed(tokens), places, slots, kv, seen[None])
+        whole, windowed = seen.clone(), None
+        whole[kv.scratch : kv.scratch + self.spec.block] = True
+        if self.spec.sliding:
+            windowed = (seen & self._near(position, kv)).repeat(self.spec.block, 1)
+            after = block[:, None] < block if self.spec.causal else torch.zeros_like(block[:, None] < block)
+            windowed[:, kv.scratch : kv.scratch + self.spec.block] = ~after
+        filled = self.fill(self.target.embed(tokens), places, slots, kv, whole[None], windowed)
         hidden, told = filled[int(self.spec.in_place) :], None
-        own = self.target.open_logits(hidden)
+        own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
             nonlocal told
             if not self.spec.markov:
-                return own[level : level + 1]
+                return of_all(own[level : level + 1], self)
             told = told if told is None or rows is None else told.index_select(0, rows)
             bias, told = self.markov_head(tokens, hidden[level], told)
-            return own[level : level + 1] + bias
+            return of_all(own[level : level + 1] + bias, self)
 
         return logits
 
-    def fill(self, rows: Tensor, places: Tensor, slots: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
-        """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``."""
+    def _near(self, position: Tensor, kv: WindowKV) -> Tensor:
+        """``[slots]`` bool: where the newest tokens before a position are, as many as a window has."""
+        places = position - 1 - torch.arange(min(self.spec.window, kv.budget), device=position.device)
+        around = kv.sinks + (places - kv.sinks) % (kv.budget - kv.sinks)
+        slots = torch.where(places < kv.budget, places, around).clamp(min=0)
+        counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
+        return counts.index_add_(0, slots, (places >= 0).int()) > 0
+
+    def fill(
+        self,
+        rows: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+        seen: Tensor,
+        windowed: Tensor | None = None,
+    ) -> Tensor:
+        """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``.
+
+        Layers that see a window see what is ``windowed``, where that is given.
+        """
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(rows)
             layer.self_attn.remember(index, normed, places, slots, self.rotary, kv)
-            rows = rows + layer.self_attn(index, normed, places, self.rotary, kv, seen)
+            sees = seen if windowed is None or index not in self.spec.sliding else windowed
+            rows = rows + layer.self_attn(index, normed, places, self.rotary, kv, sees)
             rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
         return self.norm(rows)
 
@@ -445,11 +476,17 @@ class EagleSpeculator(ChainSpeculator):
 
     def scores(self, states: Tensor) -> Tensor:
         """As :meth:`ChainSpeculator.scores`."""
-        spec, own = self.spec, self.lm_head(states)
-        if spec.draft_vocab == spec.vocab_size:
-            return own
-        full = own.new_full((len(own), spec.vocab_size), _EXCLUDED)
-        return full.index_copy_(1, self.d2t + torch.arange(spec.draft_vocab, device=own.device), own)
+        return of_all(self.lm_head(states), self)
+
+
+def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
+    """``[n, V]`` logits of those of a drafter's own vocabulary, where that is smaller than the target's."""
+    count, own = network.spec.vocab_size, logits.shape[1]
+    if own == count:
+        return logits
+    offsets: Any = network.d2t
+    full = logits.new_full((len(logits), count), _EXCLUDED)
+    return full.index_copy_(1, offsets + torch.arange(own, device=logits.device), logits)
 
 
 def build(spec: SpeculatorSpec, target: Target | None = None) -> DraftNetwork:
