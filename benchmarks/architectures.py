@@ -116,6 +116,10 @@ _MAMBA = "has layers of type|the architecture mamba"
 _EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS_OF_NEXT = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+_MAMBA2 = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48},
+}
 _DELTA = {
     **_OF_16,
     "layer_types": ["linear_attention", "full_attention"],
@@ -247,6 +251,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "DeepSeek-V3 (latent attention)": ("DeepseekV3Config", _LATENT, "latent attention"),
         "Mamba": ("MambaConfig", _UNGROUPED, _MAMBA),
+        "Granite 4-H (Mamba2)": ("GraniteMoeHybridConfig", {**_MAMBA2, "layers_block_type": ["mamba", "attention"]}),
+        "Bamba (Mamba2)": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
         "Falcon-H1": ("FalconH1Config", {}, "layers of type"),
         "Jamba": ("JambaConfig", {}, f"{_LINEAR}|the architecture jamba"),
         "LFM2 (short convolutions)": ("Lfm2Config", _CONVOLVED),

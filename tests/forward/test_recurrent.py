@@ -27,10 +27,17 @@ from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import load
 
-CONVOLVED, DELTA = "LFM2 (short convolutions)", "Qwen3.5 to 3.8 (gated delta nets)"
+CONVOLVED, DELTA, SCANNED = "LFM2 (short convolutions)", "Qwen3.5 to 3.8 (gated delta nets)", "Bamba (Mamba2)"
 KINDS = [
     kind
-    for kind in (DELTA, CONVOLVED, "Qwen3-Next (gated delta nets)", "LFM2 MoE (short convolutions)")
+    for kind in (
+        DELTA,
+        CONVOLVED,
+        SCANNED,
+        "Granite 4-H (Mamba2)",
+        "Qwen3-Next (gated delta nets)",
+        "LFM2 MoE (short convolutions)",
+    )
     if ARCHITECTURES[kind].there
 ]
 LENGTH = 60
@@ -47,9 +54,12 @@ class Wide:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("kind", first(2, KINDS))
+@pytest.mark.parametrize("kind", first(3, KINDS))
 def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which computes its recurrence in single precision whatever the model's: here it does not, nor does a norm."""
+    """Which computes its recurrence in single precision whatever the model's: here it does not, nor does a norm.
+
+    Mamba2's it does.
+    """
     made = stock(ARCHITECTURES[kind].make(97))
     monkeypatch.setattr(sys.modules[type(made).__module__], "torch", Wide())
     text = torch.tensor(random_prompt(600, 2))  # more than a chunk
@@ -62,11 +72,11 @@ def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.Monk
         found.append(target.forward(text[at : at + 1], torch.tensor([at]), kv, None).hidden)
         kv.commit([0])
     apart = (target.logits(torch.cat(found)) - expected).abs().max() / expected.std()
-    assert apart < 1e-6
+    assert apart < (1e-4 if "Mamba2" in kind else 1e-6)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(("heads", "keys", "values"), first(1, [(4, 24, 80), (6, 128, 128), (2, 16, 16)]))
+@pytest.mark.parametrize(("heads", "keys", "values"), first(2, [(4, 24, 80), (2, 16, 16), (6, 128, 128)]))
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     compiled: bool, heads: int, keys: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +92,7 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
         "rates": (heads,),
     }
     made = {name: torch.rand(count, *size, generator=source) - 0.5 for name, size in sizes.items()}
-    rows = Rows(**made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)})
+    rows = Rows(**made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)}, corrects=heads != 2)
     state = torch.randn(heads, keys, values, generator=source)
     other = step_states(rows, state, range(count), range(-1, count - 1))
     if not compiled:
@@ -125,7 +135,7 @@ def scripted(right: Sequence[int], prompt: int) -> Drafter:
     return Drafter([Proposals(paths)], depth=8, limit=16)
 
 
-@pytest.mark.parametrize("kind", [DELTA, CONVOLVED])
+@pytest.mark.parametrize("kind", [DELTA, CONVOLVED, SCANNED])
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
 def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: torch.dtype) -> None:
     """Bit for bit. A step without a draft after one that accepted reads the states after that one, not before.

@@ -40,6 +40,7 @@ KINDS = (
     "GPT-2",  # learned positions
     "LFM2 (short convolutions)",
     "Qwen3.5 to 3.8 (gated delta nets)",
+    "Bamba (Mamba2)",
 )
 
 

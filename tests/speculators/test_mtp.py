@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint
+from benchmarks.mtp import StockHead
 from tests.helpers import options_for, random_prompt, tokens_of
 from tswift.caches import FullKV, WindowKV
 from tswift.engine import generate
@@ -23,44 +23,15 @@ KIND = "Qwen3.5 to 3.8 (gated delta nets)"
 pytestmark = pytest.mark.skipif(not ARCHITECTURES[KIND].there, reason="not in this version of transformers")
 
 
-class StockHead(nn.Module):
-    """The head by transformers' own modules."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
-
-        super().__init__()
-        config = model.config
-        hidden, attending = config.hidden_size, config.layer_types.index("full_attention")
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (Qwen3_5RMSNorm(hidden) for _ in range(3))
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, attending)])
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.3)
-
-    def forward(self, model: PreTrainedModel, text: Tensor) -> Tensor:
-        """``[n - 1, V]`` logits of the tokens after the next ones."""
-        decoder, places = model.get_decoder(), torch.arange(len(text) - 1).unsqueeze(0)
-        states = decoder(text.unsqueeze(0), use_cache=False).last_hidden_state[:, :-1]
-        parts = self.pre_fc_norm_embedding(decoder.embed_tokens(text[None, 1:])), self.pre_fc_norm_hidden(states)
-        rows = self.fc(torch.cat(parts, -1))
-        mask = torch.full((len(text) - 1, len(text) - 1), -torch.inf).triu(1)[None, None]
-        turns = decoder.rotary_emb(rows, places.expand(3, 1, -1))
-        return model.lm_head(self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask)))[0]
-
-
 def with_head(folder: Path) -> tuple[PreTrainedModel, StockHead]:
     """Write a checkpoint that has one."""
     model = checkpoint(ARCHITECTURES[KIND], folder)
     with torch.random.fork_rng():
         torch.manual_seed(8)
         head = StockHead(model)
-    tensors = {f"mtp.{name}": weight.detach().clone() for name, weight in head.named_parameters()}
-    save_file(tensors, folder / "mtp.safetensors", {"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
-    index.write_text(json.dumps(content))
+        for weight in head.parameters():
+            nn.init.normal_(weight, std=0.3)
+    head.save(folder)
     return model, head
 
 
@@ -82,10 +53,8 @@ def test_it_computes_what_layers_of_transformers_do(made, model: LoadedModel) ->
     assert network is not None
     stock.set_attn_implementation("eager")
     text = torch.tensor(random_prompt(20, 2, target.vocab_size))
-    expected = head(stock, text)[-1]
-    full = FullKV(target.kv_shape, 40)
-    states = prefill(target, text[:-1].tolist(), full).hidden
-    # passes of a fixed width give a text's newest states; the others are those of the first passes
+    before = stock.get_decoder()(text.unsqueeze(0), use_cache=False).last_hidden_state[:, :-1]
+    expected = head(stock, before, text[None, 1:])[0, -1]
     full = FullKV(target.kv_shape, 40)
     states = torch.cat([prefill(target, [token], full).hidden for token in text[:-1].tolist()])
     kv = WindowKV(network.spec.kv_shape(target.dtype, target.device), 32, 4, 8)

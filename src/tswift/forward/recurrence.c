@@ -1,7 +1,8 @@
-/* The gated delta rule over the nodes of a pass, for all heads of a layer.
+/* Gated delta nets and Mamba2 over the nodes of a pass, for all heads of a layer.
 
-   A state is a matrix [keys][values] per head. A node takes its parent's, lets it decay, and adds its key times what its
-   value is more than the state gives for that key; then it reads the state by its query. Columns know nothing of each
+   A state is a matrix [keys][values] per head. A node takes its parent's, lets it decay, and adds its key times its value,
+   or, where it corrects, times what its value is more than the state gives for that key; then it reads the state by its
+   query. Columns know nothing of each
    other: a task is some columns of a head, and the committed state is read once, whatever the number of nodes. Every sum
    goes over the keys in their order, so a node's bits depend on its path alone. */
 
@@ -24,15 +25,16 @@ typedef struct {
     float *scratch;                          /* [threads][states][keys][COLUMNS] */
     parallel_region *parallel;               /* tswift_parallel of pool.c */
     int64_t nodes, heads, group, key_size, value_size, states, threads;
+    int64_t corrects;
     int64_t taken, workers;                  /* 0 */
 } Call;
 
 static void step(
     const float *before, float *after, const float *key, const float *query, const float *content, float decay, float rate,
-    float *out, int64_t keys
+    float *out, int64_t keys, int64_t corrects
 ) {
     float known[COLUMNS] = {0}, change[COLUMNS], read[COLUMNS] = {0};
-    for (int64_t k = 0; k < keys; k++)
+    for (int64_t k = 0; k < (corrects ? keys : 0); k++)
         for (int c = 0; c < COLUMNS; c++) known[c] += before[k * COLUMNS + c] * decay * key[k];
     for (int c = 0; c < COLUMNS; c++) change[c] = (content[c] - known[c]) * rate;
     for (int64_t k = 0; k < keys; k++)
@@ -59,7 +61,7 @@ static void columns(const Call *w, int64_t head, int64_t first, float *states) {
         memcpy(content, w->contents + rank * values + first, width * sizeof(float));
         step(
             states + w->from[node] * size, states + w->to[node] * size, w->keys + own, w->queries + own, content,
-            w->decays[rank], w->rates[rank], out, keys
+            w->decays[rank], w->rates[rank], out, keys, w->corrects
         );
         memcpy(w->out + (node * w->heads + head) * values + first, out, width * sizeof(float));
     }

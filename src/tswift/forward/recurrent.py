@@ -1,4 +1,4 @@
-"""Recurrent layers: short convolutions and gated delta nets, in trees and chains alike.
+"""Recurrent layers: short convolutions, gated delta nets and Mamba2, in trees and chains alike.
 
 The modeling code stays in transformers. Its layers call two functions for what goes from token to token: a convolution
 and a recurrence. In a pass of ours these are ours; what is before and after them treats every row alone.
@@ -34,11 +34,11 @@ _EPS = 1e-6  # of the norms of queries and keys
 
 @dataclass(frozen=True)
 class Rows:
-    """What the states of a gated delta net are stepped by: a key, what is to be found by it, and how much of it is new.
+    """What states are stepped by: a key, what is to be found by it, and how much of that is added.
 
     ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that follow each other.
     ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates`` ``[n, heads]``, factors of the state and of what
-    is new.
+    is added: what the state does not give for the key yet (``corrects``), or all.
     """
 
     queries: Tensor
@@ -46,6 +46,7 @@ class Rows:
     contents: Tensor
     decays: Tensor
     rates: Tensor
+    corrects: bool = True
 
 
 def step_states(
@@ -71,7 +72,10 @@ def step_states(
     for node, (row, parent) in enumerate(zip(nodes, parents, strict=True)):
         query, key = (each[row].repeat_interleave(group, 0).unsqueeze(-1) for each in (rows.queries, rows.keys))
         kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
-        change = (rows.contents[row] - (kept * key).sum(1)) * rows.rates[row, :, None]
+        change = rows.contents[row]
+        if rows.corrects:
+            change = change - (kept * key).sum(1)
+        change = change * rows.rates[row, :, None]
         states[node] = kept + key * change.unsqueeze(1)
         out.append((states[node] * query).sum(1))
         if last[parent] == node:
@@ -96,7 +100,7 @@ class _Call(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("nodes", "heads", "group", "key_size", "value_size", "states", "threads")
         ),
-        *((name, ctypes.c_int64) for name in ("taken", "workers")),
+        *((name, ctypes.c_int64) for name in ("corrects", "taken", "workers")),
     ]
 
 
@@ -142,7 +146,7 @@ def _step_in_c(
         None if after is None else after.data_ptr(),
         *(each.data_ptr() for each in (*held, *order, out, scratch)),
         parallel_region(),
-        *(len(read), heads, heads // held[1].shape[1], keys, values, count, threads),
+        *(len(read), heads, heads // held[1].shape[1], keys, values, count, threads, rows.corrects),
     )
     library.tswift_recur(ctypes.byref(call))
     return out
@@ -197,14 +201,33 @@ class StatePass:
             value: ``[1, rows, heads, values]``.
             g, beta: ``[1, rows, heads]``, the logarithm of what the state keeps, and the share of what is new.
         """
-        states, wide = self._states, self._states.shape.wide
+        wide = self._states.shape.wide
         query, key = (_normalised(each[0].to(wide)) for each in (query, key))
-        rows = Rows(query * states.shape.keys**-0.5, key, value[0].to(wide), g[0].to(wide).exp(), beta[0].to(wide))
-        committed, ahead = states.matrices[self._layer], states.ahead[self._layer]
+        rows = Rows(query * key.shape[-1] ** -0.5, key, value[0].to(wide), g[0].to(wide).exp(), beta[0].to(wide))
+        return self._stepped(rows).to(value.dtype).unsqueeze(0)
+
+    def scan(self, inputs: Tensor, steps: Tensor, rates: Tensor, key: Tensor, query: Tensor, own: Tensor) -> Tensor:
+        """Mamba2's state space of the layer that was convolved last, where nothing is corrected.
+
+        Args:
+            inputs: ``[1, rows, heads, values]``.
+            steps: ``[1, rows, heads]``, how much time passes.
+            rates: ``[heads]``, at which the state decays.
+            key, query: ``[1, rows, groups, keys]``.
+            own: ``[heads]``, what a row passes on of its own input.
+        """
+        wide = self._states.shape.wide
+        key, query, contents, times = (each[0].to(wide) for each in (key, query, inputs, steps))
+        rows = Rows(query, key, contents, (times * rates.to(wide)).exp(), times, corrects=False)
+        return (self._stepped(rows) + contents * own.to(wide)[:, None]).unsqueeze(0)
+
+    def _stepped(self, rows: Rows) -> Tensor:
+        """What the nodes read, ``[rows, heads, values]`` with the padding; and how to replay what is accepted."""
+        states, layer = self._states, self._layer
+        committed, ahead = states.matrices[layer], states.ahead[layer]
         out = step_states(rows, committed, range(self._nodes), self._parents, ahead if states.chain else None)
-        states.replays[self._layer] = partial(_replay, states.replays[self._layer], committed, rows)
-        padding = value.new_zeros(value.shape[1] - self._nodes, *value.shape[2:])
-        return torch.cat([out.to(value.dtype), padding]).unsqueeze(0)
+        states.replays[layer] = partial(_replay, states.replays[layer], committed, rows)
+        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
 
 
 def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int], whole: bool) -> None:
@@ -246,7 +269,28 @@ def _recur(run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor,
     return run.recur(query, key, value, g, beta), None
 
 
-_OURS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _recur}
+def _scan(
+    run: StatePass,
+    inputs: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    **_: Any,
+) -> Tensor:
+    steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
+    return run.scan(inputs, steps, A, B, C, D)
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _recur,
+    "mamba2_chunk_scan": _scan,
+}
 
 
 def serve_states(network: PreTrainedModel) -> None:

@@ -59,7 +59,7 @@ _SIZES = (
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
 # recurrent layers that are served, by type, and how the types of models that have them begin
-_RECURRENT = {"conv": ("lfm2",), "linear_attention": ("qwen3_next", "qwen3_5")}
+_RECURRENT = {"conv": ("lfm2",), "linear_attention": ("qwen3_next", "qwen3_5", "granitemoehybrid", "bamba")}
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 

@@ -144,6 +144,10 @@ def state_shape(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
     conv, delta = RECURRENT
     if conv in types:
         return kind(types.count(conv), text.hidden_size, text.conv_L_cache, 0, 0, 0)
+    if delta in types and hasattr(text, "mamba_n_heads"):
+        heads, keys, values = text.mamba_n_heads, text.mamba_d_state, text.mamba_d_head
+        channels = heads * values + 2 * text.mamba_n_groups * keys
+        return kind(types.count(delta), channels, text.mamba_d_conv, heads, keys, values)
     if delta in types:
         heads, keys, values = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
         channels = 2 * text.linear_num_key_heads * keys + heads * values
