@@ -63,7 +63,11 @@ _SMALL: dict[str, int] = {
 _TOKENS = ("_token_id", "_token_index", "_token")  # of images and the like, which random models are not to draw
 _OUTSIDE = 1000  # beyond the vocabulary
 # what the rules above do not make right
-_OWN: dict[str, dict[str, Any]] = {}
+_OWN: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+}
 
 
 def kinds() -> list[str]:

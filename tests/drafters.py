@@ -112,7 +112,7 @@ def config_of(layout: str) -> dict[str, Any]:
         own |= {"draft_vocab_size": DRAFT_VOCAB if layout in SLIDING else VOCAB, "sliding_window_non_causal": False}
         if layout == "dspark-speculators":
             own |= {"markov_rank": RANK, "enable_confidence_head": True, "sample_from_anchor": True}
-        inner = {**sizes, "layer_types": kinds, "sliding_window": WINDOW}
+        inner = {**sizes, "layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True}
         return {"speculators_model_type": layout.partition("-")[0], "transformer_layer_config": inner, **own}
     if layout == "dflash-sliding":
         own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS), "causal": False}

@@ -251,6 +251,10 @@ def read_config(model: str) -> PreTrainedConfig:
         refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
+        try:
+            config.get_text_config()
+        except ValueError:  # transformers cannot tell which
+            raise InputError(f"{model} has several models of text, as {config.model_type} has", "model") from None
         _fix_turns(config.get_text_config())
         refuse_unsupported(config.get_text_config(), model)
     return config
@@ -392,13 +396,17 @@ def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
     }
     layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     layers -= {kind for kind, models in _RECURRENT.items() if config.model_type.startswith(models)}
+    parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    heads = {getattr(part, "num_attention_heads", None) for part in parts}
     reason = ""
-    if getattr(config, "max_position_embeddings", None) is None or getattr(config, "num_attention_heads", None) is None:
+    if getattr(config, "max_position_embeddings", None) is None or None in heads:
         reason = f"the architecture {config.model_type}"
     elif layers:
         reason = f"layers of type {', '.join(sorted(layers))}"
     elif getattr(config, "kv_lora_rank", None):
         reason = "latent attention (kv_lora_rank)"
+    elif len(heads) > 1:
+        reason = "layers with different numbers of query heads"
     elif moving:
         reason = f"rotary embeddings of type {', '.join(moving)}"
     if reason:

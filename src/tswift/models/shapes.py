@@ -91,9 +91,8 @@ def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
     differ = getattr(text, "is_heterogeneous", False)
     layers = text.per_layer_config if differ else [text] * count
     types = getattr(text, "layer_types", None) or [""] * count
-    own = count - (
-        getattr(text, "num_kv_shared_layers", None) or 0
-    )  # the last ones read an earlier one's of their type
+    # the last ones read an earlier one's of their type
+    own = count - (getattr(text, "num_kv_shared_layers", None) or 0)
     sources: dict[str, int] = {}
     kept = []
     for layer, (part, kind) in enumerate(zip(layers, types, strict=True)):

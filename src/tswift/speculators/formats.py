@@ -327,6 +327,8 @@ def _read_spec(
     listed = isinstance(kinds, list) and all(each in known for each in kinds)
     sliding = tuple(index for index, each in enumerate(kinds) if each == "sliding_attention") if listed else ()
     listed = listed and (not sliding or len(kinds) == layers)
+    if layout == _SPECULATORS_BLOCK and said.get("model_type") == "qwen3" and not said.get("use_sliding_window"):
+        sliding = ()  # as transformers' configuration of Qwen3 drops the window then
     sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
     rank = integer("markov_rank", 0 if layout == _DEEPSPEC else 256, least=0) if sparks else 0
     markov = said.get("markov_head_type", "vanilla") if rank else ""
@@ -341,7 +343,7 @@ def _read_spec(
         reason = f"lacks {prefix}self_attn.q_proj.weight"
     elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
         reason = f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot share"
-    elif not listed or (said.get("use_sliding_window") and not sliding):
+    elif not listed or (said.get("use_sliding_window") and not kinds):
         reason = "has layers of sliding attention, which tswift does not serve; --budget makes windows"
     elif type(eps) not in (int, float) or not 0 <= eps < 1:
         reason = f"has rms_norm_eps {eps!r:.40}"
