@@ -29,7 +29,9 @@ from torch.nn.functional import avg_pool1d, pad
 
 _MOST = 2**15 - 1
 _BROKEN = -(2**15)  # stands for NaN and infinity
-_ROUNDING = {2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
+_MOST_8 = 2**7 - 1
+_STEP = torch.float32.itemsize  # bytes
+_ROUNDING = {1: 0.1, 2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _SHALLOW = 8
 
 
@@ -153,8 +155,8 @@ class KVShape:
 
     @property
     def eps(self) -> float:
-        """Relative rounding of what is kept, roughly: 16-bit integers are used up to a part of their range."""
-        return 2**-10 if self.dtype == torch.int16 else torch.finfo(self.dtype).eps
+        """Relative rounding of what is kept, roughly: integers are used up to a part of their range."""
+        return {torch.int16: 2**-10, torch.int8: 2**-5}.get(self.dtype) or torch.finfo(self.dtype).eps
 
     @property
     def rounding(self) -> float:
@@ -167,12 +169,19 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        numbers = sum(heads * size * len(layers) for (heads, size), layers in self.alike.items())
+        numbers = sum(heads * self.row(size) * len(layers) for (heads, size), layers in self.alike.items())
         return 2 * numbers * self.dtype.itemsize
 
+    def row(self, head_dim: int) -> int:
+        """Elements in which a head's key or value is kept: of int8, bytes, with its step behind."""
+        return head_dim + (_STEP if self.dtype == torch.int8 else 0)
+
     def narrowed(self, numbers: Tensor, part: int, layer: int) -> Tensor:
-        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept."""
+        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept: ``[heads, n, row]``."""
         kind = self.rounded or self.dtype
+        if kind == torch.int8:
+            kept = _narrowed_8(numbers)
+            return kept if self.dtype == kind else _widened_8(kept)
         if kind != torch.int16:
             return numbers.to(kind)
         assert self.steps is not None
@@ -182,23 +191,45 @@ class KVShape:
 
     def widened(self, kept: Tensor, part: int, layer: int) -> Tensor:
         """What :meth:`narrowed` made, as numbers."""
+        if kept.dtype == torch.int8:
+            return _widened_8(kept)
         if kept.dtype != torch.int16:
             return kept
         assert self.steps is not None
         return (kept * self.steps[part, layer].unsqueeze(1)).masked_fill_(kept == _BROKEN, torch.nan)
 
     def broken(self, kept: Tensor) -> Tensor:
-        """Where kept numbers are not finite."""
+        """Where kept numbers are not finite; of int8, the numbers that they stand for."""
+        if kept.dtype == torch.int8:
+            return _widened_8(kept).isnan()
         return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
     def allocate(self, capacity: int) -> list[Tensor]:
-        """Uninitialised ``[layers, heads, capacity, head_dim]``, for keys and values of each kind of layers."""
+        """Uninitialised ``[layers, heads, capacity, row]``, for keys and values of each kind of layers."""
         made = []
         for (heads, size), layers in self.alike.items():
             for _ in range(2):
-                made.append(torch.empty(len(layers), heads, capacity, size, dtype=self.dtype, device=self.device))
+                sizes = len(layers), heads, capacity, self.row(size)
+                made.append(torch.empty(sizes, dtype=self.dtype, device=self.device))
                 ask_for_huge_pages(made[-1])
         return made
+
+
+def _narrowed_8(numbers: Tensor) -> Tensor:
+    """Each row ``[..., head_dim]`` as bytes, 128 for 0, and then a step: that of the largest is 127.
+
+    A row that is not finite has NaN for a step.
+    """
+    numbers = numbers.float()
+    step = numbers.abs().amax(-1, keepdim=True) / torch.tensor(float(_MOST_8))
+    step = step.where(step.isfinite(), torch.nan)
+    counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0) + (_MOST_8 + 1)
+    return torch.cat([counts.to(torch.uint8).view(torch.int8), step.view(torch.int8)], -1)
+
+
+def _widened_8(kept: Tensor) -> Tensor:
+    counts, step = kept[..., :-_STEP].view(torch.uint8), kept[..., -_STEP:].contiguous().view(torch.float32)
+    return (counts.float() - (_MOST_8 + 1)) * step
 
 
 def ask_for_huge_pages(buffer: Tensor) -> None:
@@ -217,8 +248,8 @@ class KVBuffer:
     Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
 
     Attributes:
-        buffers: keys and values ``[layers, heads, capacity, head_dim]`` of layers that are alike, then of others.
-        keys, values: ``[heads, capacity, head_dim]`` of each layer: parts of these.
+        buffers: keys and values ``[layers, heads, capacity, row]`` of layers that are alike, then of others.
+        keys, values: ``[heads, capacity, row]`` of each layer: parts of these.
         rows: on the CPU, the buffers' bytes ``[layers, heads, capacity, bytes]``; else empty.
         states: of recurrent layers; None without any, and in caches of a part of a text.
     """
@@ -632,7 +663,7 @@ class PartialKV(KVBuffer):
                 places = torch.cat([places, best + sinks], dim=-1)
             if shape.placed:
                 self._positions[layer][:, :held] = places
-            order = places.unsqueeze(-1).expand(-1, -1, kept.head_dim)
+            order = places.unsqueeze(-1).expand(-1, -1, shape.row(kept.head_dim))
             self.keys[layer][:, :held] = full.keys[layer].gather(1, order)
             self.values[layer][:, :held] = full.values[layer].gather(1, order)
         self._held = self.length = held

@@ -219,7 +219,7 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
             float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
         kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a CPU. ``auto`` is the
-            model's own, and int16 where a C program makes the passes of a model in float32.
+            model's own, and int16 where a C program makes the passes of a model in float32; ``int8`` is coarser.
         attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
             float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
             (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton what is

@@ -18,6 +18,7 @@ from tswift.attention import native
 from tswift.attention.backends import choose
 from tswift.attention.native import NativeAttention, parallel_region
 from tswift.attention.sdpa import AttentionSpec, TreeAttention
+from tswift.caches import KVShape
 from tswift.native_build import Unbuilt
 
 CPU = torch.device("cpu")
@@ -27,7 +28,9 @@ TOLERANCE = 4e-6  # as for TreeAttention in float32
 HALVES = (torch.bfloat16, torch.float16)
 # Each head size in each dtype is a library of its own, which takes the compiler two seconds.
 SIZES = [(16, torch.float32), (64, torch.float32), (16, torch.bfloat16), (80, torch.bfloat16), (16, torch.float16)]
-INTEGERS = [(16, torch.int16), (80, torch.int16)]
+INTEGERS = [(16, torch.int16), (80, torch.int16), (16, torch.int8), (80, torch.int8)]
+ALLOWED = {torch.int16: 4e-3, torch.int8: 4e-2}  # the query and weights are rounded, too
+BYTES = KVShape(1, 1, 16, torch.int8, torch.device("cpu"))  # whose rows have their steps behind
 STEP, KEY_STEP = 1 / 4000, 1.5 / 4000  # of values, and of keys
 
 
@@ -53,25 +56,33 @@ def never_stock(monkeypatch) -> None:
 
 
 def made(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
-    """A case; of int16, keys and values are some steps, with the query in float32."""
-    if dtype != torch.int16:
+    """A case; of integers, keys and values are some steps, with the query in float32."""
+    if dtype not in ALLOWED:
         return case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
     query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, torch.float32, seed, sharp)
+    if dtype == torch.int8:
+        return query, BYTES.narrowed(keys, 0, 0), BYTES.narrowed(values, 1, 0), ancestors, scale
     narrow = ((x / step).round().to(torch.int16) for x, step in ((keys, KEY_STEP), (values, STEP)))
     return query, *narrow, ancestors, scale
+
+
+def widened(keys, values):
+    """Keys and values as numbers."""
+    if keys.dtype == torch.int8:
+        return BYTES.widened(keys, 0, 0), BYTES.widened(values, 1, 0)
+    return (keys * KEY_STEP, values * STEP) if keys.dtype == torch.int16 else (keys, values)
 
 
 def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
     query, keys, values, ancestors, scale = made(*shape, dtype, seed, sharp)
     out = attend(query, keys, values, ancestors, scale)
-    if dtype == torch.int16:
-        keys, values = keys * KEY_STEP, values * STEP
+    keys, values = widened(keys, values)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     apart = (out.double() - dense(query, keys, values, ancestors, scale)).abs()
     if dtype in HALVES:  # all is computed in float32, and rounded once
         apart -= out.double().abs() * torch.finfo(dtype).eps / 2
-    allowed = TOLERANCE if dtype != torch.int16 else 4e-3  # query and weights are rounded, too
+    allowed = ALLOWED.get(dtype, TOLERANCE)
     assert apart.max() < allowed * max(1, sharp), apart.max()  # rounding grows with the scores
 
 
@@ -94,7 +105,9 @@ def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nod
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("reach", "dtype"), first(1, [(1, torch.float32), (3, torch.bfloat16), (2, torch.int16)]))
+@pytest.mark.parametrize(
+    ("reach", "dtype"), first(1, [(1, torch.int8), (1, torch.float32), (3, torch.bfloat16), (2, torch.int16)])
+)
 def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
     """Of blocks, of parts, and where tails begin."""
     for prefix in (0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), 183, 184, 240, 544, 7800):
@@ -106,7 +119,7 @@ def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("never_stock")
 def test_the_bits_far_into_a_text() -> None:
     """Where parts become longer, and behind."""
-    for prefix, nodes, dtype in product((30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16)):
+    for prefix, nodes, dtype in product((30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16, torch.int8)):
         assert odd_nodes(attend, tree_of(nodes, 4, nodes), prefix, dtype, made=made) == []
 
 
@@ -166,16 +179,19 @@ WINDOWS = [AttentionSpec(1), AttentionSpec(9), AttentionSpec(200), AttentionSpec
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.float16, torch.int16]))
+@pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.float16, torch.int16, torch.int8]))
 @pytest.mark.parametrize("spec", first(1, [*WINDOWS, AttentionSpec(130, 2.5)]), ids=str)
 def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
     """The numbers, and the bits of plain decoding; keys before all windows may be anything."""
     for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):
         query, keys, values, ancestors, scale = made(2, 2, 16, prefix, nodes, dtype, sharp=2.0)
         out = attend(query, keys, values, ancestors, scale, spec)
-        wide = (keys * KEY_STEP, values * STEP) if dtype == torch.int16 else (keys, values)
-        apart = (out.double() - dense(query, *wide, ancestors, scale, spec)).abs().max()
-        assert apart < (1e-2 if dtype != torch.float32 else 2e-5), (prefix, nodes, apart)
+        apart = (out.double() - dense(query, *widened(keys, values), ancestors, scale, spec)).abs().max()
+        assert apart < (2e-5 if dtype == torch.float32 else 1e-1 if dtype == torch.int8 else 1e-2), (
+            prefix,
+            nodes,
+            apart,
+        )
     for prefix, reach in ((0, 3), (57, 2), (119, 1), (700, 5), (5003, 64)):
         assert odd_nodes(attend, tree_of(33, reach, prefix), prefix, dtype, (1, 2, 16), spec, 2.0, made=made) == []
         assert odd_nodes(attend, 9, prefix, dtype, (2, 1, 32), spec, made=made) == []
@@ -227,9 +243,22 @@ def test_the_largest_integers() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
+def test_bytes_of_every_size() -> None:
+    """A step of nothing, keys and values as large as can be, and those that are far larger than all others."""
+    for nodes, size in product((1, 5, 12), (0.0, 1e-30, 1e36)):
+        query, keys, values, ancestors, scale = case(1, 1, 16, 500, nodes, torch.float32)
+        keys, values = keys * size, values * size
+        values[:, 300] *= 8
+        query = query / max(size, 1e-30)
+        out = attend(query, BYTES.narrowed(keys, 0, 0), BYTES.narrowed(values, 1, 0), ancestors, scale)
+        apart = (out.double() - dense(query, keys, values, ancestors, scale)).abs().max()
+        assert apart <= 4e-2 * size, (nodes, size)
+
+
+@pytest.mark.usefixtures("never_stock")
 def test_a_broken_query_of_integers_is_not_hidden() -> None:
-    for nodes, bad in product((1, 5, 12), (torch.nan, torch.inf)):
-        query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, torch.int16)
+    for nodes, bad, dtype in product((1, 5, 12), (torch.nan, torch.inf), ALLOWED):
+        query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, dtype)
         query[:, -1, 3] = bad
         out = attend(query, keys, values, ancestors, scale)
         assert out[:, :-1].isfinite().all()

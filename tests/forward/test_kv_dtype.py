@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize(
     ("method", "kv_dtype"),
-    first(1, [("tokenswift", torch.float16), ("snapkv", torch.bfloat16)]),
+    first(1, [("tokenswift", torch.float16), ("snapkv", torch.bfloat16), ("snapkv", torch.int8)]),
 )
 def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
     """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""
@@ -107,26 +108,46 @@ def test_memory_counts_its_bytes() -> None:
         inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind)) for kind in ("auto", "float32")
     )
     assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
+    rows = wide.kv_shape.layers * wide.kv_shape.heads * 2  # of one token
+    in_bytes = inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape
+    assert 4 * (in_bytes.bytes_per_token - 4 * rows) == wide.kv_shape.bytes_per_token  # a step each
+    assert FullKV(in_bytes, 3).nbytes == 3 * in_bytes.bytes_per_token
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_rows_of_bytes(bad: float) -> None:
+    """Each is off by half its own step at most, nothing stays nothing, and what is broken is broken."""
+    shape = replace(inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape, layers=1)
+    rows = torch.randn(shape.heads, 5, shape.head_dim) * torch.tensor([1, 1e4, 0, 1e-4, 1])[:, None]
+    rows[:, 4, 3] = bad
+    kept = shape.narrowed(rows, 0, 0)
+    assert kept.shape == (shape.heads, 5, shape.row)
+    back = shape.widened(kept, 0, 0)
+    assert ((back - rows).abs()[:, :4] <= rows.abs().amax(-1, keepdim=True)[:, :4] / 253).all()
+    assert shape.broken(kept)[:, 4].all()
+    assert not shape.broken(kept)[:, :4].any()
 
 
 @pytest.mark.slow
 @needs_program
-def test_the_bundled_models_runs(tswift, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
     """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
-    words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet"]
+    words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet", "--kv-dtype", kind]
+    own = {"auto": "int16"}.get(kind, kind)
     for method in ("ar", "tokenswift"):
         assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
     text = (tmp_path / "ar" / "tokens.u32").read_bytes()
     assert (tmp_path / "tokenswift" / "tokens.u32").read_bytes() == text
     made = json.loads((tmp_path / "ar" / RECORD).read_text())["model"]
-    assert (made["kv_dtype"], made["exact"]["width"]) == ("int16", 64)
+    assert (made["kv_dtype"], made["exact"]["width"]) == (own, 64)
     assert tswift(*words, "--method", "medusa", "--len", 17, "--out", tmp_path / "cut").code == 0
     found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
     assert found.code == 2
-    assert "--kv-dtype: the run was made with int16, got float32" in found.err
-    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "int16", "--len", 60, "--verify").code == 0
+    assert f"--kv-dtype: the run was made with {own}, got float32" in found.err
+    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", own, "--len", 60, "--verify").code == 0
     assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
-    with pytest.raises(InputError, match=r"^kv_dtype: .* was made with a KV cache in int16, not in float32$"):
+    with pytest.raises(InputError, match=rf"^kv_dtype: .* was made with a KV cache in {own}, not in float32$"):
         resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
     found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
     assert "the arithmetic here differs" in found.out.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from math import isfinite
 from random import Random
 from typing import Any
@@ -108,7 +109,8 @@ def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTr
     return made.bfloat16().float() if half else made
 
 
-KINDS_OF_KV = (torch.float32, torch.bfloat16, torch.float16, torch.int16)
+IN_BYTES = [("tokenswift", torch.int8), ("magicdec", torch.int8), ("recall", torch.int8)]
+KINDS_OF_KV = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.int8)
 
 
 def target_of(
@@ -122,7 +124,8 @@ def filled(target: Target, held: int, room: int) -> FullKV:
     random = torch.Generator().manual_seed(held)
     for part, buffer in enumerate(kv.buffers):
         for layer in range(len(buffer)):
-            made = torch.empty(buffer.shape[1:]).normal_(generator=random)
+            sizes = *buffer.shape[1:3], kv.shape.head_dim
+            made = torch.empty(sizes).normal_(generator=random)
             buffer[layer] = kv.shape.narrowed(made, part, layer)
     kv.length = held
     return kv
@@ -241,9 +244,12 @@ def test_integers_show_what_is_broken() -> None:
     assert not shape.broken(kv.buffers[0])[:, :, [0, 2]].any()
 
 
-@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]])
-def test_what_is_broken_in_a_prompt_is_told(prompt: list[int]) -> None:
-    target = target_of(kv_dtype=torch.int16)
+@pytest.mark.parametrize(
+    ("prompt", "kv_dtype"),
+    first(2, [*product(([1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]), (torch.int16, torch.int8))]),
+)
+def test_what_is_broken_in_a_prompt_is_told(prompt: list[int], kv_dtype: torch.dtype) -> None:
+    target = target_of(kv_dtype=kv_dtype)
     target.model.get_input_embeddings().weight[3] = torch.nan
     with pytest.raises(NotFinite, match="embed_tokens at position 2"):
         decode_method("ar", target, prompt, SamplingParams(), 3, 5)
@@ -272,7 +278,7 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypat
 
 @pytest.mark.parametrize(
     ("method", "kv_dtype"),
-    first(1, zip(("tokenswift", "medusa", "magicdec", "recall"), (*KINDS_OF_KV, *KINDS_OF_KV), strict=False)),
+    first(1, [*zip(("tokenswift", "medusa", "magicdec", "recall"), KINDS_OF_KV, strict=False), *IN_BYTES]),
 )
 def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""

@@ -23,6 +23,10 @@
    sums of their products are exact in any order. The rows, and the weights of a block, are rounded to integers whose
    sizes add up to SUM at most, so that no sum overflows 32 bits.
 
+   Of 8 bits, every key and every value has a step of its own: a row holds its numbers, from 1 to 255 with 128 for 0, and
+   then the step, a float. Rows of queries are rounded to 8 bits, and so are the weights of a block times the values'
+   steps. Such products are added up by fours.
+
    With a window, a node sees the newest `window` positions up to its own. What is before it weighs exactly nothing, so
    parts and blocks in which no node sees anything are left out. With a soft cap, scores are squeezed to between minus
    and plus that by a hyperbolic tangent.
@@ -41,11 +45,16 @@
 #define BFLOAT16 1
 #define FLOAT16 2
 #define INT16 3
+#define INT8 4
+#define INTEGERS (KIND >= INT16)
 
 #if KIND == FLOAT32
 typedef float stored;
 #elif KIND == INT16
-typedef int16_t stored;
+typedef int16_t stored, rounded_query;
+#elif KIND == INT8
+typedef uint8_t stored;
+typedef int8_t rounded_query;
 #else
 typedef uint16_t stored;
 #endif
@@ -74,37 +83,51 @@ INLINE vector repeat_four(__m128 x) { return _mm512_broadcast_f32x4(x); }
 INLINE vector put(vector into, vector x, int lane, int dims) {
     return _mm512_mask_mov_ps(into, (dims == 2 ? 0x5555 : 0x1111) << lane, x);
 }
-typedef __m512i integers; /* 32 bits each, or pairs of 16 bits */
+typedef __m512i integers; /* 32 bits each, or PACKED that are narrower */
 INLINE integers nothing(void) { return _mm512_setzero_si512(); }
 INLINE integers load_integers(const void *from) { return _mm512_loadu_si512(from); }
-INLINE integers one_pair(const void *from) { return _mm512_set1_epi32(*(const int32_t *)from); }
-INLINE integers two_pairs(const void *from) { return _mm512_set1_epi64(*(const int64_t *)from); }
-INLINE integers four_pairs(const void *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128(from)); }
-INLINE integers plus_pairs(integers sum, integers x, integers y) {
-#ifdef __AVX512VNNI__
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y)); /* GCC 12 copies the sums to and fro */
+INLINE void store_integers(void *to, integers x) { _mm512_storeu_si512(to, x); }
+INLINE integers one_pack(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE integers two_packs(int64_t x) { return _mm512_set1_epi64(x); }
+INLINE integers four_packs(const void *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128(from)); }
+/* GCC 12 copies the sums of these products to and fro */
+#if KIND == INT8 && defined __AVX512VNNI__
+INLINE integers plus_packs(integers sum, integers x, integers y) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
     return sum;
-#else
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
-#endif
 }
+#elif KIND == INT8
+INLINE integers fours(integers x, integers y) {
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(x, y), _mm512_set1_epi16(1));
+}
+INLINE integers bits_of(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
+#elif defined __AVX512VNNI__
+INLINE integers plus_packs(integers sum, integers x, integers y) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
+    return sum;
+}
+#else
+INLINE integers plus_packs(integers sum, integers x, integers y) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
+}
+#endif
 INLINE integers both(integers x, integers y) { return _mm512_add_epi32(x, y); }
 INLINE integers pairs_swapped(integers x) { return _mm512_shuffle_epi32(x, 0x4e); }
 INLINE integers neighbours_swapped(integers x) { return _mm512_shuffle_epi32(x, 0xb1); }
+INLINE integers firsts(integers x, integers y) { return _mm512_unpacklo_epi32(x, y); }
+INLINE integers lasts(integers x, integers y) { return _mm512_unpackhi_epi32(x, y); }
+INLINE integers first_pairs(integers x, integers y) { return _mm512_unpacklo_epi64(x, y); }
+INLINE integers last_pairs(integers x, integers y) { return _mm512_unpackhi_epi64(x, y); }
+INLINE integers evens(integers x, integers y) { return _mm512_mask_shuffle_epi32(x, 0xaaaa, y, 0xa0); }
+INLINE integers odds(integers x, integers y) { return _mm512_mask_shuffle_epi32(y, 0x5555, x, 0xf5); }
 INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
 INLINE integers rounded(vector x) { return _mm512_cvtps_epi32(x); }
-INLINE void store_halves(int32_t *to, integers x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(x)); }
-INLINE integers joined(integers low, integers high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
-/* Pairs of two keys' numbers, of as many dimensions as there are lanes. */
-INLINE integers paired(const void *first, const void *second) {
-    const integers x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(first));
-    const integers y = _mm512_cvtepu16_epi32(_mm256_loadu_si256(second));
-    return joined(x, y);
+INLINE integers joined(integers low, integers high, int bits) {
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, bits));
 }
-INLINE void store_integers(void *to, integers x) { _mm512_storeu_si512(to, x); }
 #if KIND == FLOAT32
 INLINE vector widened(const stored *from) { return load(from); }
-#elif KIND == INT16
+#elif INTEGERS
 INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
 #elif KIND == BFLOAT16
 INLINE vector widened(const stored *from) {
@@ -143,29 +166,38 @@ typedef __m256i integers;
 INLINE integers nothing(void) { return _mm256_setzero_si256(); }
 INLINE integers load_integers(const void *from) { return _mm256_loadu_si256(from); }
 INLINE void store_integers(void *to, integers x) { _mm256_storeu_si256(to, x); }
-INLINE integers one_pair(const void *from) { return _mm256_set1_epi32(*(const int32_t *)from); }
-INLINE integers two_pairs(const void *from) { return _mm256_set1_epi64x(*(const int64_t *)from); }
-INLINE integers four_pairs(const void *from) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(from)); }
-INLINE integers plus_pairs(integers sum, integers x, integers y) {
+INLINE integers one_pack(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE integers two_packs(int64_t x) { return _mm256_set1_epi64x(x); }
+INLINE integers four_packs(const void *from) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(from)); }
+#if KIND == INT8 && defined __AVXVNNI__
+INLINE integers plus_packs(integers sum, integers x, integers y) { return _mm256_dpbusd_avx_epi32(sum, x, y); }
+#elif KIND == INT8
+INLINE integers fours(integers x, integers y) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), _mm256_set1_epi16(1));
+}
+INLINE integers bits_of(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
+#else
+INLINE integers plus_packs(integers sum, integers x, integers y) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
 }
+#endif
 INLINE integers both(integers x, integers y) { return _mm256_add_epi32(x, y); }
 INLINE integers pairs_swapped(integers x) { return _mm256_shuffle_epi32(x, 0x4e); }
 INLINE integers neighbours_swapped(integers x) { return _mm256_shuffle_epi32(x, 0xb1); }
+INLINE integers firsts(integers x, integers y) { return _mm256_unpacklo_epi32(x, y); }
+INLINE integers lasts(integers x, integers y) { return _mm256_unpackhi_epi32(x, y); }
+INLINE integers first_pairs(integers x, integers y) { return _mm256_unpacklo_epi64(x, y); }
+INLINE integers last_pairs(integers x, integers y) { return _mm256_unpackhi_epi64(x, y); }
+INLINE integers evens(integers x, integers y) { return _mm256_blend_epi32(x, _mm256_shuffle_epi32(y, 0xa0), 0xaa); }
+INLINE integers odds(integers x, integers y) { return _mm256_blend_epi32(y, _mm256_shuffle_epi32(x, 0xf5), 0x55); }
 INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
 INLINE integers rounded(vector x) { return _mm256_cvtps_epi32(x); }
-INLINE void store_halves(int32_t *to, integers x) {
-    _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
-}
-INLINE integers joined(integers low, integers high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 16)); }
-INLINE integers paired(const void *first, const void *second) {
-    const integers x = _mm256_cvtepu16_epi32(_mm_loadu_si128(first));
-    const integers y = _mm256_cvtepu16_epi32(_mm_loadu_si128(second));
-    return joined(x, y);
+INLINE integers joined(integers low, integers high, int bits) {
+    return _mm256_or_si256(low, _mm256_slli_epi32(high, bits));
 }
 #if KIND == FLOAT32
 INLINE vector widened(const stored *from) { return load(from); }
-#elif KIND == INT16
+#elif INTEGERS
 INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
 #elif KIND == BFLOAT16
 INLINE vector widened(const stored *from) {
@@ -177,6 +209,13 @@ INLINE vector widened(const stored *from) { return _mm256_cvtph_ps(_mm_loadu_si1
 #endif
 #endif
 
+#if KIND == INT8 && !defined __AVX512VNNI__ && (defined __AVX512F__ || !defined __AVXVNNI__)
+/* Two products are added up in 16 bits first, which two of 8 bits do not fit in: the highest bits are taken apart. */
+INLINE integers plus_packs(integers sum, integers x, integers y) {
+    return both(both(sum, fours(bits_of(x, 0x7f), y)), fours(bits_of(x, 0x80), y));
+}
+#endif
+
 enum {
     SUMS = 4,    /* of a score, and of a block's weights */
     SOME = 12,   /* most keys that are scored together */
@@ -185,7 +224,12 @@ enum {
     TILE = 16,   /* what numbers of rows are rounded up to */
     MIXED = 4,   /* most rows whose weighted values are held in registers */
     WIDENED = 24, /* values that are turned into float32 at a time, to be used while they are in the nearest cache */
+    ROW = WIDTH + (KIND == INT8 ? sizeof(float) : 0), /* numbers of a key or a value, and its step */
     LINE = 64 / sizeof(stored), /* numbers of a cache line */
+    PACKED = KIND == INT8 ? 4 : 2, /* integers whose products are added up together */
+    BITS = 32 / PACKED,
+    HIGHEST = KIND == INT8 ? 127 : INT16_MAX, /* of an integer of a query */
+    ZERO = 128,  /* what stands for 0 in 8 bits */
     SUM = 65000, /* most that sizes of integers add up to whose products with 16 bits are added up in 32 */
     PART = 480,  /* keys of the first NEAR parts; the next MIDDLE have twice as many, all others 8 times */
     NEAR = 16,
@@ -197,7 +241,7 @@ typedef void parallel_region(void (*work)(void *), void *given, unsigned threads
 /* One layer's attention; native.py has the same structure. */
 typedef struct {
     const float *query;        /* [kv heads, rows, WIDTH] */
-    const stored *keys;        /* [kv heads, prefix + nodes, WIDTH], a head's being keys_head numbers apart */
+    const stored *keys;        /* [kv heads, prefix + nodes, ROW], a head's being keys_head numbers apart */
     const stored *values;      /* like keys */
     const uint8_t *ancestors;  /* [nodes, nodes], or none: every node descends from all before it */
     const int64_t *depths;     /* of nodes: ancestors but itself; none without ancestors */
@@ -236,6 +280,8 @@ typedef struct {
 typedef struct {
     const float *query;
     const stored *keys, *values;
+    const float *value_steps;              /* of 8 bits, and zeros up to a multiple of SUMS */
+    const int32_t *packs;                  /* integers: the values, PACKED of a dimension together */
     Ahead next_keys, next_values;
     int64_t first;                         /* the first key */
     int count;                             /* keys */
@@ -338,7 +384,7 @@ INLINE vector folded(vector x, const int dims) {
 INLINE int together(const int dims) { return LANES == 16 ? SOME : dims == 4 ? 8 : 6; }
 
 /* Keys or values as they are multiplied; they stay where they are if that is what they are. */
-#if KIND == INT16
+#if INTEGERS
 typedef stored scored;
 INLINE const scored *widen(const stored *from, scored *to, int count) { return from; }
 #else
@@ -350,32 +396,47 @@ INLINE const scored *widen(const stored *from, scored *to, int count) {
 }
 #endif
 
-#if KIND == INT16
+#if INTEGERS
+INLINE integers repeat_packs(const stored *from, const int dims) {
+    int32_t one;
+    int64_t two;
+    memcpy(&one, from, sizeof one);
+    memcpy(&two, from, sizeof two);
+    return dims == 1 ? one_pack(one) : dims == 2 ? two_packs(two) : four_packs(from);
+}
+
+/* Add up the lanes of each row, of as many keys as it has lanes; their sums take the lanes' places. */
+INLINE integers gathered(const integers *sum, const int dims) {
+    if (dims == 1) return sum[0];
+    if (dims == 2) return both(evens(sum[0], sum[1]), odds(sum[0], sum[1]));
+    const integers low = both(firsts(sum[0], sum[1]), lasts(sum[0], sum[1]));
+    const integers high = both(firsts(sum[2], sum[3]), lasts(sum[2], sum[3]));
+    return both(first_pairs(low, high), last_pairs(low, high));
+}
+
+/* The scores of some keys. The query is [WIDTH / PACKED / dims, rows of a tile, dims] of packs, and then for every lane
+   what its row's integers stand for. Of 8 bits, what it makes up for keys that have 128 for 0 comes next. */
 INLINE void score_some(Block *b, const stored *keys, float *scores, int key, const int dims) {
     const int some = together(dims);
+    const float *back = b->query + WIDTH / PACKED / dims * LANES;
     Ahead next = b->next_keys;
     integers sum[SOME];
-    for (int k = 0; k < some; k++) sum[k] = nothing();
-    for (int u = 0; u < WIDTH / 2; u += dims) {
-        fetch(&next, some * dims * 2);
+    float steps[SOME];
+    for (int k = 0; k < some; k++) {
+        sum[k] = KIND == INT8 ? load_integers(back + LANES) : nothing();
+        if (KIND == INT8) memcpy(steps + k, keys + k * ROW + WIDTH, sizeof *steps);
+    }
+    for (int u = 0; u < WIDTH / PACKED; u += dims) {
+        fetch(&next, some * dims * PACKED);
         const integers of_rows = load_integers(b->query + u / dims * LANES);
 #pragma GCC unroll 12
-        for (int k = 0; k < some; k++) {
-            const stored *piece = keys + k * WIDTH + 2 * u;
-            const integers own = dims == 1 ? one_pair(piece) : dims == 2 ? two_pairs(piece) : four_pairs(piece);
-            sum[k] = plus_pairs(sum[k], of_rows, own);
-        }
-    }
-    const vector back = load(b->query + WIDTH / 2 / dims * LANES);
-    vector score[SOME];
-    for (int k = 0; k < some; k++) {
-        if (dims == 4) sum[k] = both(sum[k], pairs_swapped(sum[k]));
-        if (dims > 1) sum[k] = both(sum[k], neighbours_swapped(sum[k]));
-        score[k] = as_float(sum[k]) * back;
+        for (int k = 0; k < some; k++)
+            sum[k] = plus_packs(sum[k], repeat_packs(keys + k * ROW + PACKED * u, dims), of_rows);
     }
     for (int k = 0; k < some; k += dims) {
-        for (int lane = 1; lane < dims; lane++) score[k] = put(score[k], score[k + lane], lane, dims);
-        store(scores + (key + k) / dims * LANES, score[k]);
+        vector score = as_float(gathered(sum + k, dims)) * load(back);
+        if (KIND == INT8) score = score * repeat(steps + k, dims);
+        store(scores + (key + k) / dims * LANES, score);
     }
     b->next_keys = next;
 }
@@ -429,10 +490,10 @@ INLINE void score_all(const Call *c, Block *b, float *scores, const int dims) {
     scored wide[SOME * WIDTH];
     int key = 0;
     for (; key + some <= b->count; key += some)
-        score_some(b, widen(b->keys + key * WIDTH, wide, some), scores, key, dims);
+        score_some(b, widen(b->keys + key * ROW, wide, some), scores, key, dims);
     if (key < b->count) {
-        stored rest[SOME * WIDTH] = {0};
-        memcpy(rest, b->keys + key * WIDTH, (b->count - key) * WIDTH * sizeof *rest);
+        stored rest[SOME * ROW] = {0};
+        memcpy(rest, b->keys + key * ROW, (b->count - key) * ROW * sizeof *rest);
         score_some(b, widen(rest, wide, some), scores, key, dims);
     }
     if (c->softcap)
@@ -466,12 +527,13 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const
         for (int r = 0; r < LANES / dims; r++) b->top[r] = each[r * dims];
         for (int r = 0; r < b->rows; r++) shrink(b->out + r * WIDTH, each[LANES + r * dims]);
     }
-    vector sum[SUMS];
+    vector sum[SUMS], largest = spread(0);
     for (int i = 0; i < held; i++) sum[i] = spread(0);
     for (v = 0; v < vectors; v += held)
         for (int i = 0; i < held; i++) {
             const vector weight = power(load(scores + (v + i) * LANES) - highest);
             store(scores + (v + i) * LANES, weight);
+            if (KIND == INT8) largest = higher(weight * repeat(b->value_steps + (v + i) * dims, dims), largest);
             if (v / held * SUMS < b->plain) sum[i] = sum[i] + weight;
         }
     if (b->tail) {
@@ -489,7 +551,12 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const
         const vector of_sum = spread(SUM) / found, of_most = spread(INT16_MAX) / power(own - highest);
         store(by, lower(spread(0x1p100f), lower(of_most, of_sum)));
     }
-    if (KIND != INT16) total = total + found; /* else what is left of the weights by rounding is added up: see mix */
+    if (KIND == INT8) {
+        if (dims == 4) largest = higher(largest, swap_pairs(largest));
+        if (dims > 1) largest = higher(largest, swap_neighbours(largest));
+        store(by, lower(spread(0x1p126f), spread(UINT8_MAX) / largest));
+    }
+    if (KIND != INT16) total = total + found; /* there, what rounding leaves of weights: see mix */
     store(each, total);
     for (int r = 0; r < LANES / dims; r++) b->total[r] = each[r * dims];
 }
@@ -505,11 +572,10 @@ INLINE void weigh(const Call *c, const Block *b, float *scores, float *by, const
         else mix_rows(b, __VA_ARGS__, row, 1, dims); \
     }
 
-#if KIND == INT16
+#if INTEGERS
 INLINE void mix_rows(
-    Block *b, const int32_t *values, const int32_t *weights, const float *inverse, int pairs, int row, const int rows, const int dims
+    Block *b, const int32_t *weights, const float *inverse, int row, const int rows, const int dims
 ) {
-    const int held = dims == 1 ? 1 : dims / 2, apart = dims == 1 ? LANES : LANES / 2;
     float *out = b->out + row * WIDTH;
     int vectors = HELD / (rows > 2 ? MIXED : rows);
     while (WIDTH % (vectors * LANES)) vectors /= 2;
@@ -518,14 +584,15 @@ INLINE void mix_rows(
         integers sum[MIXED][HELD];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++) sum[r][v] = nothing();
-        for (int pair = 0; pair < pairs; pair++) {
-            const int32_t *weight = weights + pair / held * apart + row * held + pair % held;
+        for (int key = 0; key < b->count; key += PACKED) {
+            const int32_t *weight = weights + at(key, row, dims);
             integers value[HELD];
-            fetch(&next, 2 * vectors * LANES);
-            for (int v = 0; v < vectors; v++) value[v] = load_integers(values + pair * WIDTH + d + v * LANES);
+            fetch(&next, PACKED * vectors * LANES);
+            for (int v = 0; v < vectors; v++)
+                value[v] = load_integers(b->packs + key / PACKED * WIDTH + d + v * LANES);
             for (int r = 0; r < rows; r++) {
-                const integers own = one_pair(weight + r * held);
-                for (int v = 0; v < vectors; v++) sum[r][v] = plus_pairs(sum[r][v], value[v], own);
+                const integers own = one_pack(weight[r * dims]);
+                for (int v = 0; v < vectors; v++) sum[r][v] = plus_packs(sum[r][v], own, value[v]);
             }
         }
         for (int r = 0; r < rows; r++)
@@ -537,31 +604,66 @@ INLINE void mix_rows(
     b->next_values = next;
 }
 
-INLINE void mix(Block *b, float *weights, const float *by, const int dims) {
-    _Alignas(64) int32_t values[(TAIL + SUMS) / 2 * WIDTH], shares[(TAIL + SUMS) / 2 * LANES];
+/* Values of a block, PACKED of a dimension together. Behind the last one it does not matter which: their weight is 0.
+   The step of what is broken is 0, or it would break those who do not see it. */
+static void pack_values(const Block *b, int32_t *packs, float *steps) {
+    for (int key = 0; key < b->count; key += PACKED, packs += WIDTH) {
+        const stored *from[PACKED];
+        for (int k = 0; k < PACKED; k++) from[k] = b->values + (key + k < b->count ? key + k : key) * ROW;
+        for (int k = 0; KIND == INT8 && k < PACKED; k++) {
+            float step;
+            memcpy(&step, from[k] + WIDTH, sizeof step);
+            steps[key + k] = step == step && key + k < b->count ? step : 0;
+        }
+        for (int d = 0; d < WIDTH; d += 16 / (int)sizeof(stored)) {
+            __m128i x[PACKED];
+            for (int k = 0; k < PACKED; k++) x[k] = _mm_loadu_si128((const __m128i *)(from[k] + d));
+#if KIND == INT8
+            const __m128i signs = _mm_set1_epi8(ZERO - 256);
+            const __m128i first = _mm_unpacklo_epi8(x[0], x[1]), second = _mm_unpacklo_epi8(x[2], x[3]);
+            const __m128i third = _mm_unpackhi_epi8(x[0], x[1]), fourth = _mm_unpackhi_epi8(x[2], x[3]);
+            const __m128i made[] = {
+                _mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second),
+                _mm_unpacklo_epi16(third, fourth), _mm_unpackhi_epi16(third, fourth),
+            };
+            for (int i = 0; i < PACKED; i++)
+                _mm_storeu_si128((__m128i *)(packs + d + 4 * i), _mm_xor_si128(made[i], signs));
+#else
+            _mm_storeu_si128((__m128i *)(packs + d), _mm_unpacklo_epi16(x[0], x[1]));
+            _mm_storeu_si128((__m128i *)(packs + d + 4), _mm_unpackhi_epi16(x[0], x[1]));
+#endif
+        }
+    }
+}
+
+/* Round weights, and put as many as are packed together in the first one's lane. */
+INLINE void mix(Block *b, const float *weights, const float *by, const int dims) {
+    _Alignas(64) int32_t shares[TAIL * LANES];
     float inverse[LANES], total[LANES];
     const vector factor = load(by), unit = spread(1) / factor;
     store(inverse, unit);
-    const int pairs = (b->count + 1) / 2;
-    for (int pair = 0; pair < pairs; pair++) {
-        const stored *first = b->values + 2 * pair * WIDTH, *second = first + (2 * pair + 1 < b->count ? WIDTH : 0);
-        for (int d = 0; d < WIDTH; d += LANES) store_integers(values + pair * WIDTH + d, paired(first + d, second + d));
-    }
+    const int vectors = (b->count + SUMS - 1) / SUMS * SUMS / dims, held = dims < PACKED ? PACKED / dims : 1;
     integers sum = nothing();
-    for (int v = 0, vectors = (b->count + SUMS - 1) / SUMS * SUMS / dims; v < vectors; v += dims == 1 ? 2 : 1) {
-        const integers even = rounded(load(weights + v * LANES) * factor);
-        sum = both(sum, even);
-        if (dims == 1) {
-            const integers odd = rounded(load(weights + (v + 1) * LANES) * factor);
-            sum = both(sum, odd);
-            store_integers(shares + v / 2 * LANES, joined(even, odd));
-        } else store_halves(shares + v * LANES / 2, even);
+    for (int v = 0; v < vectors; v += held) {
+        integers all = nothing();
+        for (int i = 0; i < held; i++) {
+            vector weight = load(weights + (v + i) * LANES);
+            if (KIND == INT8) weight = weight * repeat(b->value_steps + (v + i) * dims, dims);
+            const integers own = rounded(weight * factor);
+            if (KIND == INT16) sum = both(sum, own);
+            all = joined(all, own, i * dims * BITS);
+        }
+        if (dims > 1) all = joined(all, neighbours_swapped(all), BITS);
+        if (dims == 4 && PACKED == 4) all = joined(all, pairs_swapped(all), 2 * BITS);
+        store_integers(shares + v * LANES, all);
     }
-    if (dims == 4) sum = both(sum, pairs_swapped(sum));
-    if (dims > 1) sum = both(sum, neighbours_swapped(sum));
-    store(total, as_float(sum) * unit);
-    for (int r = 0; r < LANES / dims; r++) b->total[r] += total[r * dims];
-    MIX_ALL(values, shares, inverse, pairs)
+    if (KIND == INT16) {
+        if (dims == 4) sum = both(sum, pairs_swapped(sum));
+        if (dims > 1) sum = both(sum, neighbours_swapped(sum));
+        store(total, as_float(sum) * unit);
+        for (int r = 0; r < LANES / dims; r++) b->total[r] += total[r * dims];
+    }
+    MIX_ALL(shares, inverse)
 }
 #else
 /* Add the weighted values of some keys to what some rows have. */
@@ -618,7 +720,7 @@ INLINE void attend_tile(const Call *c, Block *b, const int dims) {
     _Alignas(64) float scores[TAIL * LANES];
     score_all(c, b, scores, dims);
     if (b->shown < b->count) hide(c, b, scores, dims);
-#if KIND == INT16
+#if INTEGERS
     float by[LANES];
     weigh(c, b, scores, by, dims);
     mix(b, scores, by, dims);
@@ -643,34 +745,38 @@ INLINE int64_t tile(int64_t left) {
 INLINE int times(int64_t rows, int64_t at_once) { return (rows + at_once - 1) / at_once; }
 
 /* Lay out the rows, scaled, as those who score them want it. */
-#if KIND == INT16
+#if INTEGERS
 static void pack(const Call *c) {
     const int64_t rows = c->rows;
     for (int64_t head = 0; head < c->kv_heads; head++)
         for (int64_t row = 0, some; row < rows; row += some) {
             const float *query = c->query + (head * rows + row) * WIDTH, *steps = c->key_steps + head * WIDTH;
-            int16_t *packed = (int16_t *)(c->scratch + (head * PADDED(rows) + row) * WIDTH);
+            float *packed = c->scratch + (head * PADDED(rows) + row) * WIDTH;
             some = tile(rows - row);
             const int64_t dims = LANES / some, left = least(rows - row, some);
-            float *back = (float *)packed + some * WIDTH / 2;
-            memset(packed, 0, some * WIDTH * sizeof(float));
+            float *back = packed + some * WIDTH / PACKED;
+            int32_t *start = (int32_t *)(back + LANES);
+            memset(packed, 0, some * WIDTH * sizeof *packed);
             for (int64_t r = 0; r < left; r++) {
                 float scaled[WIDTH], sum = 0, most = 0;
                 for (int64_t d = 0; d < WIDTH; d++) {
-                    scaled[d] = query[r * WIDTH + d] * steps[d] * c->scale;
+                    scaled[d] = query[r * WIDTH + d] * (KIND == INT16 ? steps[d] : 1) * c->scale;
                     sum += fabsf(scaled[d]), most = fabsf(scaled[d]) > most ? fabsf(scaled[d]) : most;
                 }
-                const float by = most / INT16_MAX > sum / SUM ? most / INT16_MAX : sum / SUM; /* the latter if it is NaN */
-                int16_t counts[WIDTH], *to = packed + r * dims * 2;
+                const float by = most / HIGHEST > sum / SUM ? most / HIGHEST : sum / SUM; /* the latter if it is NaN */
+                rounded_query counts[WIDTH], *to = (rounded_query *)packed + r * dims * PACKED;
+                int32_t all = 0;
                 for (int64_t i = 0; i < dims; i++) back[r * dims + i] = by;
                 for (int64_t d = 0; d < WIDTH; d++) {
                     const float shifted = scaled[d] / by + 0x1.8p23f; /* rounded to an integer, in the low bits */
                     int32_t bits;
                     memcpy(&bits, &shifted, sizeof bits);
                     counts[d] = bits;
+                    all += counts[d];
                 }
-                for (int64_t d = 0; d < WIDTH; d += 2 * dims, to += 2 * LANES)
-                    memcpy(to, counts + d, 2 * dims * sizeof *to);
+                if (KIND == INT8) start[r * dims] = -ZERO * all;
+                for (int64_t d = 0; d < WIDTH; d += PACKED * dims, to += PACKED * LANES)
+                    memcpy(to, counts + d, PACKED * dims * sizeof *to);
             }
         }
 }
@@ -743,14 +849,23 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
     float *top = found(w, head, index), *total = top + PADDED(rows), *out = total + PADDED(rows);
     memset(total, 0, (PADDED(rows) + rows * WIDTH) * sizeof *total);
     for (int64_t r = 0; r < PADDED(rows); r++) top[r] = -FLT_MAX; /* minus infinity from itself would be NaN */
+#if INTEGERS
+    _Alignas(64) int32_t packs[(TAIL + SUMS) / PACKED * WIDTH];
+#else
+    const int32_t *packs = 0;
+#endif
+    float value_steps[TAIL + SUMS];
     for (int64_t first = start, count; first < end; first += count) {
         count = tail ? end - first : BLOCK;
         const int64_t next = first + 2 * BLOCK <= held ? first + BLOCK : first;
         Block b = {
-            .keys = keys + first * WIDTH,
-            .values = values + first * WIDTH,
-            .next_keys = {keys + next * WIDTH, 0, LINE * times(rows, LANES / 2)}, /* scored in so many turns */
-            .next_values = {values + next * WIDTH, 0, LINE * times(rows, MIXED)},
+            .keys = keys + first * ROW,
+            .values = values + first * ROW,
+            .value_steps = value_steps,
+            .packs = packs,
+            /* keys are scored in so many turns */
+            .next_keys = {keys + next * ROW, 0, LINE * WIDTH / ROW * times(rows, LANES / 2)},
+            .next_values = {values + next * ROW, 0, LINE * WIDTH / ROW * times(rows, MIXED)},
             .first = first,
             .count = count,
             .plain = tail ? (c->prefix - first) / SUMS * SUMS : BLOCK,
@@ -759,7 +874,10 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
         };
         if (tail && c->nodes > 1) b.shown = w->nearest < w->farthest ? 0 : c->prefix - first;
         if (first < w->unseen) b.shown = 0;
-        b.broken = KIND != INT16 && !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
+#if INTEGERS
+        pack_values(&b, packs, value_steps);
+#endif
+        b.broken = !INTEGERS && !all_finite(b.values + b.shown * WIDTH, (count - b.shown) * WIDTH);
         for (int64_t row = 0, some; row < rows; row += some) {
             some = tile(rows - row);
             b.query = packed + row * WIDTH;

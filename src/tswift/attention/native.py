@@ -22,7 +22,7 @@ _SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name(
 _MAX_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 512  # head size
 _TILE = 16  # head sizes are a multiple
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, torch.int8: 4}
 
 
 class _Call(ctypes.Structure):
@@ -40,9 +40,10 @@ class _Call(ctypes.Structure):
 class NativeAttention(Attention):
     """Attention for x86 CPUs in float32, bfloat16 and float16.
 
-    Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16: see
-    native.c. A path's slots are in the order of its positions. Head sizes that are no multiple of 16 or above 512,
-    passes with more than 64 nodes and 128 rows per KV head, and those that are differentiated are left to
+    Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16, and
+    int8 ones have a step each: see native.c. A path's slots are in the order of its positions. Head sizes that are no
+    multiple of 16 or above 512, passes with more than 64 nodes and 128 rows per KV head, and those that are
+    differentiated are left to
     :class:`~tswift.attention.sdpa.TreeAttention`.
     """
 
@@ -67,7 +68,7 @@ class NativeAttention(Attention):
         if kernel is None or learns or (nodes > MAX_WIDTH and rows > _MAX_ROWS):
             self._stock = self._stock or TreeAttention(*self._given)
             return self._stock(query, keys, values, scale)
-        keys, values = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (keys, values))
+        keys, values = (x if x.stride()[1:] == (x.shape[-1], 1) else x.contiguous() for x in (keys, values))
         packed = query.to(torch.float32).contiguous()
         out = torch.empty_like(packed)
         given = packed, keys, values, self._ancestors, self._depths, out, None

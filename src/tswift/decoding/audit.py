@@ -318,7 +318,7 @@ class _Judge:
             kind = WITHIN if bound and margin is not None and margin <= bound else VIOLATION
             findings.append(Finding(place - start, place, self._text[place], drawn, margin, kind))
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        units = _NARROW if shape.dtype.itemsize == torch.int16.itemsize else _WIDE
+        units = _NARROW if shape.dtype.itemsize <= torch.int16.itemsize else _WIDE
         count = len(self._text) - start
         return Audit(
             tokens=count,

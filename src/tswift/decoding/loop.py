@@ -314,7 +314,7 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
 
 def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams) -> None:
     """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a number."""
-    if kv.shape.dtype == torch.int16 and _first_lost(kv) is not None:
+    if not kv.shape.dtype.is_floating_point and _first_lost(kv) is not None:
         raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
 
 

@@ -190,9 +190,10 @@ def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -
     before = max(0, min(held, target.max_positions - more))  # learned positions end
     kv = FullKV(target.kv_shape, before + more)
     for part, each in enumerate((kv.keys, kv.values)):
-        drawn: dict[torch.Size, Tensor] = {}  # layers that are alike hold the same
+        drawn: dict[tuple[int, ...], Tensor] = {}  # layers that are alike hold the same
         for layer, rows in enumerate(each):
-            if (size := rows[:, :before].shape) not in drawn:
+            kept = kv.shape.kept[layer]
+            if (size := (kept.heads, before, kept.head_dim)) not in drawn:
                 drawn[size] = torch.randn(size, generator=random).to(target.device)
             rows[:, :before] = kv.shape.narrowed(drawn[size], part, layer)
     if kv.states is not None:
@@ -389,7 +390,7 @@ def _compared(
         except Unfit as error:
             if usual:
                 return target
-            raise InputError(f"{model} cannot have a cache in int16: {error}", "kv_dtype") from None
+            raise InputError(f"{model} cannot have a cache in {dtype_name(kv_dtype)}: {error}", "kv_dtype") from None
         # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
         if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
             if usual:

@@ -118,7 +118,7 @@ enum {
     MANY = 16                /* rows that are worth a second thread for what is not multiplied */
 };
 
-enum { FLOAT32, BFLOAT16, FLOAT16, INT16 }; /* kinds of keys and values, as in native.c; and of weights */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT16, INT8 }; /* kinds of keys and values, as in native.c; and of weights */
 
 static const float LEAST = 0x1p-100f; /* a block of inputs none of which is larger counts as zeros */
 

@@ -53,7 +53,7 @@ typedef struct {
 
 typedef struct {
     const int64_t *tokens, *positions; /* [nodes] */
-    char *keys, *values;               /* [layers, kv heads, capacity, width] with the strides below, in numbers */
+    char *keys, *values;               /* [layers, kv heads, capacity, numbers of a row], strides as below */
     const uint8_t *ancestors;          /* as for attention; none for a chain, which may have any number of nodes */
     float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
     float *queries;                    /* [layers, heads, nodes, width], rotated */
@@ -129,6 +129,15 @@ INLINE void rotate(float *head, const float *cosines, const float *sines, int64_
     }
 }
 
+/* Of a number of the cache. */
+INLINE int64_t bytes(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
+
+/* Eight numbers as integers, of 16 bits, how often they hold their steps. */
+INLINE __m128i counts(const float *from, __m256 steps) {
+    const __m256i found = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(from), steps));
+    return _mm_packs_epi32(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
+}
+
 /* Put a head's keys or values, whose count is a multiple of 8, into the cache, rounded to the nearest. */
 INLINE void keep(void *cache, const float *from, const float *steps, int64_t count, int64_t kind) {
     if (kind == FLOAT32) memcpy(cache, from, count * sizeof *from);
@@ -136,11 +145,22 @@ INLINE void keep(void *cache, const float *from, const float *steps, int64_t cou
         for (int64_t i = 0; i < count; i += 8)
             _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
     else if (kind == INT16)
-        for (int64_t i = 0; i < count; i += 8) { /* NaN becomes the least integer, as in cache.py */
-            const __m256i counts = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(from + i), _mm256_loadu_ps(steps + i)));
-            const __m128i low = _mm256_castsi256_si128(counts), high = _mm256_extracti128_si256(counts, 1);
-            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm_packs_epi32(low, high));
+        for (int64_t i = 0; i < count; i += 8) /* NaN becomes the least integer, as in caches.py */
+            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), counts(from + i, _mm256_loadu_ps(steps + i)));
+    else if (kind == INT8) {
+        float largest = 0, broken = 0;
+        for (int64_t i = 0; i < count; i++) {
+            largest = fabsf(from[i]) > largest ? fabsf(from[i]) : largest;
+            broken += from[i] * 0; /* NaN if one is not finite */
         }
+        const float step = largest / 127 + broken;
+        for (int64_t i = 0; i < count; i += 8) {
+            const __m128i halves = step > 0 ? counts(from + i, _mm256_set1_ps(step)) : _mm_setzero_si128();
+            const __m128i bytes = _mm_xor_si128(_mm_packs_epi16(halves, halves), _mm_set1_epi8(-128));
+            _mm_storel_epi64((__m128i *)((uint8_t *)cache + i), bytes);
+        }
+        memcpy((uint8_t *)cache + count, &step, sizeof step);
+    }
     else
         for (int64_t i = 0; i < count; i++) {
             uint32_t bits;
@@ -265,7 +285,8 @@ static void split_row(const Run *run, int64_t row) {
     const Model *m = run->model;
     const Pass *p = run->pass;
     const Layer *l = run->layer;
-    const int64_t width = m->width, half = m->turned / 2, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
+    const int64_t width = m->width, half = m->turned / 2, n = p->nodes, size = bytes(m->kind);
+    const int64_t kept = width + (m->kind == INT8 ? 4 : 0); /* numbers of a row of the cache; of 8 bits, with its step */
     const int64_t turned = (most(l->rotary, 0) * n + row) * half;
     const float *cosines = run->cosines + turned, *sines = run->sines + turned;
     float *from = run->wide + row * (m->heads + 2 * m->kv_heads) * width, *keys = from + m->heads * width;
@@ -278,7 +299,7 @@ static void split_row(const Run *run, int64_t row) {
     }
     for (int64_t h = 0; h < 2 * m->kv_heads; h++, from += width) {
         const int64_t value = h >= m->kv_heads, head = h % m->kv_heads;
-        const int64_t at = run->index * p->by_layer + head * p->by_head + (p->prefix + row) * width;
+        const int64_t at = run->index * p->by_layer + head * p->by_head + (p->prefix + row) * kept;
         const float *steps = p->steps + ((value * m->count + run->index) * m->kv_heads + head) * width;
         if (!value && !l->joint && l->key_norm) tswift_norm(from, l->key_norm, from, width, m->epsilon);
         if (!value && l->rotary >= 0) rotate(from, cosines, sines, half);
@@ -291,7 +312,7 @@ static void split_row(const Run *run, int64_t row) {
 static void attend(Run *run) {
     const Model *m = run->model;
     const Pass *p = run->pass;
-    const int64_t width = m->width, n = p->nodes, size = m->kind == FLOAT32 ? 4 : 2;
+    const int64_t width = m->width, n = p->nodes, size = bytes(m->kind);
     float *queries = p->queries + run->index * m->heads * n * width;
     for (int64_t first = 0, some; first < n; first += some) {
         some = least(n - first, m->most);

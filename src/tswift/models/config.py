@@ -16,7 +16,7 @@ SHAPES = (
     *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3.5-9b", "qwen3.5-27b"),
 )
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-KV_DTYPES = (*DTYPES, "int16")
+KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
@@ -111,7 +111,7 @@ class ModelConfig:
     dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
     kv_dtype: str = option(
         "auto",
-        "Dtype of the KV cache: auto, float32, bfloat16, float16 or int16 on a CPU; on CUDA the model's own.",
+        "Dtype of the KV cache: auto, float32, bfloat16, float16, int16 or int8 on a CPU; on CUDA the model's own.",
         panel=_PANEL,
         shown="the model's own; int16 for demo in float32",
         parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
