@@ -121,7 +121,7 @@ def test_rows_of_bytes(bad: float) -> None:
     rows = torch.randn(shape.heads, 5, shape.head_dim) * torch.tensor([1, 1e4, 0, 1e-4, 1])[:, None]
     rows[:, 4, 3] = bad
     kept = shape.narrowed(rows, 0, 0)
-    assert kept.shape == (shape.heads, 5, shape.row)
+    assert kept.shape == (shape.heads, 5, shape.row(shape.head_dim))
     back = shape.widened(kept, 0, 0)
     assert ((back - rows).abs()[:, :4] <= rows.abs().amax(-1, keepdim=True)[:, :4] / 253).all()
     assert shape.broken(kept)[:, 4].all()
