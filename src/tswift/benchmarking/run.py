@@ -521,7 +521,8 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
     """What is measured. What does not apply is left out, so that the hashes of other workloads stay as they are."""
     model, about, params = config.model, config.model.about(), config.params
     draft, peers, simulated = model.draft, config.peers, config.simulated
-    sampling = {name: value for name, value in asdict(params).items() if value or name not in ("logit_bias", "order")}
+    newer = ("logit_bias", "order", "presence_penalty", "frequency_penalty")
+    sampling = {name: value for name, value in asdict(params).items() if value or name not in newer}
     drafting = {
         label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}
         for label, options in config.drafting().items()
