@@ -44,7 +44,7 @@ LARGE = DraftOptions(tree=(2, 2), nodes=16, budget=4096, ngrams=1, shared_noise=
 
 
 def parameters(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, eta=0.0, penalty=1.0, window=1024, banned=(), bias=()):
-    return SamplingParams(temperature, top_k, top_p, min_p, eta, penalty, window, banned, logit_bias=dict(bias))
+    return SamplingParams(temperature, top_k, top_p, min_p, eta, penalty, window, banned=banned, logit_bias=dict(bias))
 
 
 # sampling parameters, draft options, seed, prompt length, tokens, kind of model
