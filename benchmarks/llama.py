@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -176,7 +177,8 @@ def in_floats(network: Any) -> Any:
 
     from tswift.forward.integers import IntegerLinear, PackedEmbedding
 
-    plain = AutoModelForCausalLM.from_config(network.config, dtype=torch.float32, attn_implementation="eager")
+    config = deepcopy(network.config)  # which is told of another attention
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, module in network.named_modules():
         if isinstance(module, IntegerLinear | PackedEmbedding):
             owner = plain.get_submodule(name)

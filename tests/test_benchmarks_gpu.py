@@ -22,6 +22,7 @@ from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu.clocks import covered  # noqa: E402
 from benchmarks.gpu.first_contact import Asked  # noqa: E402
 from benchmarks.gpu.measure import integrated  # noqa: E402
+from tests.helpers import needs_program  # noqa: E402
 
 TABLES = {
     "first contact": {"loaded", "methods", "products", "probes"},
@@ -36,6 +37,7 @@ TABLES = {
 
 
 @pytest.mark.slow
+@needs_program
 def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     """In one test, as it takes most of a minute. The borrowed machine takes at most 8 files, of 16 MiB each."""
     arguments = ["--dry", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"), "--commit", "abc"]

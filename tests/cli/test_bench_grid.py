@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SENTENCES
+from tests.helpers import needs_program
 from tswift.benchmarking import run as run_module
 from tswift.cli import main
 
@@ -216,6 +217,7 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
 
 
 @pytest.mark.slow
+@needs_program
 def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
     words = ("bench", "--prefill", 16, "--lens", "10,20", "--methods", "ar,recall", "--costs", "nominal", "--no-plots")
     words += ("--warmup", 0, "--seeds", "1,2")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tswift
+from tests.helpers import needs_program
 from tests.jobs.killing import Process
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs, read_run
@@ -78,6 +79,7 @@ FOLDER = Path(__file__).parent / "interrupted"  # made at commit 53d1036, killed
 
 
 @pytest.mark.slow
+@needs_program
 def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
     folder = shutil.copytree(FOLDER, tmp_path / "run")
     before = np.fromfile(folder / "tokens.u32", "<u4").tolist()

@@ -193,8 +193,8 @@ class AttentionProbe:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same part of memory."""
-    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+    """Whether two tensors are the same part of memory; a simulated device's, all at 0, are where they are one."""
+    return one is other or (one.shape == other.shape and 0 != one.data_ptr() == other.data_ptr())
 
 
 def _note(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
