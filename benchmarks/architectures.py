@@ -86,13 +86,18 @@ class Architecture:
         torch.manual_seed(1)
         config = getattr(transformers, self.config)(**settings)
         model = class_of(config)(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.ndim > 1:
-                    weight.normal_(std=0.3)
-                else:
-                    weight.add_(torch.randn_like(weight) * 0.1)
-        return model.eval()
+        return drawn(model)
+
+
+def drawn(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """A model with all of its weights drawn at random."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=0.3)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
 
 
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 import tswift
-from benchmarks.architectures import SENTENCES, WINDOW, apart, stock, texts
+from benchmarks.architectures import SENTENCES, WINDOW, apart, drawn, stock, texts
 from recipes.corpus import train_tokenizer
 from tswift.errors import InputError
 from tswift.models.checkpoint import read_config
@@ -135,14 +135,7 @@ def made(kind: str, vocab_size: int) -> transformers.PreTrainedModel:
     if not alone and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     torch.manual_seed(1)
-    model = mapping[type(config)](config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(std=0.3)
-            else:
-                weight.add_(torch.randn_like(weight) * 0.1)
-    return model.eval()
+    return drawn(mapping[type(config)](config))
 
 
 def _fit_sections(text: dict[str, Any]) -> None:

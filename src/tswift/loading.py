@@ -397,8 +397,8 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
         asked.model.startswith(SHAPE_PREFIX),
     )
     if _is_recurrent(config) and (reduced is not None or ranks.count > 1):
-        option = RANKS if ranks.count > 1 else "draft_weights"
-        raise InputError(f"{asked.model} has recurrent layers, for which there is no such thing yet", option)
+        option, what = (RANKS, "split over ranks") if ranks.count > 1 else ("draft_weights", "copied in fewer bits")
+        raise InputError(f"{asked.model} has recurrent layers, which cannot be {what} yet", option)
     if asked.yarn is not None:
         config = stretched(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
