@@ -13,7 +13,8 @@ from tests.helpers import first
 from tests.jobs.killing import killed_before
 from tswift.cli import main
 from tswift.errors import InputError
-from tswift.jobs.batch import BATCH, OUT, Batch, parse_shard, reopen
+from tswift.jobs.batch import BATCH, OUT, Batch, reopen
+from tswift.jobs.config import parse_shard
 from tswift.jobs.folder import FINISHED, read_record
 from tswift.loading import LoadedModel
 

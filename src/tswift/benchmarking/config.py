@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, renamed
-from tswift.jobs.config import TextConfig, to_load
+from tswift.jobs.config import TextConfig, parse_shard, to_load
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
 from tswift.options import Values, changed, check_options, given_names, given_options, option, parse_numbers, part
 from tswift.sampling.parameters import SamplingParams
@@ -66,14 +66,6 @@ def parse_trees(words: Sequence[str] | None) -> Trees:
             raise InputError(f"is given twice for {method or 'all methods'}", "tree")
         trees[method] = parse_tree(tree)
     return trees
-
-
-def parse_shard(words: str) -> tuple[int, ...]:
-    """``(2, 8)`` from ``2/8``, the second of eight."""
-    numbers = words.split("/")
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise InputError(f"wants I/N, as 1/8 for the first of eight, got {words!r}", "shard")
-    return int(numbers[0]), int(numbers[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +246,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.shard and self.shard[0] > self.shard[1]:
-            raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
         if self.workload and self.prompts:
             raise InputError("cannot be given together with --prompts", "workload")
         if self.chat and not self.workload:

@@ -28,8 +28,8 @@ from tswift.cli.output import (
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.batch import Batch, is_batch, parse_shard, reopen
-from tswift.jobs.config import RunConfig, TextConfig
+from tswift.jobs.batch import Batch, is_batch, reopen
+from tswift.jobs.config import RunConfig, TextConfig, parse_shard
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
 from tswift.sampling.parameters import SamplingParams

@@ -47,14 +47,6 @@ class Task:
         return (self.folder / RECORD).exists() and read_record(self.folder).get("state") == FINISHED
 
 
-def parse_shard(words: str) -> tuple[int, int]:
-    """``I/N``: the Ith of N shards, from 1."""
-    index, _, count = words.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 0 < int(index) <= int(count)):
-        raise InputError(f"wants I/N, the Ith of N shards, got {words!r:.40}", "shard")
-    return int(index), int(count)
-
-
 class Batch:
     """The texts that a file of prompts asks for.
 

@@ -179,6 +179,14 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
     return replace(config, draft_weights=None) if config.draft_weights == UNQUANTISED else config
 
 
+def parse_shard(words: str) -> tuple[int, int]:
+    """``I/N``: the Ith of N shards, from 1."""
+    index, _, count = words.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 0 < int(index) <= int(count)):
+        raise InputError(f"wants I/N, the Ith of N shards, got {words!r:.40}", "shard")
+    return int(index), int(count)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
     """Which text is to be written, by whatever method: its prompt, its length and its seed."""
