@@ -343,7 +343,7 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         (lambda: Plan(workload=("prose",), prompts=("x.txt",)), "workload: cannot be given together with --prompts"),
         (lambda: parse_methods("ar,ar"), "methods: names a method twice: ar,ar"),
         (lambda: parse_methods("nope"), "methods: no method 'nope'"),
-        (lambda: parse_shard("3"), "shard: wants I/N, as 1/8 for the first of eight, got '3'"),
+        (lambda: parse_shard("3"), "shard: wants I/N, the Ith of N shards, got '3'"),
         (lambda: parse_trees(["1,2", "3"]), "tree: is given twice for all methods"),
         (lambda: parse_trees(["=1,2"]), "tree: names no method before the =, got '=1,2'"),
         *[

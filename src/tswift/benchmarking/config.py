@@ -246,6 +246,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.shard and self.shard[0] > self.shard[1]:
+            raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
         if self.workload and self.prompts:
             raise InputError("cannot be given together with --prompts", "workload")
         if self.chat and not self.workload:
