@@ -1,8 +1,9 @@
 """Which architectures are served, by which methods, and why not: a table, in Markdown.
 
-For each one a tiny random checkpoint is written by transformers itself and loaded by its path, in float64. A method is
-"equal" if its text is plain decoding's, token for token; "logits" says how far the target's logits are from those that
-transformers itself computes over the whole text at once, as a share of their standard deviation.
+For each one a tiny random checkpoint is written by transformers itself and loaded by its path, in
+float64. A method is "equal" if its text is plain decoding's, token for token; "logits" says how far
+the target's logits are from those that transformers itself computes over the whole text at once, as
+a share of their standard deviation.
 
     python -m benchmarks.architectures --len 200 --only Gemma
 """
@@ -32,12 +33,15 @@ from tswift.models.classes import class_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads
 
-METHODS = [name for name, method in ALL_METHODS.items() if not method.networks]  # drafters are of single models
+# drafters are of single models
+METHODS = [name for name, method in ALL_METHODS.items() if not method.networks]
 WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512
 HIDDEN = 32
 
-SENTENCES = ["The ship had lain three days becalmed, and the captain would not leave the deck."] * 20
+SENTENCES = [
+    "The ship had lain three days becalmed, and the captain would not leave the deck."
+] * 20
 _BASE: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -49,22 +53,28 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-# min-p low enough for random models to wander; a partial cache that has to select anew every few dozen tokens
+# min-p low enough for random models to wander; a partial cache that has to select anew every few
+# dozen tokens
 _PARAMS = SamplingParams(min_p=0.02, window=32)
 _OPTIONS = {
     "medusa": DraftOptions(tree=(2, 2, 1), nodes=12),
     "tokenswift": DraftOptions(tree=(1, 2, 2), nodes=12, budget=64, sinks=4, reuse_recent=True),
     "reuse": DraftOptions(nodes=12, reuse_recent=True),
-    **{name: DraftOptions(gamma=4, budget=64, sinks=4) for name in ("magicdec", "standalone", "triforce")},
+    **{
+        name: DraftOptions(gamma=4, budget=64, sinks=4)
+        for name in ("magicdec", "standalone", "triforce")
+    },
 }
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A row of the table: a configuration class and its settings, where None takes a common one away.
+    """A row of the table: a configuration class and its settings,
+    where None takes a common one away.
 
-    ``refused`` is a regular expression that the reason of its refusal matches, empty for one that is served; ``whole``
-    are settings of the configuration around it, where it is a part of a larger model.
+    ``refused`` is a regular expression that the reason of its refusal matches, empty for one that
+    is served; ``whole`` are settings of the configuration around it, where it is a part of a larger
+    model.
     """
 
     config: str
@@ -78,9 +88,15 @@ class Architecture:
         return hasattr(transformers, self.config)
 
     def make(self, vocab_size: int) -> transformers.PreTrainedModel:
-        """A random model: all weights are drawn, biases and norms too, so that none of them goes unnoticed."""
+        """A random model: all weights are drawn, biases and norms too,
+        so that none of them goes unnoticed.
+        """
         settings = {**_BASE, "vocab_size": vocab_size, **self.settings}
-        settings = {name: value for name, value in settings.items() if value is not None or name not in _BASE}
+        settings = {
+            name: value
+            for name, value in settings.items()
+            if value is not None or name not in _BASE
+        }
         if self.whole:
             settings = {"text_config": settings, **self.whole}
         torch.manual_seed(1)
@@ -104,14 +120,24 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
 
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64, "factor": 8.0}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "factor": 8.0,
+}
 _YARN = {"original_max_position_embeddings": 64, "factor": 8.0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _WINDOWED = {"sliding_window": WINDOW}
 _OF_8, _OF_16 = {"head_dim": 8}, {"head_dim": 16}
 _UNGROUPED = {"num_key_value_heads": None}
 _TWO_KINDS = {**_OF_16, **_WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 _LONGROPE = _rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=8.0)
 
 _FIXED = "attention that cannot be replaced"
@@ -122,24 +148,48 @@ _EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS_OF_NEXT = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 _MAMBA2 = {
-    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    **{
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
     **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48},
 }
 _DELTA = {
     **_OF_16,
     "layer_types": ["linear_attention", "full_attention"],
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 _BIASES = {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, **_OF_16}
 _LAYERS_OF_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_EMBEDDINGS_OF_3N = {"hidden_size_per_layer_input": 8, "laurel_rank": 8, "vocab_size_per_layer_input": 300}
+_EMBEDDINGS_OF_3N = {
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "vocab_size_per_layer_input": 300,
+}
 _OF_4 = {
-    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, **_WINDOWED},
+    **{
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **_WINDOWED,
+    },
     **{"head_dim": 16, "global_head_dim": 32, "final_logit_softcapping": 30.0},
 }
 _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320}
-_EXPERTS_OF_4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+_EXPERTS_OF_4 = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
 
 # name: configuration class, settings, why it is refused, settings around it
 ARCHITECTURES: dict[str, Architecture] = {
@@ -152,16 +202,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama 3.1 (llama3 scaling)": ("LlamaConfig", _rope("llama3", **_LLAMA3)),
         "Llama 2 (YaRN)": ("LlamaConfig", {"num_key_value_heads": 4, **_rope("yarn", **_YARN)}),
         "Llama 2 (linear scaling)": ("LlamaConfig", _rope("linear", factor=4.0)),
-        "Llama (dynamic scaling)": ("LlamaConfig", _rope("dynamic", factor=4.0), "rotary embeddings of type"),
+        "Llama (dynamic scaling)": (
+            "LlamaConfig",
+            _rope("dynamic", factor=4.0),
+            "rotary embeddings of type",
+        ),
         "Qwen2.5": ("Qwen2Config",),
-        "Qwen2.5, tied, YaRN": ("Qwen2Config", {"tie_word_embeddings": True, **_rope("yarn", **_YARN)}),
+        "Qwen2.5, tied, YaRN": (
+            "Qwen2Config",
+            {"tie_word_embeddings": True, **_rope("yarn", **_YARN)},
+        ),
         "Qwen2, sliding window in a layer": (
             "Qwen2Config",
             {"use_sliding_window": True, **_WINDOWED, "max_window_layers": 1},
         ),
         "Qwen3": ("Qwen3Config", _OF_16),
         "Qwen3 MoE": ("Qwen3MoeConfig", {**_EXPERTS_OF_QWEN, "moe_intermediate_size": 32, **_OF_8}),
-        "Qwen3-Next (gated delta nets)": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS_OF_QWEN, **_EXPERTS_OF_NEXT}),
+        "Qwen3-Next (gated delta nets)": (
+            "Qwen3NextConfig",
+            {**_DELTA, **_EXPERTS_OF_QWEN, **_EXPERTS_OF_NEXT},
+        ),
         "Qwen3.5 to 3.8 (gated delta nets)": ("Qwen3_5TextConfig", _DELTA),
         "Qwen3.5 to 3.8 MoE (gated delta nets)": (
             "Qwen3_5MoeTextConfig",
@@ -182,13 +242,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"original_max_position_embeddings": 64, **_LONGROPE},
         ),
         "Gemma": ("GemmaConfig", {"num_key_value_heads": 1, **_OF_16}),
-        "Gemma 2 (windows, soft caps)": ("Gemma2Config", {**_OF_16, **_WINDOWED, "query_pre_attn_scalar": 16}),
+        "Gemma 2 (windows, soft caps)": (
+            "Gemma2Config",
+            {**_OF_16, **_WINDOWED, "query_pre_attn_scalar": 16},
+        ),
         "Gemma 3 (windows)": ("Gemma3TextConfig", _TWO_KINDS),
         "Gemma 3, with images (windows)": (
             "Gemma3Config",
             _TWO_KINDS,
             "",
-            {"vision_config": {**_VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+            {
+                "vision_config": {**_VISION, "image_size": 28, "patch_size": 14},
+                "mm_tokens_per_image": 4,
+            },
         ),
         "Gemma 3n": (
             "Gemma3nTextConfig",
@@ -196,7 +262,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "Gemma 4 (K = V, other heads in global layers)": (
             "Gemma4TextConfig",
-            {**_OF_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+            {
+                **_OF_4,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "hidden_size_per_layer_input": 0,
+            },
         ),
         "Gemma 4 E (shared keys and values, embeddings by layer)": (
             "Gemma4TextConfig",
@@ -204,13 +275,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "Gemma 4 MoE": (
             "Gemma4TextConfig",
-            {**_OF_4, **_EXPERTS_OF_4, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
+            {
+                **_OF_4,
+                **_EXPERTS_OF_4,
+                "hidden_size_per_layer_input": 0,
+                "num_global_key_value_heads": 1,
+            },
         ),
         "Gemma 4, with images": (
             "Gemma4Config",
             {**_OF_4, **_PER_LAYER},
             "",
-            {"vision_config": {**_VISION, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None},
+            {
+                "vision_config": {**_VISION, "head_dim": 8, "num_key_value_heads": 2},
+                "audio_config": None,
+            },
         ),
         "GPT-2": ("GPT2Config", {**_UNGROUPED, "n_inner": 48}),
         "GPT-BigCode": ("GPTBigCodeConfig", {**_UNGROUPED, "n_inner": 48}),
@@ -256,7 +335,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "DeepSeek-V3 (latent attention)": ("DeepseekV3Config", _LATENT, "latent attention"),
         "Mamba": ("MambaConfig", _UNGROUPED, _MAMBA),
-        "Granite 4-H (Mamba2)": ("GraniteMoeHybridConfig", {**_MAMBA2, "layers_block_type": ["mamba", "attention"]}),
+        "Granite 4-H (Mamba2)": (
+            "GraniteMoeHybridConfig",
+            {**_MAMBA2, "layers_block_type": ["mamba", "attention"]},
+        ),
         "Bamba (Mamba2)": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
         "Falcon-H1": ("FalconH1Config", {}, "layers of type"),
         "Jamba": ("JambaConfig", {}, f"{_LINEAR}|the architecture jamba"),
@@ -271,7 +353,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def checkpoint(architecture: Architecture, folder: Path) -> transformers.PreTrainedModel:
-    """Write a tiny random model in several shards, its tokenizer and chained heads; returns the model, in float32."""
+    """Write a tiny random model in several shards, its tokenizer and chained heads;
+    returns the model, in float32.
+    """
     tokenizer = train_tokenizer(SENTENCES, 300)
     model = architecture.make(len(tokenizer))
     model.save_pretrained(folder, max_shard_size="20KB")
@@ -285,18 +369,23 @@ def checkpoint(architecture: Architecture, folder: Path) -> transformers.PreTrai
 
 
 def texts(model: LoadedModel, lengths: Mapping[str, int]) -> dict[str, list[int]]:
-    """What methods write, by their names, given how much; and the prompt by the name of ``prompt``."""
+    """What methods write, by their names, given how much;
+    and the prompt by the name of ``prompt``.
+    """
     prompt = model.encode(SENTENCES[0])
     written = {"prompt": prompt}
     for method, length in lengths.items():
         options = _OPTIONS.get(method, DraftOptions())
-        steps = tswift.generate(model, prompt, length, method=method, params=_PARAMS, seed=4, options=options)
+        steps = tswift.generate(
+            model, prompt, length, method=method, params=_PARAMS, seed=4, options=options
+        )
         written[method] = list(chain.from_iterable(step.tokens for step in steps))
     return written
 
 
 def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequence[int]) -> float:
-    """How far the target's logits, token by token, are from the stock model's over the whole text, at most.
+    """How far the target's logits, token by token, are from the stock model's over the whole text,
+    at most.
 
     As a share of the logits' standard deviation.
     """
@@ -311,7 +400,9 @@ def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequenc
 
 
 def stock(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """A model as transformers computes it in float64: experts by the one way that can, soft caps by eager attention."""
+    """A model as transformers computes it in float64: experts by the one way that can,
+    soft caps by eager attention.
+    """
     model = model.double()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
@@ -327,17 +418,24 @@ def row(name: str, length: int) -> list[str]:
         return [name, *["-"] * len(METHODS), "", f"not in transformers {transformers.__version__}"]
     with tempfile.TemporaryDirectory() as folder:
         own, drafting = checkpoint(architecture, Path(folder)), Path(folder) / "draft"
-        checkpoint(ARCHITECTURES["Llama, GQA"], drafting)  # for the methods that draft with a model of its own
+        # for the methods that draft with a model of its own
+        checkpoint(ARCHITECTURES["Llama, GQA"], drafting)
         try:
             model = tswift.load(folder, dtype="float64", device="cpu", draft_model=str(drafting))
         except InputError as error:
             return [name, *["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", "")]
         recurrent = model.target.kv_shape.states is not None
-        served = [method for method in METHODS if not (recurrent and ALL_METHODS[method].drafts_itself)]
+        served = [
+            method for method in METHODS if not (recurrent and ALL_METHODS[method].drafts_itself)
+        ]
         written = texts(model, dict.fromkeys(served, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])
     words = [
-        "refused" if method not in written else "equal" if written[method] == written["ar"] else "DIFFERS"
+        "refused"
+        if method not in written
+        else "equal"
+        if written[method] == written["ar"]
+        else "DIFFERS"
         for method in METHODS
     ]
     return [name, *words, f"{far:.0e}", model.target.attention_features]
@@ -345,7 +443,9 @@ def row(name: str, length: int) -> list[str]:
 
 def main() -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--len", type=int, default=120)
     parser.add_argument("--only", default="", help="architectures with this in their names")
     args = parser.parse_args()
@@ -354,7 +454,10 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"transformers {transformers.__version__}, {args.len} tokens, float64\n")
     rule = ["---", *["---"] * len(METHODS), "---:", "---"]
-    for cells in (["architecture", *METHODS, "logits", "what its layers want, or why it is refused"], rule):
+    for cells in (
+        ["architecture", *METHODS, "logits", "what its layers want, or why it is refused"],
+        rule,
+    ):
         print(f"| {' | '.join(cells)} |")
     for name in ARCHITECTURES:
         if args.only in name:

@@ -1,9 +1,11 @@
-"""Every class of transformers that writes text, by a tiny random checkpoint of each: is it served, or why not?
+"""Every class of transformers that writes text, by a tiny random checkpoint of each: is it served,
+or why not?
 
-A class is one that transformers counts among causal or image-text language models. Its own default configuration is
-made small, a model of it is drawn and saved by transformers, and loaded by its path, in float64. A class is "equal" if
-every method writes plain decoding's tokens, and if logits are those of transformers. A refusal is to be one line that
-says why. What is neither is told as it came: "RAW", or "DIFFERS".
+A class is one that transformers counts among causal or image-text language models. Its own default
+configuration is made small, a model of it is drawn and saved by transformers, and loaded by its
+path, in float64. A class is "equal" if every method writes plain decoding's tokens, and if logits
+are those of transformers. A refusal is to be one line that says why. What is neither is told as it
+came: "RAW", or "DIFFERS".
 
     python -m benchmarks.classes --part 1/4 --only gemma
 """
@@ -31,21 +33,33 @@ METHODS = ("ar", "recall", "magicdec", "reuse")
 _RECURRENT = ("ar", "recall", "reuse")  # of models with recurrent layers
 LENGTH = 90
 HIDDEN, LAYERS, POSITIONS = 32, 4, 512
-_CLOSE = 1e-4  # most that logits may differ by, in units of their spread: norms and softmax are float32 in places
+# most that logits may differ by, in units of their spread: norms and softmax are float32 in places
+_CLOSE = 1e-4
 
-_CLOSE_STATES = 5e-3  # where states are float32 in both, and summed in other orders: random weights amplify that
+# where states are float32 in both, and summed in other orders: random weights amplify that
+_CLOSE_STATES = 5e-3
 # by what the name of a field ends in, the first that fits: a small value
 _SMALL: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "pad_vocab_size"), 300),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), POSITIONS),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), POSITIONS
+    ),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads", "key_value_heads"), 2),
-    **dict.fromkeys(("attention_heads", "n_head", "num_heads", "n_heads", "n_groups", "num_heads_kv"), 4),
+    **dict.fromkeys(
+        ("attention_heads", "n_head", "num_heads", "n_heads", "n_groups", "num_heads_kv"), 4
+    ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
     **dict.fromkeys(("head_dim", "kv_channels", "d_kv"), 8),
-    **dict.fromkeys(("hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(
+        ("hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+        LAYERS,
+    ),
     **dict.fromkeys(("depth",), 1),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "intermediate_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "intermediate_dim", "ffn_hidden_size"),
+        48,
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "lora_rank", "_rank"), 8),
     **dict.fromkeys(("experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"), 2),
     **dict.fromkeys(("num_experts", "local_experts", "routed_experts"), 4),
@@ -56,11 +70,21 @@ _SMALL: dict[str, int] = {
     **dict.fromkeys(("image_size",), 28),
     **dict.fromkeys(("patch_size",), 14),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "embedding_size", "out_hidden_size"), HIDDEN
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "embed_dim",
+            "hidden_dim",
+            "embedding_size",
+            "out_hidden_size",
+        ),
+        HIDDEN,
     ),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 0),
 }
-_TOKENS = ("_token_id", "_token_index", "_token")  # of images and the like, which random models are not to draw
+# of images and the like, which random models are not to draw
+_TOKENS = ("_token_id", "_token_index", "_token")
 _OUTSIDE = 1000  # beyond the vocabulary
 # what the rules above do not make right
 _OWN: dict[str, dict[str, Any]] = {
@@ -80,13 +104,33 @@ def kinds() -> list[str]:
 
 
 def shrunk(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's values made small: sizes by their names; lists of the layers' values cut to those left."""
-    count = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if values.get(name)), 0)
+    """A configuration's values made small: sizes by their names;
+    lists of the layers' values cut to those left.
+    """
+    count = next(
+        (
+            values[name]
+            for name in ("num_hidden_layers", "n_layer", "num_layers")
+            if values.get(name)
+        ),
+        0,
+    )
     left = _layers_left(values.get("layer_types"), count)
-    return {name: _shrunk(name, value, count, left) for name, value in values.items() if name not in _DERIVED}
+    return {
+        name: _shrunk(name, value, count, left)
+        for name, value in values.items()
+        if name not in _DERIVED
+    }
 
 
-_DERIVED = ("transformers_version", "architectures", "dtype", "auto_map", "_name_or_path", "per_layer_config")
+_DERIVED = (
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "auto_map",
+    "_name_or_path",
+    "per_layer_config",
+)
 
 
 def _layers_left(types: Sequence[str] | None, count: int) -> list[int]:
@@ -111,7 +155,9 @@ def _shrunk(name: str, value: Any, count: int, left: list[int]) -> Any:
         return value
     if name.endswith(_TOKENS) and name not in _SMALL:
         return value + _OUTSIDE
-    small = next((small for end, small in _SMALL.items() if name == end or name.endswith(f"_{end}")), value)
+    small = next(
+        (small for end, small in _SMALL.items() if name == end or name.endswith(f"_{end}")), value
+    )
     if name == "num_hidden_layers" and left:
         return len(left)
     return min(small, value)
@@ -143,7 +189,10 @@ def _fit_sections(text: dict[str, Any]) -> None:
     for rope in text.values():
         if not (isinstance(rope, dict) and rope.get("mrope_section")):
             continue
-        turned = int((text.get("head_dim") or _SMALL["head_dim"]) * rope.get("partial_rotary_factor", 1)) // 2
+        turned = (
+            int((text.get("head_dim") or _SMALL["head_dim"]) * rope.get("partial_rotary_factor", 1))
+            // 2
+        )
         rope["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
 
 
@@ -196,7 +245,9 @@ def row(kind: str) -> list[str]:
         far = apart(model, stock(own), written["prompt"] + written["ar"])
     other = [method for method in methods if written[method] != written["ar"]]
     close = _CLOSE if methods == METHODS else _CLOSE_STATES
-    word = f"DIFFERS: {', '.join(other)}" if other else "equal" if far < close else "DIFFERS: logits"
+    word = (
+        f"DIFFERS: {', '.join(other)}" if other else "equal" if far < close else "DIFFERS: logits"
+    )
     return [kind, type(own).__name__, word, f"{far:.0e} {model.target.attention_features}"]
 
 
@@ -210,15 +261,23 @@ def rows(only: str, part: str) -> Iterator[list[str]]:
 
 def main() -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="types with this in their names")
     parser.add_argument("--part", default="1/1", help="I/N: every Nth type, from the Ith on")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print(f"transformers {transformers.__version__}, {LENGTH} tokens, float64, methods {', '.join(METHODS)}\n")
-    for cells in (["type", "class", "", "logits, what its layers want, or why it is refused"], ["---"] * 4):
+    print(
+        f"transformers {transformers.__version__}, {LENGTH} tokens, float64, methods "
+        f"{', '.join(METHODS)}\n"
+    )
+    for cells in (
+        ["type", "class", "", "logits, what its layers want, or why it is refused"],
+        ["---"] * 4,
+    ):
         print(f"| {' | '.join(cells)} |")
     for cells in rows(args.only, args.part):
         print(f"| {' | '.join(cells)} |", flush=True)

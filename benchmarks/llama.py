@@ -1,10 +1,12 @@
-"""llama.cpp beside tswift on the same GGUF file, in turns: tokens per second by depth, and how far logits are off.
+"""llama.cpp beside tswift on the same GGUF file, in turns: tokens per second by depth,
+and how far logits are off.
 
-llama.cpp runs in a process of its own, by the interpreter of an environment that has ``llama-cpp-python`` (built from
-source on the machine, so that it uses all of the processor). It is no dependency of tswift. Depths beyond the model's
-positions are left out.
+llama.cpp runs in a process of its own, by the interpreter of an environment that has
+``llama-cpp-python`` (built from source on the machine, so that it uses all of the processor). It is
+no dependency of tswift. Depths beyond the model's positions are left out.
 
-    python -m benchmarks.llama FILE.gguf --python /tmp/llama/bin/python --depths 0,1024,4096 --tokens 64 --repeats 3
+    python -m benchmarks.llama FILE.gguf --python /tmp/llama/bin/python --depths 0,1024,4096
+    --tokens 64 --repeats 3
 """
 
 from __future__ import annotations
@@ -33,10 +35,22 @@ class Peer:
     """llama.cpp in a process that answers questions, one line each."""
 
     def __init__(self, python: str, file: Path, positions: int, threads: int) -> None:
-        words = [python, __file__, "--serve", str(file), "--positions", str(positions), "--threads", str(threads)]
-        # its threads spin at barriers, as they do for its users; ours sleep (main), so that they do not disturb them
+        words = [
+            python,
+            __file__,
+            "--serve",
+            str(file),
+            "--positions",
+            str(positions),
+            "--threads",
+            str(threads),
+        ]
+        # its threads spin at barriers, as they do for its users; ours sleep (main), so that they do
+        # not disturb them
         own = {name: value for name, value in os.environ.items() if name != _WAITING}
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
+        )
 
     def ask(self, **question: Any) -> Any:
         """Its answer to a question."""
@@ -72,14 +86,25 @@ def serve(file: str, positions: int, threads: int) -> None:
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    common = {"n_ctx": positions, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    common = {
+        "n_ctx": positions,
+        "n_threads": threads,
+        "n_threads_batch": threads,
+        "verbose": False,
+    }
     models: dict[str, Any] = {}
 
     def model(name: str) -> Any:
         if name not in models:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if name == LOOKUP else None
             every = name in ("logits", LOOKUP)  # logits of all tokens
-            models[name] = Llama(file, flash_attn=FLASH.get(name, True), draft_model=draft, logits_all=every, **common)
+            models[name] = Llama(
+                file,
+                flash_attn=FLASH.get(name, True),
+                draft_model=draft,
+                logits_all=every,
+                **common,
+            )
         return models[name]
 
     for line in sys.stdin:
@@ -140,10 +165,15 @@ def speeds(model: Any, other: Peer, text: Sequence[int], asked: argparse.Namespa
                 took = other.ask(name=name, ids=ids, tokens=asked.tokens)
                 rates.setdefault(name, []).append(took["tokens"] / took["seconds"])
             for method in ("ar", "auto"):
-                rates.setdefault(f"tswift {method}", []).append(measure(model, method, ids, asked.tokens))
+                rates.setdefault(f"tswift {method}", []).append(
+                    measure(model, method, ids, asked.tokens)
+                )
         for name, values in rates.items():
             lowest, highest = min(values), max(values)
-            print(f"| {depth:,} | {name} | {median(values):.1f} | {lowest:.1f} to {highest:.1f} |", flush=True)
+            print(
+                f"| {depth:,} | {name} | {median(values):.1f} | {lowest:.1f} to {highest:.1f} |",
+                flush=True,
+            )
 
 
 def divergences(model: Any, other: Peer, ids: list[int]) -> None:
@@ -156,7 +186,9 @@ def divergences(model: Any, other: Peer, ids: list[int]) -> None:
 
     kv = FullKV(model.target.kv_shape, len(ids))
     with torch.inference_mode():
-        ours = torch.cat([model.target.logits(chunk.hidden) for chunk in chunks(model.target, ids, kv)])
+        ours = torch.cat(
+            [model.target.logits(chunk.hidden) for chunk in chunks(model.target, ids, kv)]
+        )
         right = in_floats(model.target.model)(torch.tensor([ids]), use_cache=False).logits[0]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/logits.npy"
@@ -166,7 +198,10 @@ def divergences(model: Any, other: Peer, ids: list[int]) -> None:
     for name, logits in {"tswift": ours, "llama.cpp": theirs}.items():
         apart = (expected.exp() * (expected - logits.double().log_softmax(-1))).sum(-1)
         changed = (logits.argmax(-1) != right.argmax(-1)).double().mean().item()
-        print(f"| {name} | {apart.mean():.2e} | {apart.max():.2e} | {100 * changed:.1f}% |", flush=True)
+        print(
+            f"| {name} | {apart.mean():.2e} | {apart.max():.2e} | {100 * changed:.1f}% |",
+            flush=True,
+        )
 
 
 def in_floats(network: Any) -> Any:
@@ -178,7 +213,9 @@ def in_floats(network: Any) -> Any:
     from tswift.forward.integers import IntegerLinear, PackedEmbedding
 
     config = deepcopy(network.config)  # which is told of another attention
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    plain = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     for name, module in network.named_modules():
         if isinstance(module, IntegerLinear | PackedEmbedding):
             owner = plain.get_submodule(name)
@@ -190,19 +227,31 @@ def in_floats(network: Any) -> Any:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--python", default="/tmp/llama/bin/python", help="interpreter that has llama-cpp-python")
-    parser.add_argument("--depths", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1024, 4096])
+    parser.add_argument(
+        "--python", default="/tmp/llama/bin/python", help="interpreter that has llama-cpp-python"
+    )
+    parser.add_argument(
+        "--depths",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=[0, 1024, 4096],
+    )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path, default=Path("prompts/long-novel.txt"))
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--only", choices=("speed", "kl"))
-    parser.add_argument("--no-lookup", action="store_true", help="leave out prompt lookup, which reads prompts slowly")
+    parser.add_argument(
+        "--no-lookup",
+        action="store_true",
+        help="leave out prompt lookup, which reads prompts slowly",
+    )
     asked = parser.parse_args()
     if asked.serve:
         serve(asked.file, asked.positions, asked.threads)
@@ -213,7 +262,12 @@ def main() -> None:
     model = load(asked.file, kv_dtype=asked.kv_dtype)
     print(f"tswift: {model.layers}{model.remarks()}")
     text = model.encode(asked.text.read_text())
-    with peer(asked.python, Path(asked.file), min(asked.positions, model.target.max_positions), asked.threads) as other:
+    with peer(
+        asked.python,
+        Path(asked.file),
+        min(asked.positions, model.target.max_positions),
+        asked.threads,
+    ) as other:
         if asked.only != "kl":
             print("| depth | | tokens/s | |\n| ---: | --- | ---: | --- |")
             speeds(model, other, text, asked)

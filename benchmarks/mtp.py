@@ -1,11 +1,13 @@
-"""Train a tiny Qwen3.5 with a head for multi-token prediction on a text, and measure how often the head guesses right.
+"""Train a tiny Qwen3.5 with a head for multi-token prediction on a text,
+and measure how often the head guesses right.
 
     python -m benchmarks.mtp train /tmp/tiny-qwen35 --seconds 100
     python -m benchmarks.mtp measure /tmp/tiny-qwen35 --contexts 1000,8000
 
-The text is a novel and Python's own documentation. The head reads the state after the model's final norm, and is
-trained along. ``train`` also tells how well it would guess from the state before that norm, whose weights begin at
-random so that the two differ. ``measure`` tells how many drafts came true, by level, with a window and without.
+The text is a novel and Python's own documentation. The head reads the state after the model's final
+norm, and is trained along. ``train`` also tells how well it would guess from the state before that
+norm, whose weights begin at random so that the two differ. ``measure`` tells how many drafts came
+true, by level, with a window and without.
 """
 
 from __future__ import annotations
@@ -41,22 +43,33 @@ class StockHead(nn.Module):
         super().__init__()
         config = model.config
         hidden, attending = config.hidden_size, config.layer_types.index("full_attention")
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (Qwen3_5RMSNorm(hidden) for _ in range(3))
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            Qwen3_5RMSNorm(hidden) for _ in range(3)
+        )
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, attending)])
 
     def forward(self, model: PreTrainedModel, states: Tensor, tokens: Tensor) -> Tensor:
-        """``[rows, n, V]`` logits of what follows ``tokens``, which follow those of the states ``[rows, n, H]``."""
+        """``[rows, n, V]`` logits of what follows ``tokens``,
+        which follow those of the states ``[rows, n, H]``.
+        """
         decoder, count = model.get_decoder(), tokens.shape[1]
-        parts = self.pre_fc_norm_embedding(decoder.embed_tokens(tokens)), self.pre_fc_norm_hidden(states)
+        parts = (
+            self.pre_fc_norm_embedding(decoder.embed_tokens(tokens)),
+            self.pre_fc_norm_hidden(states),
+        )
         rows = self.fc(torch.cat(parts, -1))
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         turns = decoder.rotary_emb(rows, torch.arange(count).expand(3, 1, -1))
-        return model.lm_head(self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask)))
+        return model.lm_head(
+            self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask))
+        )
 
     def save(self, folder: Path) -> None:
         """Add it to a checkpoint of several files."""
-        tensors = {f"mtp.{name}": weight.detach().clone() for name, weight in self.named_parameters()}
+        tensors = {
+            f"mtp.{name}": weight.detach().clone() for name, weight in self.named_parameters()
+        }
         save_file(tensors, folder / "mtp.safetensors", {"format": "pt"})
         index = folder / "model.safetensors.index.json"
         content = json.loads(index.read_text())
@@ -104,11 +117,15 @@ def train(folder: Path, seconds: float) -> None:
     started, step = time.perf_counter(), 0
     while (spent := (time.perf_counter() - started) / seconds) < 1:
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30, 2 * (1 - spent) + 0.02)
-        rows = torch.stack([ids[at : at + _LENGTH] for at in torch.randint(len(ids) - _LENGTH, (_ROWS,)).tolist()])
+        rows = torch.stack(
+            [ids[at : at + _LENGTH] for at in torch.randint(len(ids) - _LENGTH, (_ROWS,)).tolist()]
+        )
         states = model.get_decoder()(rows, use_cache=False).last_hidden_state
         losses = [
             F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()),
-            F.cross_entropy(head(model, states[:, :-2], rows[:, 1:-1]).flatten(0, 1), rows[:, 2:].flatten()),
+            F.cross_entropy(
+                head(model, states[:, :-2], rows[:, 1:-1]).flatten(0, 1), rows[:, 2:].flatten()
+            ),
         ]
         before.clear()
         optimizer.zero_grad()
@@ -122,12 +139,15 @@ def train(folder: Path, seconds: float) -> None:
         wanted = model.lm_head(states[:, 1:-1]).argmax(-1)
         sides = {"after": states, "before": before[-1]}
         right = {
-            side: float((head(model, each[:, :-2], rows[:, 1:-1]).argmax(-1) == wanted).float().mean())
+            side: float(
+                (head(model, each[:, :-2], rows[:, 1:-1]).argmax(-1) == wanted).float().mean()
+            )
             for side, each in sides.items()
         }
         loss = F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     print(
-        f"{step} steps, loss {float(loss):.2f} on held-out text; the model's likeliest token is the head's likeliest:"
+        f"{step} steps, loss {float(loss):.2f} on held-out text; the model's likeliest token is "
+        "the head's likeliest:"
     )
     for side, share in right.items():
         print(f"  {share:.1%} with the state {side} the final norm")
@@ -153,18 +173,32 @@ def measure(folder: Path, contexts: list[int], length: int) -> None:
             options = DraftOptions(tree=(1,) * _LEVELS, budget=window)
             steps = [
                 *tswift.generate(
-                    model, prompt, length, method="mtp", options=options, params=SamplingParams(min_p=0.05, penalty=1.0)
+                    model,
+                    prompt,
+                    length,
+                    method="mtp",
+                    options=options,
+                    params=SamplingParams(min_p=0.05, penalty=1.0),
                 )
             ]
             reached = [sum(step.accepted > level for step in steps) for level in range(_LEVELS)]
-            shares = [a / b if b else 0.0 for a, b in zip(reached, [len(steps), *reached], strict=False)]
-            cells = [f"{context:,}", f"{window:,}", f"{length / len(steps):.2f}", *(f"{share:.0%}" for share in shares)]
+            shares = [
+                a / b if b else 0.0 for a, b in zip(reached, [len(steps), *reached], strict=False)
+            ]
+            cells = [
+                f"{context:,}",
+                f"{window:,}",
+                f"{length / len(steps):.2f}",
+                *(f"{share:.0%}" for share in shares),
+            ]
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
     """Parse and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "measure"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=100)

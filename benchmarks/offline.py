@@ -1,16 +1,17 @@
 """What does the compiler make of the Triton kernels, for GPUs that are not here? (development only)
 
-Every launch that the attention backend would make is compiled instead, and assembled once more for the assembler's
-account of registers and spills. Prints a Markdown table, or a JSON line per kernel. TRITON_INTERPRET must not be set.
+Every launch that the attention backend would make is compiled instead, and assembled once more for
+the assembler's account of registers and spills. Prints a Markdown table, or a JSON line per kernel.
+TRITON_INTERPRET must not be set.
 
-    python -m benchmarks.offline
-    python -m benchmarks.offline --json --case 90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
+    python -m benchmarks.offline python -m benchmarks.offline --json --case
+    90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
 
-A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree`` or ``chain``, and
-optionally ``window`` and ``softcap``. Or it is compute capability, dtype, KV heads, query heads per KV head, head size,
-hidden size, size of the MLP, and ``layer``: the kernels between a layer's products; optionally ``norms`` of heads.
-Or it is compute capability, dtype, KV heads, head size, nodes, and ``walk``: the kernels that lay a tree out, walk it
-and commit.
+A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree``
+or ``chain``, and optionally ``window`` and ``softcap``. Or it is compute capability, dtype, KV
+heads, query heads per KV head, head size, hidden size, size of the MLP, and ``layer``: the kernels
+between a layer's products; optionally ``norms`` of heads. Or it is compute capability, dtype, KV
+heads, head size, nodes, and ``walk``: the kernels that lay a tree out, walk it and commit.
 """
 
 from __future__ import annotations
@@ -59,8 +60,12 @@ _TYPES = {
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
-def compiled_launch(kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any], capability: int) -> Any:
-    """The kernel as Triton would compile it for these arguments of a launch, for a compute capability such as 90."""
+def compiled_launch(
+    kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any], capability: int
+) -> Any:
+    """The kernel as Triton would compile it for these arguments of a launch,
+    for a compute capability such as 90.
+    """
     options = {name: named[name] for name in _OPTIONS if named.get(name) is not None}
     values = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
     fixed, signature, aligned = {}, {}, {}
@@ -72,7 +77,11 @@ def compiled_launch(kernel: Any, args: tuple[Any, ...], named: Mapping[str, Any]
         tensor = isinstance(value, Tensor)
         signature[name] = _TYPES[value.dtype if tensor else type(value)]
         whole = tensor or isinstance(value, int)
-        if whole and not parameter.do_not_specialize and (value.data_ptr() if tensor else value) % 16 == 0:
+        if (
+            whole
+            and not parameter.do_not_specialize
+            and (value.data_ptr() if tensor else value) % 16 == 0
+        ):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -87,7 +96,9 @@ def assembled(ptx: str) -> dict[str, int]:
         assembler = Path(nvidia.__file__).parent / "bin" / "ptxas"
         command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    numbers = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    numbers = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+    )
     return {
         "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
         "stack": max(int(stack) for stack, _, _ in numbers),
@@ -96,11 +107,21 @@ def assembled(ptx: str) -> dict[str, int]:
 
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
-WALK_NAMES = {backend: ("keep_path", "append_path"), device_tree_triton: ("lay_out_node", "walk_tree")}
-LAYER_NAMES = ("add_norm_rows", "rotate_rows", "silu_mul_rows", "multiply_rows", "multiply_silu_rows")
+WALK_NAMES = {
+    backend: ("keep_path", "append_path"),
+    device_tree_triton: ("lay_out_node", "walk_tree"),
+}
+LAYER_NAMES = (
+    "add_norm_rows",
+    "rotate_rows",
+    "silu_mul_rows",
+    "multiply_rows",
+    "multiply_silu_rows",
+)
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
-SHAPES = [  # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
+# llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
+SHAPES = [
     *(
         ("bfloat16", 8, 4, 128, nodes, kind)
         for nodes, kind in ((1, "chain"), (8, "tree"), (32, "tree"), (512, "chain"))
@@ -150,18 +171,33 @@ class Compiler:
         ptx = compiled.asm["ptx"]
         self.kernels.append(
             {"kernel": self.name, "capability": self.capability}
-            | {name: named.get(name) for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP")}
+            | {
+                name: named.get(name)
+                for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP")
+            }
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)
-            | {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "copies": ptx.count("cp.async.cg")}
-            | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx)), "early": touched_early(ptx)}
-            | {"weights": str(named["weights"].dtype).removeprefix("torch.") if "weights" in named else None}
+            | {
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "mma": ptx.count("mma.sync"),
+                "copies": ptx.count("cp.async.cg"),
+            }
+            | {
+                "fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx)),
+                "early": touched_early(ptx),
+            }
+            | {
+                "weights": str(named["weights"].dtype).removeprefix("torch.")
+                if "weights" in named
+                else None
+            }
             | {"arithmetic": arithmetic(ptx)}
         )
 
 
 def arithmetic(ptx: str) -> str:
-    """A hash of what is done with floating-point numbers, and exchanged between threads, in its order.
+    """A hash of what is done with floating-point numbers, and exchanged between threads,
+    in its order.
 
     Kernels that have it in common round alike, if their threads hold the same elements.
     """
@@ -171,15 +207,21 @@ def arithmetic(ptx: str) -> str:
 
 
 def touched_early(ptx: str) -> list[str] | None:
-    """What a kernel reads and writes before it waits for the one before it; None if it never waits."""
+    """What a kernel reads and writes before it waits for the one before it;
+    None if it never waits.
+    """
     before, wait, _ = ptx.partition("griddepcontrol.wait")
     if not wait:
         return None
-    return sorted({*re.findall(r"\b(?:ld|st|atom|red|cp\.async)\.(?:global|bulk|c[ag])[\w.]*", before)})
+    return sorted(
+        {*re.findall(r"\b(?:ld|st|atom|red|cp\.async)\.(?:global|bulk|c[ag])[\w.]*", before)}
+    )
 
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
-    """What a program takes of a multiprocessor, in bytes where it is memory, and how many programs fit into one."""
+    """What a program takes of a multiprocessor, in bytes where it is memory,
+    and how many programs fit into one.
+    """
     taken = assembled(ptx)
     registers = taken["registers"]
     total, _, most, threads = LIMITS[capability]
@@ -189,7 +231,14 @@ def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, i
 
 
 def compiled(
-    capability: int, dtype: str, kv_heads: int, groups: int, size: int, nodes: int, kind: str, *more: str
+    capability: int,
+    dtype: str,
+    kv_heads: int,
+    groups: int,
+    size: int,
+    nodes: int,
+    kind: str,
+    *more: str,
 ) -> list[dict[str, Any]]:
     """The kernels of one pass."""
     kernels: list[dict[str, Any]] = []
@@ -200,17 +249,31 @@ def compiled(
         keys, new = (torch.zeros(kv_heads, length, size, dtype=type_) for length in (1024, nodes))
         ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril() if kind == "tree" else None
         length = torch.zeros((), dtype=torch.int32)
-        wants = AttentionSpec(4096 if "window" in more else None, 50.0 if "softcap" in more else None)
-        attention = backend.TritonAttention(Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors)
+        wants = AttentionSpec(
+            4096 if "window" in more else None, 50.0 if "softcap" in more else None
+        )
+        attention = backend.TritonAttention(
+            Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors
+        )
         attention(query, keys, keys, 1.0, wants)
         backend.TritonAttention.store(keys, keys, new, new, length)
     return [{"dtype": dtype, "nodes": nodes} | kernel for kernel in kernels]
 
 
 def compiled_layer(
-    capability: int, dtype: str, kv_heads: int, groups: int, size: int, hidden: int, inner: int, kind: str, *more: str
+    capability: int,
+    dtype: str,
+    kv_heads: int,
+    groups: int,
+    size: int,
+    hidden: int,
+    inner: int,
+    kind: str,
+    *more: str,
 ) -> list[dict[str, Any]]:
-    """The kernels of a layer without its attention: with PyTorch's products, and with ours where the sizes fit."""
+    """The kernels of a layer without its attention: with PyTorch's products,
+    and with ours where the sizes fit.
+    """
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
     made = {"dtype": getattr(torch, dtype)}
@@ -223,7 +286,9 @@ def compiled_layer(
 
     def rotate(joined: Tensor) -> None:
         query, key, value = joined.split(sizes, -1)
-        layer_kernels.rotate(query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32)
+        layer_kernels.rotate(
+            query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32
+        )
 
     with (
         patch.multiple(layer_kernels, **compilers),
@@ -234,7 +299,10 @@ def compiled_layer(
         rotate(torch.zeros(32, sum(sizes), **made))
         layer_kernels.silu_mul(*torch.zeros(32, 2 * inner, **made).split(inner, 1))
         if dtype != "float32" and layer_kernels.product_parts(hidden, sum(sizes)):
-            types = [made["dtype"], *([torch.float8_e4m3fn] if capability >= 89 and dtype == "bfloat16" else [])]
+            types = [
+                made["dtype"],
+                *([torch.float8_e4m3fn] if capability >= 89 and dtype == "bfloat16" else []),
+            ]
             for type_ in types:
                 compile_products(type_, rows, inner, sum(sizes))
             layer_kernels.add_norm(rows, torch.zeros(4, 32, hidden), weight, 1e-5)
@@ -243,7 +311,9 @@ def compiled_layer(
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
 
 
-def compiled_walk(capability: int, dtype: str, kv_heads: int, size: int, nodes: int, kind: str) -> list[dict[str, Any]]:
+def compiled_walk(
+    capability: int, dtype: str, kv_heads: int, size: int, nodes: int, kind: str
+) -> list[dict[str, Any]]:
     """The kernels beside a pass that lay a tree out, walk it and commit."""
     kernels: list[dict[str, Any]] = []
     cpu, depth = torch.device("cpu"), 4
@@ -251,7 +321,10 @@ def compiled_walk(capability: int, dtype: str, kv_heads: int, size: int, nodes: 
     longest = min(depth + 1, nodes)
     path = Walked(longest, torch.zeros(2 + 2 * longest, dtype=torch.int64))
     sampler = Sampler(SamplingParams(), 0, 100, cpu)
-    own, full = ([torch.zeros(2, kv_heads, slots, size, dtype=getattr(torch, dtype))] * 2 for slots in (64, 256))
+    own, full = (
+        [torch.zeros(2, kv_heads, slots, size, dtype=getattr(torch, dtype))] * 2
+        for slots in (64, 256)
+    )
     with ExitStack() as patched:
         for place, names in WALK_NAMES.items():
             compilers = {name: Compiler(name, capability, kernels) for name in names}
@@ -260,12 +333,16 @@ def compiled_walk(capability: int, dtype: str, kv_heads: int, size: int, nodes: 
         device_tree_triton.walk(state, tree, drawn, control, sampler, path)
         if nodes > 1:
             backend.TritonAttention.keep(*full, path.length, path.nodes, path.count)
-            backend.TritonAttention.append(own, full, path.length, path.slots, path.slots, path.count)
+            backend.TritonAttention.append(
+                own, full, path.length, path.slots, path.slots, path.count
+            )
     return [kernel | {"dtype": dtype, "nodes": nodes, "HEAD": size} for kernel in kernels]
 
 
 def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) -> None:
-    """Products with weights of a type, over one row and over all; in the type of rows over many, too."""
+    """Products with weights of a type, over one row and over all; in the type of rows over many,
+    too.
+    """
     hidden = rows.shape[1]
     scales = torch.ones(2 * inner) if type_.itemsize == 1 else None
 
@@ -281,14 +358,19 @@ def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) 
 def main() -> None:
     """Compile; print a table, or a JSON line per kernel."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="a JSON line per kernel instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON line per kernel instead of a table"
+    )
     parser.add_argument("--case", action="append", default=[], help="as the file's docstring says")
     args = parser.parse_args()
     cases: list[tuple[Any, ...]] = [
-        tuple(int(word) if word.isdigit() else word for word in case.split(",")) for case in args.case
+        tuple(int(word) if word.isdigit() else word for word in case.split(","))
+        for case in args.case
     ]
     kernels = []
-    for case in cases or [(capability, *shape) for shape in (*SHAPES, *LAYERS, *WALKS) for capability in LIMITS]:
+    for case in cases or [
+        (capability, *shape) for shape in (*SHAPES, *LAYERS, *WALKS) for capability in LIMITS
+    ]:
         one = compiled_layer if "layer" in case else compiled_walk if "walk" in case else compiled
         for kernel in one(*case):
             kernels.append(kernel)

@@ -7,12 +7,18 @@ from typing import Any
 
 
 def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table whose columns are all names that a row has, as GitHub shows it; nothing for no rows."""
+    """A table whose columns are all names that a row has, as GitHub shows it;
+    nothing for no rows.
+    """
     rows = list(rows)
     if not rows:
         return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns), *([_text(row.get(name)) for name in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([_text(row.get(name)) for name in columns] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

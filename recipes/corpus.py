@@ -20,7 +20,9 @@ def load_documents(corpus: str) -> list[str]:
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
     """The documents that are trained on, and the six that never are."""
     held = range(0, len(documents), 41)[:6]
-    return [text for index, text in enumerate(documents) if index not in held], [documents[index] for index in held]
+    return [text for index, text in enumerate(documents) if index not in held], [
+        documents[index] for index in held
+    ]
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -34,7 +36,10 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(documents, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_END, bos_token=_END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        bos_token=_END,
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -1,7 +1,8 @@
 """The recipe of the bundled model: ``python -m recipes.demo --corpus FOLDER --out DIR``.
 
-Every stage leaves its result in the work folder and is skipped when that is there: tokenizer, token streams, base model
-with heads trained along, text written by the model itself, heads fitted to that text, held-out loss, model card.
+Every stage leaves its result in the work folder and is skipped when that is there: tokenizer, token
+streams, base model with heads trained along, text written by the model itself, heads fitted to that
+text, held-out loss, model card.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ WINDOW, TEXTS = 2048, 3  # tokens measured at each position, and in how many tex
 def demo_config(vocab_size: int) -> LlamaConfig:
     """The bundled model's shape: one query head on one KV head of 64 per layer.
 
-    One row per node and KV head keeps a pass over eight nodes bound by reading the KV cache, as a pass over one is.
+    One row per node and KV head keeps a pass over eight nodes bound by reading the KV cache, as a
+    pass over one is.
     """
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -85,7 +87,9 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     base = _base(work / "base", train, recipe, log)
     own = _own_text(work / "own.npy", base, train, recipe.rows, log)
     out.mkdir(parents=True, exist_ok=True)
-    chained = load_heads(work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device)
+    chained = load_heads(
+        work / "base" / "heads.safetensors", base.config.hidden_size, torch.float32, base.device
+    )
     torch.manual_seed(recipe.base.seed)
     conditioned = ConditionedHeads(base.config.hidden_size, _CONDITIONED_HEADS).to(base.device)
     for heads, plan, rows, name in (
@@ -108,8 +112,11 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     (out / "README.md").write_text(_card(shipped, recipe, facts, figures))
 
 
-def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, log: Callable[[str], None]) -> dict[int, float]:
-    """Mean next-token loss, in nats, over a window from each position on: the whole text before it is in the context.
+def held_out_losses(
+    model: LlamaForCausalLM, stream: np.ndarray, log: Callable[[str], None]
+) -> dict[int, float]:
+    """Mean next-token loss, in nats, over a window from each position on:
+    the whole text before it is in the context.
 
     Args:
         model: the model; its attention is replaced by ours.
@@ -124,21 +131,30 @@ def held_out_losses(model: LlamaForCausalLM, stream: np.ndarray, log: Callable[[
             goal = torch.tensor(text[position + 1 : position + 1 + WINDOW], device=target.device)
             logits = read_logits(target, text, position, WINDOW, kv)
             sums[position] += F.cross_entropy(logits, goal).item()
-        log(f"held-out text from token {start}: { ({p: round(s, 3) for p, s in sums.items()}) } (sums)")
+        log(
+            f"held-out text from token {start}: { ({p: round(s, 3) for p, s in sums.items()}) } "
+            "(sums)"
+        )
     return {position: total / TEXTS for position, total in sums.items()}
 
 
 def _claim(path: Path, recipe: Recipe) -> None:
     ours = json.dumps(asdict(recipe), sort_keys=True, indent=1)
     if path.exists() and path.read_text() != ours:
-        raise InputError(f"{path.parent} holds the stages of another recipe; give a new folder", "--work")
+        raise InputError(
+            f"{path.parent} holds the stages of another recipe; give a new folder", "--work"
+        )
     path.write_text(ours)
 
 
-def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], losses: dict[int, float]) -> str:
+def _card(
+    model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], losses: dict[int, float]
+) -> str:
     config = model.config
     bits = [loss / facts["characters_per_token"] / math.log(2) for loss in losses.values()]
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
+    kv_bytes = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 100_000
+    )
     template = (Path(__file__).parent / "model_card.md").read_text()
     return template.format(
         model=model.num_parameters(),
@@ -151,7 +167,9 @@ def _card(model: LlamaForCausalLM, recipe: Recipe, facts: dict[str, float], loss
         heads_share=1 - recipe.base.heads_from,
         heads=_CONDITIONED_HEADS,
         facts=facts,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU cores",
+        device=torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{torch.get_num_threads()} CPU cores",
         date=time.strftime("%Y-%m-%d"),
         window=WINDOW,
         texts=TEXTS,
@@ -185,7 +203,9 @@ def _streams(
     return tokenizer, np.load(work / "train.npy", mmap_mode="r"), np.load(work / "held.npy")
 
 
-def _base(folder: Path, stream: np.ndarray, recipe: Recipe, log: Callable[[str], None]) -> LlamaForCausalLM:
+def _base(
+    folder: Path, stream: np.ndarray, recipe: Recipe, log: Callable[[str], None]
+) -> LlamaForCausalLM:
     if not (folder / "heads.safetensors").exists():
         torch.manual_seed(recipe.base.seed)
         model = LlamaForCausalLM(demo_config(recipe.vocab_size)).to(_DEVICE)
@@ -218,13 +238,27 @@ def _logger(path: Path) -> Callable[[str], None]:
 
 def main() -> None:
     """Parse the command line and build."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo"))
-    parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="intermediate results")
-    parser.add_argument("--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model")
-    parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the base: faster, needs a C++ compiler")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo-model"), help="intermediate results"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1100, help="steps of 8,192 tokens for the base model"
+    )
+    parser.add_argument(
+        "--about", default="", help="what the corpus is, for the model card (default: its name)"
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the base: faster, needs a C++ compiler",
+    )
     args = parser.parse_args()
     plan = Plan(steps=args.steps, compiled=args.compile)
     try:

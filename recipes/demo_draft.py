@@ -1,7 +1,8 @@
-"""The recipe of the bundled draft model: ``python -m recipes.demo_draft --corpus FOLDER --out DIR``.
+"""The recipe of the bundled draft model: ``python -m recipes.demo_draft --corpus FOLDER --out
+DIR``.
 
-It is ``tswift train-draft`` on the documents that the bundled model was trained on, and figures of what came of it on
-the six that both never saw. A training that was stopped is gone on with.
+It is ``tswift train-draft`` on the documents that the bundled model was trained on, and figures of
+what came of it on the six that both never saw. A training that was stopped is gone on with.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ STEPS = 5000
 
 
 def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
-    """Train on a corpus in ``work/train``, or resume that; measure, and write model and card to ``out``.
+    """Train on a corpus in ``work/train``, or resume that; measure,
+    and write model and card to ``out``.
 
     Raises:
         InputError: the training cannot be done, or was interrupted.
@@ -48,9 +50,13 @@ def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = 
     folder = work / "train"
     begun = (folder / RECORD).exists()
     with Bars(quiet=False, progress=True) as bars:
-        outcome = resume(DraftConfig, folder, progress=bars) if begun else train(config, folder, bars)
+        outcome = (
+            resume(DraftConfig, folder, progress=bars) if begun else train(config, folder, bars)
+        )
     if outcome.signum is not None:
-        raise InputError(f"the training was interrupted; the same command goes on with it in {folder}", "--work")
+        raise InputError(
+            f"the training was interrupted; the same command goes on with it in {folder}", "--work"
+        )
     out.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(folder / name, out / name)
@@ -70,11 +76,15 @@ def keep_documents(corpus: str, path: Path) -> None:
         parquet.write_table(pyarrow.table({"text": kept}), path, row_group_size=16)
 
 
-def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]) -> list[list[Scores]]:
-    """Compare the draft model with the model at each of ``POSITIONS`` of texts that neither was trained on.
+def measure(
+    model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
+) -> list[list[Scores]]:
+    """Compare the draft model with the model at each of ``POSITIONS`` of texts that neither was
+    trained on.
 
     Returns:
-        Means over the texts, where the draft model reads the whole text and where it reads the last 512 tokens.
+        Means over the texts, where the draft model reads the whole text and where it reads the last
+        512 tokens.
     """
     assert model.draft is not None
     params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
@@ -82,9 +92,14 @@ def measure(model: LoadedModel, held_out: np.ndarray, log: Callable[[str], None]
     scores: list[list[tuple[Scores, Scores]]] = []
     for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):
         text = held_out[start : start + length].tolist()
-        scores.append(agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, RECENT))
+        scores.append(
+            agreements(model.target, model.draft, text, POSITIONS, WINDOW, params, RECENT)
+        )
         log(f"held-out text from token {start:,}: {scores[-1]}")
-    return [[mean([text[place][reads] for text in scores]) for place in range(len(POSITIONS))] for reads in range(2)]
+    return [
+        [mean([text[place][reads] for text in scores]) for place in range(len(POSITIONS))]
+        for reads in range(2)
+    ]
 
 
 @torch.inference_mode()
@@ -99,20 +114,34 @@ def agreements(
 ) -> list[tuple[Scores, Scores]]:
     """Compare a draft model with its target on ``window`` tokens from each of rising positions on.
 
-    The target reads the whole text before a position; the draft model, too, or just its last ``recent`` tokens.
+    The target reads the whole text before a position; the draft model, too, or just its last
+    ``recent`` tokens.
     """
-    caches, scores = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)], []
+    caches, scores = (
+        [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)],
+        [],
+    )
     for position in positions:
         ours, whole = (
-            read_logits(model, text, position, window, kv) for model, kv in zip((target, draft), caches, strict=True)
+            read_logits(model, text, position, window, kv)
+            for model, kv in zip((target, draft), caches, strict=True)
         )
         last = _read_recent(draft, text, position, window, recent)
-        scores.append((compare(params, text, position, ours, whole), compare(params, text, position, ours, last)))
+        scores.append(
+            (
+                compare(params, text, position, ours, whole),
+                compare(params, text, position, ours, last),
+            )
+        )
     return scores
 
 
-def _read_recent(model: Target, text: Sequence[int], position: int, window: int, recent: int) -> Tensor:
-    """``[window, V]`` logits with the last ``recent`` tokens (up to 256 more) in the cache, at their own positions."""
+def _read_recent(
+    model: Target, text: Sequence[int], position: int, window: int, recent: int
+) -> Tensor:
+    """``[window, V]`` logits with the last ``recent`` tokens (up to 256 more) in the cache,
+    at their own positions.
+    """
     rows = []
     for start in range(position, position + window, _ROWS):
         first, end = max(0, start - recent), min(start + _ROWS, position + window)
@@ -126,10 +155,20 @@ def _read_recent(model: Target, text: Sequence[int], position: int, window: int,
     return model.logits(torch.cat(rows)).float()
 
 
-def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Scores]], about: str, documents: int) -> str:
+def _card(
+    model: LoadedModel,
+    folder: Path,
+    figures: Sequence[Sequence[Scores]],
+    about: str,
+    documents: int,
+) -> str:
     assert model.draft is not None
     record = json.loads((folder / RECORD).read_text())
-    last = [json.loads(line) for line in (folder / METRICS).read_text().splitlines() if '"tokens"' in line][-1]
+    last = [
+        json.loads(line)
+        for line in (folder / METRICS).read_text().splitlines()
+        if '"tokens"' in line
+    ][-1]
 
     def row(scores: Sequence[Scores], name: str) -> str:
         return " | ".join(f"{each[name]:.3f}" for each in scores)
@@ -161,18 +200,32 @@ def _card(model: LoadedModel, folder: Path, figures: Sequence[Sequence[Scores]],
 
 def main() -> None:
     """Parse the command line and build."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/tswift/models/demo/draft"))
-    parser.add_argument("--work", type=Path, default=Path("build/demo-draft"), help="intermediate results")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/demo-draft"), help="intermediate results"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of 4,096 tokens")
-    parser.add_argument("--about", default="", help="what the corpus is, for the model card (default: its name)")
+    parser.add_argument(
+        "--about", default="", help="what the corpus is, for the model card (default: its name)"
+    )
     args = parser.parse_args()
     path = args.work / "corpus" / "kept.parquet"
     try:
         keep_documents(args.corpus, path)
         config = DraftConfig(
-            str(path.parent), steps=args.steps, batch=8, seed=1, held_out=2, eval_every=500, save_minutes=4.0
+            str(path.parent),
+            steps=args.steps,
+            batch=8,
+            seed=1,
+            held_out=2,
+            eval_every=500,
+            save_minutes=4.0,
         )
         build(args.corpus, args.out, args.work, config, args.about)
     except InputError as error:

@@ -1,4 +1,6 @@
-"""The heads of the bundled model: trained on text that the model itself writes, to predict its own distributions."""
+"""The heads of the bundled model: trained on text that the model itself writes,
+to predict its own distributions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tswift.training.teacher import teach
 
 @dataclass(frozen=True)
 class HeadsPlan:
-    """A schedule for heads alone. Row lengths alternate, so that short and long contexts are both seen."""
+    """A schedule for heads alone.
+
+    Row lengths alternate, so that short and long contexts are both seen.
+    """
 
     steps: int
     matrix_lr: float
@@ -44,12 +49,14 @@ def write_text(
     batch: int,
     log: Callable[[str], None],
 ) -> np.ndarray:
-    """Text of the model's own, sampled by transformers' batched generation as it will be sampled in use.
+    """Text of the model's own, sampled by transformers' batched generation as it will be sampled in
+    use.
 
     Args:
         model: the model.
         starts: ``[rows, s]`` token ids to begin from.
-        length: of a finished row; at most ``params.window``: transformers' repetition penalty knows no window.
+        length: of a finished row; at most ``params.window``: transformers' repetition penalty knows
+            no window.
         params: temperature, min-p and penalty are used.
         batch: rows written at a time.
         log: takes a line of progress.
@@ -81,14 +88,22 @@ def write_text(
 
 
 def train_heads(
-    model: PreTrainedModel, heads: Heads, stream: np.ndarray, plan: HeadsPlan, log: Callable[[str], None]
+    model: PreTrainedModel,
+    heads: Heads,
+    stream: np.ndarray,
+    plan: HeadsPlan,
+    log: Callable[[str], None],
 ) -> None:
-    """Train ``heads`` in place on a ``[n]`` stream of token ids to predict the frozen model's own distributions."""
+    """Train ``heads`` in place on a ``[n]`` stream of token ids to predict the frozen model's own
+    distributions.
+    """
     rng, target = np.random.default_rng(plan.seed), Target(model)
     matrices = [weight for weight in heads.parameters() if weight.ndim == 2]
     others = [weight for weight in heads.parameters() if weight.ndim != 2]
     optimizers = [
-        torch.optim.Muon(matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            matrices, lr=plan.matrix_lr, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
     ]
     trainer, judge = Trainer(heads, optimizers, "heads"), HeadsLoss(heads, target, DISTILL)
@@ -97,7 +112,9 @@ def train_heads(
         length = plan.rows[step % len(plan.rows)]
         rows = max(1, plan.tokens_per_step // length)
         ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(model.device)
-        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(model.device)
+        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(
+            model.device
+        )
         found = judge(*teach(target, ids, positions=positions))
         (found.loss.sum() / found.positions).backward()
         losses = np.array(found.mean_loss)

@@ -22,7 +22,10 @@ from tswift.training.tasks import Trainer, muon
 
 @dataclass(frozen=True)
 class Plan:
-    """A pretraining schedule. One step sees ``tokens_per_step`` tokens, as short rows or as one long row."""
+    """A pretraining schedule.
+
+    One step sees ``tokens_per_step`` tokens, as short rows or as one long row.
+    """
 
     steps: int
     tokens_per_step: int = 8192
@@ -35,7 +38,8 @@ class Plan:
     warmup: int = 50
     matrix_lr: float = 0.02  # Muon's; 0.15 of it is AdamW's
     position_limit: int = 131_072
-    compiled: bool = False  # torch.compile the decoder: about a quarter faster, needs a C++ compiler
+    # torch.compile the decoder: about a quarter faster, needs a C++ compiler
+    compiled: bool = False
     seed: int = 1
 
     def rate(self, step: int) -> float:
@@ -48,24 +52,40 @@ class Plan:
         return max(0.02, 1 - (share - self.decay_from) / (1 - self.decay_from))
 
 
-def head_losses(hidden: Tensor, ids: Tensor, heads: ChainedHeads, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cross-entropy of head i at offset i + 2: ``[count]`` for ``hidden`` [B, T, H] and ``ids`` [B, T]."""
+def head_losses(
+    hidden: Tensor, ids: Tensor, heads: ChainedHeads, lm_head: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Cross-entropy of head i at offset i + 2: ``[count]`` for ``hidden`` [B, T, H] and ``ids`` [B,
+    T].
+    """
     losses = []
     for index, state in enumerate(heads(hidden)):
         offset = index + 2
-        losses.append(F.cross_entropy(lm_head(state[:, :-offset]).flatten(0, 1), ids[:, offset:].flatten()))
+        losses.append(
+            F.cross_entropy(lm_head(state[:, :-offset]).flatten(0, 1), ids[:, offset:].flatten())
+        )
     return torch.stack(losses)
 
 
 def pretrain(
-    model: LlamaForCausalLM, heads: ChainedHeads, stream: np.ndarray, plan: Plan, log: Callable[[str], None]
+    model: LlamaForCausalLM,
+    heads: ChainedHeads,
+    stream: np.ndarray,
+    plan: Plan,
+    log: Callable[[str], None],
 ) -> None:
     """Train ``model`` and ``heads`` in place on a token stream (uint array ``[n]``)."""
     rng = np.random.default_rng(plan.seed)
     device = next(model.parameters()).device
     model.set_attn_implementation(CAUSAL)
-    both, decoder, lm_head = nn.ModuleList([model, heads]), model.get_decoder(), model.get_output_embeddings()
-    optimizers = muon(both, [model.get_input_embeddings().weight, lm_head.weight], plan.matrix_lr, 0.01)
+    both, decoder, lm_head = (
+        nn.ModuleList([model, heads]),
+        model.get_decoder(),
+        model.get_output_embeddings(),
+    )
+    optimizers = muon(
+        both, [model.get_input_embeddings().weight, lm_head.weight], plan.matrix_lr, 0.01
+    )
     trainer, outer = Trainer(both, optimizers, "demo"), optimizers[1].param_groups[0]["params"]
     if plan.compiled:
         decoder = torch.compile(decoder, dynamic=False)
@@ -75,7 +95,9 @@ def pretrain(
         length = plan.long_row if share >= plan.long_from and step % 2 else plan.short_row
         rows = plan.tokens_per_step // length
         ids = torch.from_numpy(random_rows(stream, rows, length, rng)).to(device)
-        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(device)
+        positions = torch.from_numpy(jumping_positions(rows, length, plan.position_limit, rng)).to(
+            device
+        )
         hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
         loss = F.cross_entropy(lm_head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         total = loss

@@ -1,4 +1,5 @@
-"""Many texts with Ray Data: each actor holds a model, and each row of a JSON Lines file is a run's folder.
+"""Many texts with Ray Data: each actor holds a model,
+and each row of a JSON Lines file is a run's folder.
 
     pip install ray
     python recipes/ray_data.py prompts.jsonl texts --model demo --actors 2 --len 500
@@ -47,7 +48,9 @@ def main() -> None:
     options = {"model": given.model, "length": given.len, "out": out}
     batch = Batch(prompts, out, options)
     batch.claim()
-    made = ray.data.range(len(batch.tasks), override_num_blocks=len(batch.tasks)).rename_columns({"id": "place"})
+    made = ray.data.range(len(batch.tasks), override_num_blocks=len(batch.tasks)).rename_columns(
+        {"id": "place"}
+    )
     made = made.map_batches(
         Writer,
         fn_constructor_args=(prompts, out, options),

@@ -1,4 +1,6 @@
-"""Fixtures for all tests: a tiny random Llama with heads, saved in the format of real checkpoints."""
+"""Fixtures for all tests: a tiny random Llama with heads,
+saved in the format of real checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ import pytest
 if TYPE_CHECKING:
     from tests.training.tiny import Tiny
 
-# One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes run side by side.
+# One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes
+# run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs would find it. Test
-# processes that run side by side or that tests start share it, as each head size takes the compiler two seconds.
+# What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs
+# would find it. Test processes that run side by side or that tests start share it, as each head
+# size takes the compiler two seconds.
 if "TSWIFT_TESTS_CACHE" not in os.environ:
-    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tswift-cache-")
+    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+        prefix="tswift-cache-"
+    )
     os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "datasets")
 
 import torch
@@ -31,8 +37,12 @@ try:
     from hypothesis import settings
 except ImportError:  # a machine that is borrowed for its GPU need not have it
     pass
-else:  # the same examples at every run, but at night; a tiny model's first pass takes longer than others
-    settings.register_profile("dev", max_examples=20, deadline=None, derandomize=True, database=None)
+else:
+    # the same examples at every run, but at night; a tiny model's first pass takes longer than
+    # others
+    settings.register_profile(
+        "dev", max_examples=20, deadline=None, derandomize=True, database=None
+    )
     settings.register_profile("ci", settings.get_profile("dev"), max_examples=50)
     settings.register_profile("nightly", max_examples=300, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
@@ -72,7 +82,13 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     from tswift.speculators.heads import ChainedHeads
 
     tokenizer = train_tokenizer(SENTENCES, 320)
-    settings = {**_SIZES, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0, **changes}
+    settings = {
+        **_SIZES,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **changes,
+    }
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     with torch.no_grad():
@@ -100,7 +116,9 @@ def known_machine() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny random Llama (float32, 4,096 positions), its tokenizer and three chained heads."""
+    """A folder with a tiny random Llama (float32, 4,096 positions),
+    its tokenizer and three chained heads.
+    """
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
@@ -114,7 +132,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head, ``shape:tied``."""
+    """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head,
+    ``shape:tied``.
+    """
     from transformers import LlamaConfig, Qwen2Config
 
     from tswift.models.checkpoint import SHAPES

@@ -1,4 +1,6 @@
-"""Published drafters made for a test: synthetic folders in the exact formats, and a dense recomputation."""
+"""Published drafters made for a test: synthetic folders in the exact formats,
+and a dense recomputation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ TAPS, BLOCK, MASK, RANK, DRAFT_VOCAB, DRAFT_LAYERS = (1, 4), 4, 96, 8, 40, 2
 EPS, THETA = 1e-6, 10_000.0
 WINDOW = 5  # of layers that slide
 LAYOUTS = (
-    *("dspark", "dspark-gated", "dspark-rnn", "deepspec-dflash", "dflash", "eagle-safeai", "eagle-speculators"),
+    *(
+        "dspark",
+        "dspark-gated",
+        "dspark-rnn",
+        "deepspec-dflash",
+        "dflash",
+        "eagle-safeai",
+        "eagle-speculators",
+    ),
     *("dspark-speculators", "dflash-speculators", "dflash-sliding"),
 )
 IN_PLACE = ("dflash", "dflash-speculators", "dflash-sliding")
@@ -42,7 +52,12 @@ SIZES = {
 @functools.cache
 def qwen3(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
     """The target, with peaked distributions; the same weights at every call."""
-    sizes = {**SIZES, "num_hidden_layers": LAYERS, "max_position_embeddings": 16_384, "initializer_range": 0.3}
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 16_384,
+        "initializer_range": 0.3,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False)).to(dtype).eval()
@@ -80,7 +95,9 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
         return shapes | ({"embed_tokens": (VOCAB, HIDDEN)} if layout == "eagle-speculators" else {})
     shapes = {"fc": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm": (HIDDEN,), "norm": (HIDDEN,)}
     for index in range(DRAFT_LAYERS):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _attention(HIDDEN, True).items()}
+        shapes |= {
+            f"layers.{index}.{name}": shape for name, shape in _attention(HIDDEN, True).items()
+        }
     if layout == "dflash-speculators":
         shapes["lm_head"] = (DRAFT_VOCAB, HIDDEN)
     if layout.startswith("dspark"):
@@ -101,19 +118,46 @@ def config_of(layout: str) -> dict[str, Any]:
         return {"architectures": ["LlamaForCausalLM"], **sizes}
     if layout == "eagle-speculators":
         inner = {**sizes, "model_type": "llama", "num_hidden_layers": 1}
-        own = {"draft_vocab_size": DRAFT_VOCAB, "norm_before_residual": True, "target_hidden_size": None}
-        return {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], **own} | {
+        own = {
+            "draft_vocab_size": DRAFT_VOCAB,
+            "norm_before_residual": True,
+            "target_hidden_size": None,
+        }
+        return {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3Speculator"],
+            **own,
+        } | {
             "transformer_layer_config": inner,
             "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
         }
     if layout in ("dspark-speculators", "dflash-speculators"):
-        kinds = [f"{'sliding' if index in SLIDING.get(layout, ()) else 'full'}_attention" for index in range(2)]
-        own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS]}
-        own |= {"draft_vocab_size": DRAFT_VOCAB if layout in SLIDING else VOCAB, "sliding_window_non_causal": False}
+        kinds = [
+            f"{'sliding' if index in SLIDING.get(layout, ()) else 'full'}_attention"
+            for index in range(2)
+        ]
+        own = {
+            "block_size": BLOCK,
+            "mask_token_id": MASK,
+            "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS],
+        }
+        own |= {
+            "draft_vocab_size": DRAFT_VOCAB if layout in SLIDING else VOCAB,
+            "sliding_window_non_causal": False,
+        }
         if layout == "dspark-speculators":
             own |= {"markov_rank": RANK, "enable_confidence_head": True, "sample_from_anchor": True}
-        inner = {**sizes, "layer_types": kinds, "sliding_window": WINDOW, "use_sliding_window": True}
-        return {"speculators_model_type": layout.partition("-")[0], "transformer_layer_config": inner, **own}
+        inner = {
+            **sizes,
+            "layer_types": kinds,
+            "sliding_window": WINDOW,
+            "use_sliding_window": True,
+        }
+        return {
+            "speculators_model_type": layout.partition("-")[0],
+            "transformer_layer_config": inner,
+            **own,
+        }
     if layout == "dflash-sliding":
         own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS), "causal": False}
         slides = {"layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": WINDOW}
@@ -121,12 +165,22 @@ def config_of(layout: str) -> dict[str, Any]:
         return {**said, "block_size": BLOCK, "dflash_config": own}
     if layout == "dflash":
         own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
-        return {"architectures": ["DFlashDraftModel"], **sizes, "block_size": BLOCK, "dflash_config": own}
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **sizes,
+            "block_size": BLOCK,
+            "dflash_config": own,
+        }
     said = {"target_layer_ids": list(TAPS), "block_size": BLOCK, "mask_token_id": MASK}
     kind = {"dspark-gated": "gated", "dspark-rnn": "rnn"}.get(layout, "vanilla")
     rank = 0 if layout == "deepspec-dflash" else RANK
     said |= {"markov_rank": rank, "markov_head_type": kind, "enable_confidence_head": rank > 0}
-    return {"architectures": ["Qwen3DSparkModel"], **sizes, **said, "layer_types": ["full_attention"] * DRAFT_LAYERS}
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **sizes,
+        **said,
+        "layer_types": ["full_attention"] * DRAFT_LAYERS,
+    }
 
 
 @functools.cache
@@ -156,12 +210,24 @@ def drafter_folder(
     config: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Tensor | None] | None = None,
 ) -> Path:
-    """Write a drafter as it is published, with changes; None takes a tensor or an entry of the configuration away."""
+    """Write a drafter as it is published, with changes;
+    None takes a tensor or an entry of the configuration away.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    said = {name: value for name, value in {**config_of(layout), **(config or {})}.items() if value is not None}
+    said = {
+        name: value
+        for name, value in {**config_of(layout), **(config or {})}.items()
+        if value is not None
+    }
     (folder / "config.json").write_text(json.dumps(said))
-    kept = {name: value for name, value in {**tensors_of(layout), **(tensors or {})}.items() if value is not None}
-    save_file({name: value.contiguous() for name, value in kept.items()}, folder / "model.safetensors")
+    kept = {
+        name: value
+        for name, value in {**tensors_of(layout), **(tensors or {})}.items()
+        if value is not None
+    }
+    save_file(
+        {name: value.contiguous() for name, value in kept.items()}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -191,11 +257,16 @@ class Dense:
         return self.weights[f"{name}.weight"]
 
     def _keys(self, prefix: str, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = ((rows @ self._w(f"{prefix}.{each}_proj").T).unflatten(-1, (KV_HEADS, SIZE)) for each in "kv")
+        keys, values = (
+            (rows @ self._w(f"{prefix}.{each}_proj").T).unflatten(-1, (KV_HEADS, SIZE))
+            for each in "kv"
+        )
         normed = f"{prefix}.k_norm.weight" in self.weights
         return _rotate(_norm(keys, self._w(f"{prefix}.k_norm")) if normed else keys, places), values
 
-    def _attend(self, prefix: str, rows: Tensor, places: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _attend(
+        self, prefix: str, rows: Tensor, places: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> Tensor:
         queries = (rows @ self._w(f"{prefix}.q_proj").T).unflatten(-1, (HEADS, SIZE))
         if f"{prefix}.q_norm.weight" in self.weights:
             queries = _norm(queries, self._w(f"{prefix}.q_norm"))
@@ -212,7 +283,13 @@ class Dense:
 
     def taps(self, text: Sequence[int]) -> Tensor:
         """``[n, M * H]`` of the text's tokens, by transformers' own pass."""
-        ids = (2, 4, 5) if self.layout == "eagle-safeai" else (2, 3, 6) if "eagle" in self.layout else (2, 5)
+        ids = (
+            (2, 4, 5)
+            if self.layout == "eagle-safeai"
+            else (2, 3, 6)
+            if "eagle" in self.layout
+            else (2, 5)
+        )
         with torch.no_grad():
             states = self.network(torch.tensor([text]), output_hidden_states=True).hidden_states
         return torch.cat([states[index][0] for index in ids], -1)
@@ -223,10 +300,15 @@ class Dense:
         return (place < sinks) | (place >= length - (budget - sinks))
 
     def block(self, text: Sequence[int], seen: Tensor) -> Tensor:
-        """``[levels, V]``, without the bias of the token before, after a text whose last token is the root."""
+        """``[levels, V]``, without the bias of the token before,
+        after a text whose last token is the root.
+        """
         context = _norm(self.taps(text[:-1]) @ self._w("fc").T, self._w("hidden_norm"))[seen]
         old, new = torch.arange(len(text) - 1)[seen], torch.arange(BLOCK) + len(text) - 1
-        embed, head = (get().weight for get in (self.network.get_input_embeddings, self.network.get_output_embeddings))
+        embed, head = (
+            get().weight
+            for get in (self.network.get_input_embeddings, self.network.get_output_embeddings)
+        )
         rows = embed[torch.tensor([text[-1]] + [MASK] * (BLOCK - 1))].detach()
         everything = torch.ones(BLOCK, len(old) + BLOCK, dtype=torch.bool)
         near = everything.clone()
@@ -262,15 +344,21 @@ class Dense:
                 gate = self._w("markov_head.gate_proj") @ torch.cat([self.hidden[level], told])
                 told = (gate + self.weights["markov_head.gate_proj.bias"]).sigmoid() * told
             if self.layout == "dspark-rnn":
-                joint = self._w("markov_head.joint_proj") @ torch.cat([state, told, self.hidden[level]])
+                joint = self._w("markov_head.joint_proj") @ torch.cat(
+                    [state, told, self.hidden[level]]
+                )
                 gate, new, out = (joint + self.weights["markov_head.joint_proj.bias"]).split(RANK)
                 state, told = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh(), out.tanh()
         return logits[len(path) - 1] + self._w("markov_head.markov_w2") @ told
 
     def eagle(self, text: Sequence[int], path: Sequence[int], seen: Tensor) -> Tensor:
-        """``[V]`` after a drafted path below the text's last token, -inf outside the draft vocabulary."""
+        """``[V]`` after a drafted path below the text's last token,
+        -inf outside the draft vocabulary.
+        """
         prefix = "midlayer" if self.layout == "eagle-safeai" else "layers.0"
-        embed = self.weights.get("embed_tokens.weight", self.network.get_input_embeddings().weight.detach())
+        embed = self.weights.get(
+            "embed_tokens.weight", self.network.get_input_embeddings().weight.detach()
+        )
         states, tokens = self.taps(text[:-1]) @ self._w("fc").T, [*text[1:]]
         seen = seen.clone()
         for drafted in [*path, None]:
@@ -284,8 +372,14 @@ class Dense:
             places = torch.arange(len(rows))
             keys, values = self._keys(f"{prefix}.self_attn", rows, places)
             last = slice(len(rows) - 1, None)
-            attended = self._attend(f"{prefix}.self_attn", rows[last], places[last], keys, values, seen[None])
-            before = _norm(states, self._w(f"{prefix}.hidden_norm")) if "speculators" in self.layout else states
+            attended = self._attend(
+                f"{prefix}.self_attn", rows[last], places[last], keys, values, seen[None]
+            )
+            before = (
+                _norm(states, self._w(f"{prefix}.hidden_norm"))
+                if "speculators" in self.layout
+                else states
+            )
             out = before[last] + attended
             out = out + self._mlp(prefix, out)
             if drafted is not None:

@@ -1,4 +1,6 @@
-"""What properties and fuzzing have in common: how many examples, damage to bytes, other values in what JSON says."""
+"""What properties and fuzzing have in common: how many examples, damage to bytes,
+other values in what JSON says.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,43 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-few = settings(max_examples=settings().max_examples // 4)  # of a property that takes long to look at
+# of a property that takes long to look at
+few = settings(max_examples=settings().max_examples // 4)
 fuzzed = settings(deadline=5000)  # a reader that takes seconds for a small file hangs
 
 VALUES = st.sampled_from(
     [
-        *(None, True, False, 0, 1, -1, 2, 7, 2.5, -0.0, 1e300, float("nan"), float("inf"), 10**40, -(2**63), 2**64),
-        *("", "x", "1", "demo", "float32", "\0", "\x1b[31m", "../..", "/dev/zero", "\ud800", "y" * 999),
+        *(
+            None,
+            True,
+            False,
+            0,
+            1,
+            -1,
+            2,
+            7,
+            2.5,
+            -0.0,
+            1e300,
+            float("nan"),
+            float("inf"),
+            10**40,
+            -(2**63),
+            2**64,
+        ),
+        *(
+            "",
+            "x",
+            "1",
+            "demo",
+            "float32",
+            "\0",
+            "\x1b[31m",
+            "../..",
+            "/dev/zero",
+            "\ud800",
+            "y" * 999,
+        ),
         *([], {}, [[]], [1], ["x"], {"a": 1}, [None], {"": []}),
     ]
 )
@@ -24,10 +56,15 @@ VALUES = st.sampled_from(
 
 @st.composite
 def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Some damage to bytes: bits flipped, a piece cut out, put in or doubled, an end gone, or all of it other bytes."""
+    """Some damage to bytes: bits flipped, a piece cut out, put in or doubled, an end gone,
+    or all of it other bytes.
+    """
     place, length = draw(st.floats(0, 1)), draw(st.integers(1, 64))
     bits, other = draw(st.integers(1, 255)), draw(st.binary(max_size=200))
-    flip = lambda data, at: data[:at] + bytes(byte ^ bits for byte in data[at : at + 1]) + data[at + 1 :]  # noqa: E731
+
+    def flip(data: bytes, at: int) -> bytes:
+        return data[:at] + bytes(byte ^ bits for byte in data[at : at + 1]) + data[at + 1 :]
+
     damaged = draw(
         st.sampled_from(
             [
@@ -46,7 +83,9 @@ def damage(draw: st.DrawFn) -> Callable[[bytes], bytes]:
 @st.composite
 def other_values(draw: st.DrawFn) -> Callable[[Any], Any]:
     """One to three changes of what JSON says: another value somewhere, or one taken away."""
-    changes = draw(st.lists(st.tuples(st.floats(0, 1), VALUES | st.just(_AWAY)), min_size=1, max_size=3))
+    changes = draw(
+        st.lists(st.tuples(st.floats(0, 1), VALUES | st.just(_AWAY)), min_size=1, max_size=3)
+    )
 
     def done(value: Any) -> Any:
         value = copy.deepcopy(value)
@@ -81,7 +120,13 @@ _AWAY = _Away()
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from _places(value[key])

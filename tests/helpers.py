@@ -1,4 +1,6 @@
-"""What several tests share: tiny random models, a toy target with exact probabilities, drafts that lie."""
+"""What several tests share: tiny random models, a toy target with exact probabilities,
+drafts that lie.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ from tswift.speculators.heads import HEAD_TYPES, Heads, MedusaHeads
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only costs
 
-# Why there is no C program: no compiler, or no AVX2. PyTorch computes instead of it then, and texts are not recalled.
+# Why there is no C program: no compiler, or no AVX2. PyTorch computes instead of it then, and texts
+# are not recalled.
 NO_PROGRAM = why_not("native", torch.float32, torch.device("cpu"))
 needs_program = pytest.mark.skipif(NO_PROGRAM is not None, reason=str(NO_PROGRAM))
-# All but those of published drafters, which need a model of their own: tests/drafting/test_networks.py
+# All but those of published drafters, which need a model of their own:
+# tests/drafting/test_networks.py
 METHODS = {
     name: method
     for name, method in _METHODS.items()
@@ -48,7 +52,8 @@ PLAIN = SamplingParams(min_p=0.0, penalty=1.0)
 def first(count: int, cases: Iterable[object]) -> list[object]:
     """Cases of a parametrisation, of which all but so many are slow: `make test-all` has them."""
     return [
-        each if at < count else pytest.param(*_values(each), marks=pytest.mark.slow) for at, each in enumerate(cases)
+        each if at < count else pytest.param(*_values(each), marks=pytest.mark.slow)
+        for at, each in enumerate(cases)
     ]
 
 
@@ -62,8 +67,12 @@ def options_for(method: str, **options: object) -> DraftOptions:
     return DraftOptions(**{name: value for name, value in options.items() if name in uses})  # type: ignore[arg-type]
 
 
-def tiny_llama(kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 2) -> LlamaForCausalLM:
-    """A random Llama whose next-token distributions are peaked, not constant; the same weights at every call."""
+def tiny_llama(
+    kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 2
+) -> LlamaForCausalLM:
+    """A random Llama whose next-token distributions are peaked, not constant;
+    the same weights at every call.
+    """
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -117,9 +126,11 @@ def medusa_heads(dtype: torch.dtype = torch.float64, count: int = 3, layers: int
 
 @contextlib.contextmanager
 def near_tie(network: PreTrainedModel, token: int, other: int, rows: int) -> Iterator[None]:
-    """Meanwhile, in passes of more than ``rows`` rows another token's logit is an ulp above this one's, else below.
+    """Meanwhile, in passes of more than ``rows`` rows another token's logit is an ulp above this
+    one's, else below.
 
-    So the likeliest token depends on how a token is forwarded, by no more than rounding does, on every processor.
+    So the likeliest token depends on how a token is forwarded, by no more than rounding does, on
+    every processor.
     """
 
     def tie(_layer: nn.Module, _given: tuple[Tensor], logits: Tensor) -> Tensor:
@@ -135,12 +146,18 @@ def near_tie(network: PreTrainedModel, token: int, other: int, rows: int) -> Ite
 
 
 def round_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, passes that are not exact round a row alone otherwise, as they do on some processors only."""
+    """From here on, passes that are not exact round a row alone otherwise,
+    as they do on some processors only.
+    """
     right = Target.logits
 
     def rounded(self: Target, hidden: Tensor) -> Tensor:
         logits = right(self, hidden)
-        return logits.nextafter(logits.abs() + 1) if self.width is None and len(hidden) == 1 else logits
+        return (
+            logits.nextafter(logits.abs() + 1)
+            if self.width is None and len(hidden) == 1
+            else logits
+        )
 
     monkeypatch.setattr(Target, "logits", rounded)
 
@@ -149,7 +166,9 @@ def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def context_of(text: list[int], params: SamplingParams, seed: int = 3, vocab: int = VOCAB) -> Context:
+def context_of(
+    text: list[int], params: SamplingParams, seed: int = 3, vocab: int = VOCAB
+) -> Context:
     """A decode of the tiny target under way, whose cache is empty."""
     sampler = Sampler(params, seed, vocab, torch.device("cpu"))
     sampler.extend(text)
@@ -157,7 +176,13 @@ def context_of(text: list[int], params: SamplingParams, seed: int = 3, vocab: in
 
 
 def decode_steps(
-    target: Target, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, seed: int, length: int, stop=()
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    length: int,
+    stop=(),
 ) -> list[Step]:
     return list(Decoding(target, prompt, params, seed, drafter, length).steps(stop))
 
@@ -171,7 +196,8 @@ def decode(target, drafter, prompt, params, seed, length, stop=()) -> list[int]:
 
 
 def drafter_of(method: str, target: Target, options: DraftOptions) -> Drafter:
-    if method == "medusa" and options.tree:  # three heads draft three levels; tokenswift's first is the LM head's
+    if method == "medusa" and options.tree:
+        # three heads draft three levels; tokenswift's first is the LM head's
         options = dataclasses.replace(options, tree=options.tree[-3:])
     return make_drafter(method, target, tiny_heads(target.dtype), options, tiny_draft(target.dtype))
 
@@ -200,7 +226,8 @@ class Proposals(Source):
 
 
 class ToyTarget:
-    """A target whose logits are ``table[token before, token]``, and which reads the token before from the KV cache.
+    """A target whose logits are ``table[token before, token]``,
+    and which reads the token before from the KV cache.
 
     So the exact probabilities are known, and a commit of the wrong slots would show.
     """
@@ -213,7 +240,9 @@ class ToyTarget:
         self.replays = self.wide_prompts = self.wide_text = False
         self.width = self.program = None
 
-    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
+    ) -> Forwarded:
         values = tokens.double().view(1, -1, 1)
         kv.write(0, values, values)
         self.forwarded_nodes.append(len(tokens))
@@ -221,10 +250,16 @@ class ToyTarget:
             ancestors = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         before = []
         for node, position in enumerate(positions.tolist()):
-            parent = [n for n in ancestors[node].nonzero().flatten().tolist() if positions[n] == position - 1]
+            parent = [
+                n
+                for n in ancestors[node].nonzero().flatten().tolist()
+                if positions[n] == position - 1
+            ]
             committed = int(kv.buffers[0][0, 0, kv.length - 1, 0]) if kv.length else 0
             before.append(int(tokens[parent[0]]) if parent else committed)
-        return Forwarded(torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
+        return Forwarded(
+            torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)]
+        )
 
     def verify(self, *given: object) -> None:
         return None
@@ -241,11 +276,15 @@ class ToyTarget:
 
 def toy_target(vocab: int = 4, seed: int = 1, scale: float = 1.0) -> ToyTarget:
     generator = torch.Generator().manual_seed(seed)
-    return ToyTarget(torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * scale)
+    return ToyTarget(
+        torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * scale
+    )
 
 
 def exact_step(table: Tensor, text: Sequence[int], params: SamplingParams) -> list[float]:
-    """Probabilities of the token after ``text``, in plain Python: temperature, penalty, min-p, top-k."""
+    """Probabilities of the token after ``text``, in plain Python: temperature, penalty, min-p,
+    top-k.
+    """
     logits = table[text[-2], text[-1]].tolist()
     logits = [x / params.temperature for x in logits]
     for token in set(text[max(0, len(text) - params.window) :] if params.window else []):

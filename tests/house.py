@@ -1,9 +1,11 @@
-"""What the code costs its reader: ``PYTHONPATH=src python -m tests.house``, from the root of the repository.
+"""What the code costs its reader: ``PYTHONPATH=src python -m tests.house``,
+from the root of the repository.
 
-It prints the size of the sources in tokens (without comments and docstrings), how often ``Any`` is used (its imports
-are not counted), the longest functions, circles of imports, the methods of ``Target`` and its fields that other modules
-set, the modules that ``tswift generate`` runs through, the files of a steady step, and how many functions a parameter
-passes on its way from the command line to where it acts.
+It prints the size of the sources in tokens (without comments and docstrings), how often ``Any`` is
+used (its imports are not counted), the longest functions, circles of imports, the methods of
+``Target`` and its fields that other modules set, the modules that ``tswift generate`` runs through,
+the files of a steady step, and how many functions a parameter passes on its way from the command
+line to where it acts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from tswift.cli import main
 from tswift.engine import Request, begin
 from tswift.tables import Table
 
-_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 _TEXT = "The ship had lain three days becalmed,"
 _COMMAND = ["generate", "--method", "tokenswift", "--quiet"]
 # values that nothing else has, by the option that gives them
@@ -38,7 +47,8 @@ PARAMETERS = {
     "--method": "tokenswift",
 }
 _LONGEST = 8  # functions that are listed
-_METHODS = ("ar", "medusa", "tokenswift", "recall", "cascade", "auto")  # whose steady steps are looked at
+# whose steady steps are looked at
+_METHODS = ("ar", "medusa", "tokenswift", "recall", "cascade", "auto")
 _WARM, _STEADY = 120, 12  # steps that are skipped, and looked at
 _SETTERS = ("setattr", "__setattr__")
 
@@ -54,7 +64,8 @@ def tokens_of(path: Path) -> int:
     }
     found = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(
-        token.type not in _LAYOUT and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        token.type not in _LAYOUT
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
         for token in found
     )
 
@@ -70,12 +81,17 @@ def functions_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def uses_of_any(path: Path) -> int:
     """How often a file says ``Any``, other than to import it."""
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(path.read_text())))
+    return sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
 
 
 def methods_of(name: str, path: Path) -> list[str]:
     """The methods and properties of a class."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    found = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
     body = next(node.body for node in found if node.name == name)
     return [node.name for node in body if isinstance(node, ast.FunctionDef)]
 
@@ -84,23 +100,35 @@ def set_from_outside(name: str, path: Path) -> list[str]:
     """Where a field of what is called so, or ends so, is set in a file: ``target.width = None``."""
 
     def is_one(node: ast.expr) -> bool:
-        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[-1].endswith(name)
+        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[
+            -1
+        ].endswith(name)
 
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)) and is_one(node.value):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and is_one(node.value)
+        ):
             found.append(node)
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
             held = node.value
             if isinstance(held, ast.Attribute) and is_one(held.value):
                 found.append(held)
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in _SETTERS:
+        if (
+            isinstance(node, ast.Call)
+            and node.args
+            and ast.unparse(node.func).split(".")[-1] in _SETTERS
+        ):
             found += [node] if is_one(node.args[0]) else []
     return [f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}" for node in found]
 
 
 def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
-    """The files whose functions a steady step of a method calls; its tokens are not made into text."""
+    """The files whose functions a steady step of a method calls;
+    its tokens are not made into text.
+    """
     seen = set()
 
     def look(frame: FrameType, event: str, argument: object) -> None:
@@ -127,7 +155,9 @@ def imports_of(path: Path) -> set[str]:
 
 def circles() -> list[list[str]]:
     """Modules that import each other, directly or by others."""
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")}
+    names = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py")
+    }
     arrows = {name: imports_of(path) & {*names.values()} for path, name in names.items()}
     reached = {name: {name} for name in arrows}
     for name in arrows:
@@ -137,12 +167,16 @@ def circles() -> list[list[str]]:
             if other not in reached[name] or other == name:
                 waiting += [] if other in reached[name] else arrows[other]
             reached[name].add(other)
-    pairs = {tuple(sorted((a, b))) for a in arrows for b in reached[a] if a != b and a in reached[b]}
+    pairs = {
+        tuple(sorted((a, b))) for a in arrows for b in reached[a] if a != b and a in reached[b]
+    }
     return [list(pair) for pair in sorted(pairs)]
 
 
 def stops(value: str, words: list[str]) -> list[str]:
-    """The functions of ours that a command calls with this value itself as an argument, or within a mapping."""
+    """The functions of ours that a command calls with this value itself as an argument,
+    or within a mapping.
+    """
     number = float(value) if value.replace(".", "").isdigit() else None
     seen: dict[str, None] = {}
 
@@ -155,7 +189,11 @@ def stops(value: str, words: list[str]) -> list[str]:
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(f"{ROOT}/") and code.co_name[0] not in "<":
+        if (
+            event == "call"
+            and code.co_filename.startswith(f"{ROOT}/")
+            and code.co_name[0] not in "<"
+        ):
             count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
             if any(is_it(frame.f_locals.get(name)) for name in code.co_varnames[:count]):
                 seen.setdefault(f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}")
@@ -175,7 +213,9 @@ def _watched(look: Callable[[FrameType, str, object], None], run: Callable[[], o
 
 
 def command_of(folder: str) -> list[str]:
-    given = [word for name, value in PARAMETERS.items() if name != "--method" for word in (name, value)]
+    given = [
+        word for name, value in PARAMETERS.items() if name != "--method" for word in (name, value)
+    ]
     return [*_COMMAND, *given, "--out", f"{folder}/run"]
 
 
@@ -191,11 +231,17 @@ def _sizes() -> Table:
 
 def _report() -> Iterator[str]:
     yield _sizes().plain()
-    longest = sorted((each for path in ROOT.rglob("*.py") for each in functions_of(path)), reverse=True)[:_LONGEST]
-    yield Table("Longest functions", ("lines", ""), [[str(lines), name] for lines, name in longest]).plain()
+    longest = sorted(
+        (each for path in ROOT.rglob("*.py") for each in functions_of(path)), reverse=True
+    )[:_LONGEST]
+    yield Table(
+        "Longest functions", ("lines", ""), [[str(lines), name] for lines, name in longest]
+    ).plain()
     yield _listed("circles of imports", [" <-> ".join(pair) for pair in circles()])
     yield f"methods of Target: {len(methods_of('Target', ROOT / 'forward/target.py'))}\n"
-    outside = [each for path in sorted(ROOT.rglob("*.py")) for each in set_from_outside("target", path)]
+    outside = [
+        each for path in sorted(ROOT.rglob("*.py")) for each in set_from_outside("target", path)
+    ]
     yield _listed("its fields that are set from outside", outside)
     with tempfile.TemporaryDirectory() as folder, _without_text():
         modules = walk(["generate", "--len", "100", "--quiet", "--out", f"{folder}/walk"])

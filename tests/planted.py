@@ -1,8 +1,11 @@
-"""Planted faults: is each seen by the tests that are there for it? ``python -m tests.planted [--all] [PATTERN ...]``.
+"""Planted faults: is each seen by the tests that are there for it?
 
-Every fault is one change of the source, applied to a temporary copy of the tree in which the tests named are run.
-``--all`` runs slow tests too; a pattern selects faults by name. ``--tree`` plants them in another checkout of the
-repository, such as an older suite. Exit code 1 if a fault was not caught, or its text is no longer in the source.
+``python -m tests.planted [--all] [PATTERN ...]``.
+
+Every fault is one change of the source, applied to a temporary copy of the tree in which the tests
+named are run. ``--all`` runs slow tests too; a pattern selects faults by name. ``--tree`` plants
+them in another checkout of the repository, such as an older suite. Exit code 1 if a fault was not
+caught, or its text is no longer in the source.
 """
 
 from __future__ import annotations
@@ -35,7 +38,11 @@ class Fault(NamedTuple):
     new: str
 
 
-LOOP, DEVICE, RULE = "decoding/test_loop.py", "decoding/test_device_step.py", "sampling/test_rule.py"
+LOOP, DEVICE, RULE = (
+    "decoding/test_loop.py",
+    "decoding/test_device_step.py",
+    "sampling/test_rule.py",
+)
 GENERATE, STOPS = "test_custom_generate.py", "decoding/test_stops.py"
 CACHES, KERNEL, NATIVE = "test_caches.py", "attention/test_triton.py", "attention/test_native.py"
 CHUNKED = "attention/test_chunked.py"
@@ -54,7 +61,8 @@ FAULTS = [
           "if other.source == layer]", "if each == layer]"),
     Fault("shared keys are kept twice", "caches.py", DIFFER, "if own.source == layer:", "if True:"),
     Fault("tables of embeddings are read as a whole", "models/shapes.py", DIFFER,
-          "if isinstance(module, nn.Embedding)} - {lm_head}", "if isinstance(module, nn.Linear)} - {lm_head}"),
+          "tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)}",
+          "tables = {module.weight for module in network.modules() if isinstance(module, nn.Linear)}"),
     Fault("weights that see are read", "models/classes.py", CLASSES, "setattr(module, name, None)", "pass"),
     Fault("the shorter text's turns", "models/checkpoint.py", CLASSES,
           '"long_factor" if config.max', '"short_factor" if config.max'),
@@ -75,7 +83,8 @@ FAULTS = [
     Fault("rounded inputs of another row's step", "forward/products.c", INTEGERS,
           "scale * spread(steps[r])", "scale * spread(steps[0])"),
     Fault("products of 8 bits are cut off at 16", "forward/products.c", INTEGERS,
-          "return added(added(sum, fours(bits_of(codes, 0x7f), x)), fours(bits_of(codes, 0x80), x));",
+          "return added(added(sum, fours(bits_of(codes, 0x7f), x)), fours(bits_of(codes, 0x80), "
+          "x));",
           "return added(sum, fours(codes, x));"),
     Fault("a long chain forgets what is before its part", "forward/program.c", INTEGERS,
           "Attention a = attention(m, p, first, some, run->layer->window);",
@@ -150,7 +159,7 @@ FAULTS = [
     Fault("the reference reads unrounded keys", "caches.py", KV_DTYPE,
           "kind = self.rounded or self.dtype", "kind = self.dtype"),
     Fault("passes of the program are not exact by default", "forward/adapting.py", KV_DTYPE,
-          'or target.device.type == "cuda" or target.program is not None', 'or target.device.type == "cuda"'),
+          'or target.device.type == "cuda"\n            or target.program is not None', 'or target.device.type == "cuda"'),
     # other processors
     Fault("sums go backwards on AVX2 alone", "forward/products.c", PROGRAM,
           "for (int64_t i = 0; i < inputs; i++) {",
@@ -243,7 +252,7 @@ FAULTS = [
     Fault("a draft overwrites logits that are wanted", "decoding/device_step.py", DEVICE,
           "self._drafter.proposes or self._context.recorder is not None", "self._drafter.proposes"),
     Fault("a plain step's answer is overwritten before it is read", "decoding/device_step.py", DEVICE,
-          "pin_memory=cuda) for _ in range(2)]", "pin_memory=cuda) for _ in range(1)]"),
+          "pin_memory=cuda) for _ in range(2)", "pin_memory=cuda) for _ in range(1)"),
     Fault("plain steps aside know of a token to come", "decoding/loop.py", DEVICE,
           "        if self._stepper is not None and self._stepper.runs_ahead:", "        if False:"),
     Fault("a plain step is launched beyond the text's length", "decoding/device_step.py", DEVICE,
@@ -267,7 +276,8 @@ FAULTS = [
           "- positions < window)", "- positions <= window)"),
     Fault("min-p goes before the penalty", "sampling/parameters.py", RULE,
           "    if seen is not None:\n        lower",
-          "    if params.min_p and params.temperature:\n        logits = _keep_min_p(logits, params.min_p)\n"
+          "    if params.min_p and params.temperature:\n"
+          "        logits = _keep_min_p(logits, params.min_p)\n"
           "    if seen is not None:\n        lower"),
     Fault("transformers' generate gets tswift's order of filters", "sampling/generation_config.py", GENERATE,
           "replace(params, order=_ORDER) if matters else params", "params"),
@@ -345,7 +355,8 @@ FAULTS = [
     Fault("scales of the first product serve both", "forward/layer_kernels.py", "forward/test_fused_layers.py",
           "up * tl.load(scales + OUTPUTS + outputs)", "up * tl.load(scales + outputs)"),
     Fault("a layer adds nothing", "forward/fused_layers.py", "forward/test_fused_layers.py",
-          "hidden, normed = self.following[0].added(hidden,", "hidden, normed = self.following[0].added(0 * hidden,"),
+          "hidden, normed = self.following[0].added(\n            hidden,",
+          "hidden, normed = self.following[0].added(\n            0 * hidden,"),
     Fault("a norm takes what was handed for another input", "forward/fused_layers.py", "forward/test_fused_layers.py",
           "if handed is not None and handed[0] is hidden_states:", "if handed is not None:"),
     Fault("zeros of 4-bit weights are off by one", "forward/draft_weights.py", "forward/test_draft_weights.py",
@@ -462,7 +473,7 @@ FAULTS = [
     Fault("an older journal's log-probabilities are damage", "jobs/folder.py", "jobs/test_resume.py",
           "not in (None, rows_crc)", "not in (rows_crc,)"),
     Fault("verify does not read the text", "jobs/verification.py", "cli/test_verify.py",
-          "run.config.text.seed, run.path, note, fault)", 'run.config.text.seed, run.path, note, "")'),
+          "run.config.text.seed, run.path, note, fault\n", 'run.config.text.seed, run.path, note, ""\n'),
     Fault("a finished run's text is not read", "jobs/job.py", "jobs/test_resume.py",
           "if fault and not discard_damaged:", "if False:"),
     Fault("the server serves another text than that of the tokens", "serving/runs.py", "serving/test_service.py",
@@ -514,10 +525,10 @@ FAULTS = [
     Fault("states of nodes beside the path enter the window", "drafting/speculators.py", TREES_OF,
           "torch.tensor(context.path[-count:])", "torch.arange(count)"),
     Fault("a branch of a drafter goes on from another's state", "drafting/speculators.py", TREES_OF,
-          "rows, tokens = picked // self._width", "rows, tokens = picked % count"),
+          "rows = picked // self._width", "rows = picked % count"),
     # the server
     Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
-          'elif job.state != RUNNING:  #', "elif False:  #"),
+          'elif job.state != RUNNING:\n                # a character', "elif False:\n                # a character"),
     Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
           '{**self._typed_model, **content["typed"], **listed}', "self._typed"),
     Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
@@ -530,11 +541,31 @@ FAULTS = [
 def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
     """Exit code of pytest, and the first test that failed."""
     files = [f"tests/{name}" for name in tests.split()]
-    # no bytecode: a file changed twice within a second is told from the one before by its length alone
-    given = {"PYTHONPATH": f"{tree / 'src'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files, *(["-m", ""] if slow else [])]
-    done = subprocess.run(command, cwd=tree, env=os.environ | given, capture_output=True, text=True, check=False)
-    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    # no bytecode: a file changed twice within a second is told from the one before by its length
+    # alone
+    given = {
+        "PYTHONPATH": f"{tree / 'src'}:{tree}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *files,
+        *(["-m", ""] if slow else []),
+    ]
+    done = subprocess.run(
+        command, cwd=tree, env=os.environ | given, capture_output=True, text=True, check=False
+    )
+    failed = [
+        line.split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     return done.returncode, failed[0] if failed else ""
 
 
@@ -559,10 +590,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
     parser.add_argument("--all", action="store_true", help="run slow tests too")
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="where to plant them")
+    parser.add_argument(
+        "--tree", type=Path, default=Path(__file__).parents[1], help="where to plant them"
+    )
     given = parser.parse_args()
-    chosen = [fault for fault in FAULTS if not given.patterns or any(each in fault.name for each in given.patterns)]
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=given.tree, capture_output=True, text=True, check=True)
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not given.patterns or any(each in fault.name for each in given.patterns)
+    ]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=given.tree, capture_output=True, text=True, check=True
+    )
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(None, listed.stdout.split("\0")):

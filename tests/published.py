@@ -30,7 +30,9 @@ def make_base(folder: Path) -> Path:
 def say(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def drawn(*shape: int) -> Tensor:
@@ -69,7 +71,9 @@ def add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def tokenswift_model(base: Path, folder: Path, **changes: object) -> Path:
-    """As TokenSwift publishes a model: heads among the base weights, and said in the configuration."""
+    """As TokenSwift publishes a model: heads among the base weights,
+    and said in the configuration.
+    """
     shutil.copytree(base, folder)
     add_shard(folder, tokenswift_tensors())
     say(folder, **({"medusa_heads": COUNT} | changes))
@@ -82,6 +86,10 @@ def medusa_file(base: Path, folder: Path, layers: int = 1, **changes: object) ->
     folder.mkdir()
     vocab = json.loads((base / "config.json").read_text())["vocab_size"]
     save_file(medusa_tensors(vocab, layers), folder / "medusa_lm_head.safetensors")
-    config = {"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "a/b"} | changes
+    config = {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": layers,
+        "base_model_name_or_path": "a/b",
+    } | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder

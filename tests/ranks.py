@@ -1,4 +1,6 @@
-"""Ranks as torchrun starts them, without its seconds: forked from a server that has imported everything once."""
+"""Ranks as torchrun starts them, without its seconds:
+forked from a server that has imported everything once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _MODELS = "transformers.models.{0}.modeling_{0}"
 _CONTEXT.set_forkserver_preload(
     [
-        *("torch.distributed.tensor", _MODELS.format("llama"), _MODELS.format("qwen2"), "benchmarks.architectures"),
+        *(
+            "torch.distributed.tensor",
+            _MODELS.format("llama"),
+            _MODELS.format("qwen2"),
+            "benchmarks.architectures",
+        ),
         *("tswift.cli.app", "tswift.cli.output", "tswift.engine", "tswift.jobs.job"),
     ]
 )
@@ -40,9 +47,11 @@ class Started:
     """Ranks at work."""
 
     def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given: Any) -> None:
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # wherever the test has gone
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            # wherever the test has gone
             multiprocessing.forkserver.ensure_running()
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun keeps one, too
+        # torchrun keeps one, too
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
@@ -56,7 +65,9 @@ class Started:
         for rank, file in enumerate(self._files):
             receive, send = _CONTEXT.Pipe(duplex=False)
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _CONTEXT.Process(target=_work, args=(send, file, environment, function, given), daemon=True)
+            process = _CONTEXT.Process(
+                target=_work, args=(send, file, environment, function, given), daemon=True
+            )
             process.start()
             send.close()
             self._pipes.append(receive)

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 
-def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[..., Callable[..., None]]:
-    """As ``pytest.mark.parametrize``, in one test: for rows that take no time and share fixtures without harm."""
+def every_row(
+    names: str | tuple[str, ...], rows: Iterable[Any]
+) -> Callable[..., Callable[..., None]]:
+    """As ``pytest.mark.parametrize``, in one test:
+    for rows that take no time and share fixtures without harm.
+    """
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     table = [row if len(given) > 1 else (row,) for row in rows]
 
@@ -26,7 +30,9 @@ def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[...
                     failed.append(f"row {number} {row!r:.200}: {type(error).__name__}: {error}")
             assert not failed, "\n".join(failed)
 
-        left = [each for name, each in inspect.signature(test).parameters.items() if name not in given]
+        left = [
+            each for name, each in inspect.signature(test).parameters.items() if name not in given
+        ]
         run.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
         return run
 

@@ -50,7 +50,9 @@ def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
 
 
 def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
-    """Whatever is held back for a character that is begun, or for a stop string that is not completed."""
+    """Whatever is held back for a character that is begun,
+    or for a stop string that is not completed.
+    """
     model = tswift.load(str(checkpoint), dtype="float64")
     for method in ("ar", "tokenswift"):
         for stop in ((), ("\nxyz",)):
@@ -59,8 +61,12 @@ def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
             assert "".join(step.text for step in steps) == whole
     begun = tokens_of(steps)[:20]
     rest = tswift.generate(model, "The ship", 60, method="ar", written=begun)
-    shown = model.tokenizer.decode(begun, skip_special_tokens=False) + "".join(step.text for step in rest)
-    assert shown.replace("\N{REPLACEMENT CHARACTER}", "") == whole.replace("\N{REPLACEMENT CHARACTER}", "")
+    shown = model.tokenizer.decode(begun, skip_special_tokens=False) + "".join(
+        step.text for step in rest
+    )
+    assert shown.replace("\N{REPLACEMENT CHARACTER}", "") == whole.replace(
+        "\N{REPLACEMENT CHARACTER}", ""
+    )
 
 
 def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
@@ -70,7 +76,9 @@ def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
 
 
 def test_a_keyword_that_there_is_not(checkpoint: Path) -> None:
-    with pytest.raises(TypeError, match=r"^load.* unexpected keyword argument 'devise'; did you mean device\?$"):
+    with pytest.raises(
+        TypeError, match=r"^load.* unexpected keyword argument 'devise'; did you mean device\?$"
+    ):
         tswift.load(str(checkpoint), devise="cpu")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"'lenght'; did you mean length\?$"):
         tswift.generate(tswift.load(str(checkpoint)), "The ship", lenght=3)  # type: ignore[call-arg]
@@ -92,17 +100,22 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         ("method", {"method": ["ar"]}),
         ("method", {"method": "nope"}),
         ("params", {"params": {"min_p": 0.1}}),
-        ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),  # which it does not use
+        # which it does not use
+        ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),
     ):
         with pytest.raises(tswift.InputError, match=f"^{field}: ") as caught:
             tswift.generate(model, **{"prompt": "The", "length": 5, **wrong})  # type: ignore[arg-type]
         assert caught.value.field == field
-    with pytest.raises(tswift.InputError, match=r"^model: must be what tswift\.load returns, got 'demo'"):
+    with pytest.raises(
+        tswift.InputError, match=r"^model: must be what tswift\.load returns, got 'demo'"
+    ):
         tswift.generate("demo", "The", 5)  # type: ignore[arg-type]
 
 
 @needs_program  # they recall
-def test_examples_on_a_tiny_model(checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_on_a_tiny_model(
+    checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tswift.load(str(checkpoint))
     run("docs/python.md", -1, tswift=tswift, SamplingParams=tswift.SamplingParams, model=model)
     assert capsys.readouterr().out.splitlines()[-1].endswith((".", "None"))
@@ -111,13 +124,17 @@ def test_examples_on_a_tiny_model(checkpoint: Path, monkeypatch, capsys: pytest.
     assert capsys.readouterr().out.strip()
 
 
-def test_examples_on_the_bundled_model(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_on_the_bundled_model(
+    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("README.md")
     assert len(capsys.readouterr().out) > 200
     (command,) = re.findall(r"```sh\ntswift (.*?)  .*\n```", (ROOT / "docs/python.md").read_text())
     (tmp_path / "src").symlink_to(ROOT / "src")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     assert main(command.split()) == 0
     run("docs/python.md", 1)
     assert "The ship had lain three days becalmed," in capsys.readouterr().out

@@ -37,7 +37,9 @@ def imported(path: Path) -> set[str]:
     found = set()
     tree = ast.parse(path.read_text())
     tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     ]
     for node in ast.walk(tree):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -53,7 +55,9 @@ def imported(path: Path) -> set[str]:
 
 
 def test_every_package_has_its_place() -> None:
-    names = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    names = {path.stem for path in ROOT.glob("*.py")} | {
+        path.parent.name for path in ROOT.glob("*/__init__.py")
+    }
     assert names == LEVEL.keys()
 
 
@@ -84,20 +88,26 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def test_the_walk_knows_every_module_that_needs_triton() -> None:
-    assert {path.stem for path in ROOT.rglob("*.py") if "\nimport triton\n" in path.read_text()} <= {*OPTIONAL}
+    assert {
+        path.stem for path in ROOT.rglob("*.py") if "\nimport triton\n" in path.read_text()
+    } <= {*OPTIONAL}
 
 
 def test_references_in_docstrings_lead_somewhere() -> None:
     wrong = []
     for path in ROOT.rglob("*.py"):
-        for name in re.findall(r":(?:class|meth|func|data|mod|attr):`~?(tswift\.[\w.]+)`", path.read_text()):
+        for name in re.findall(
+            r":(?:class|meth|func|data|mod|attr):`~?(tswift\.[\w.]+)`", path.read_text()
+        ):
             module, parts = name, list[str]()
             while not (ROOT.parent / f"{module.replace('.', '/')}.py").exists() and "." in module:
                 module, _, last = module.rpartition(".")
                 parts.insert(0, last)
             found: object = importlib.import_module(module)
             for part in parts:
-                found = getattr(found, part, None) or getattr(found, "__dataclass_fields__", {}).get(part)
+                found = getattr(found, part, None) or getattr(
+                    found, "__dataclass_fields__", {}
+                ).get(part)
             if found is None:
                 wrong.append(f"{path.name}: {name}")
     assert not wrong

@@ -1,4 +1,6 @@
-"""benchmarks/gpu: a dry run leaves what a borrowed machine hands back, and a failed section takes no other along."""
+"""benchmarks/gpu: a dry run leaves what a borrowed machine hands back,
+and a failed section takes no other along.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,24 @@ TABLES = {
 @pytest.mark.slow
 @needs_program
 def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
-    """In one test, as it takes most of a minute. The borrowed machine takes at most 8 files, of 16 MiB each."""
-    arguments = ["--dry", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out"), "--commit", "abc"]
+    """In one test, as it takes most of a minute.
+
+    The borrowed machine takes at most 8 files, of 16 MiB each.
+    """
+    arguments = [
+        "--dry",
+        "--work",
+        str(tmp_path / "work"),
+        "--out",
+        str(tmp_path / "out"),
+        "--commit",
+        "abc",
+    ]
     line = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stderr + done.stdout + (tmp_path / "work" / "gpu.log").read_text()
+    assert done.returncode == 0, (
+        done.stderr + done.stdout + (tmp_path / "work" / "gpu.log").read_text()
+    )
 
     out = tmp_path / "out"
     assert sorted(path.name for path in out.iterdir()) == [
@@ -55,7 +70,14 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     ]
     assert max(path.stat().st_size for path in out.iterdir()) <= 16 * 2**20
     with tarfile.open(out / "gpu.tgz") as tar:
-        names = ["equality.xml", "figures.jsonl", "first_contact.txt", "gpu.json", "gpu.log", "gpu.md"]
+        names = [
+            "equality.xml",
+            "figures.jsonl",
+            "first_contact.txt",
+            "gpu.json",
+            "gpu.log",
+            "gpu.md",
+        ]
         assert sorted(tar.getnames()) == names
     content = json.loads((out / "gpu.json").read_text())
     text = (out / "gpu.md").read_text()
@@ -87,7 +109,9 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     assert names[0] == "test_nothing_of_the_core_is_done_without"
     float32 = "test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32[tokenswift]"
     assert outcomes[float32] == "passed"
-    assert names.index(float32) > names.index("test_every_method_writes_the_text_of_plain_decoding_in_bfloat16")
+    assert names.index(float32) > names.index(
+        "test_every_method_writes_the_text_of_plain_decoding_in_bfloat16"
+    )
 
     # steps are a real text's: n-grams are found, and as much is accepted as was asked for
     rows = [figure for figure in content["figures"] if figure["table"] == "steps"]
@@ -106,10 +130,17 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
 
 def section(name: str, between: str = "", state: str = "done") -> str:
     """What a process does that measures a section."""
-    return f"note(section={name!r}, table='begun')\n{between}\nnote(section={name!r}, table='ended', state={state!r})\n"
+    return (
+        f"note(section={name!r}, table='begun')\n{between}\n"
+        f"note(section={name!r}, table='ended', state={state!r})\n"
+    )
 
 
-FAILED, KILLED, NO_TIME = "failed: RuntimeError: no", "killed: the process ended with {}", "left out: no time"
+FAILED, KILLED, NO_TIME = (
+    "failed: RuntimeError: no",
+    "killed: the process ended with {}",
+    "left out: no time",
+)
 FAILS = section("probe", state=FAILED) + section("passes", "os._exit(9)")
 BROKEN = section("probe") + section("passes", state=FAILED) + "os._exit(1)"
 
@@ -119,23 +150,44 @@ BROKEN = section("probe") + section("passes", state=FAILED) + "os._exit(1)"
     ("bodies", "seconds", "ends"),
     [
         ([FAILS, section("steps")], 60, [FAILED, KILLED.format(9), "done"]),
-        (["os._exit(1)", section("passes") + section("steps")], 60, [KILLED.format(1), "done", "done"]),
+        (
+            ["os._exit(1)", section("passes") + section("steps")],
+            60,
+            [KILLED.format(1), "done", "done"],
+        ),
         ([BROKEN, section("steps")], 60, ["done", FAILED, "done"]),
         ([section("probe", "time.sleep(60)")], 12, [KILLED.format(-9), NO_TIME, NO_TIME]),
         ([], 10.5, [NO_TIME] * 3),
     ],
-    ids=["one kills its process", "one does not begin", "one leaves a broken device", "one hangs", "no time"],
+    ids=[
+        "one kills its process",
+        "one does not begin",
+        "one leaves a broken device",
+        "one hangs",
+        "no time",
+    ],
 )
 def test_a_section_takes_no_other_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bodies: list[str], seconds: float, ends: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bodies: list[str],
+    seconds: float,
+    ends: list[str],
 ) -> None:
     """The processes are fakes, one after another."""
     figures, waiting = tmp_path / "figures.jsonl", iter(bodies)
-    head = f"import json, os, time\ndef note(**x): open({str(figures)!r}, 'a').write(json.dumps(x) + chr(10))\n"
+    head = (
+        "import json, os, time\n"
+        f"def note(**x): open({str(figures)!r}, 'a').write(json.dumps(x) + chr(10))\n"
+    )
     monkeypatch.setattr(command, "LEAST", 0.5)
     monkeypatch.setattr(command, "GRACE", 0.5)
-    monkeypatch.setattr(command, "command", lambda session, sections: [sys.executable, "-c", head + next(waiting)])
-    made = command.Session(tmp_path, tmp_path / "out", True, time.time() + seconds, {"command": "x"})
+    monkeypatch.setattr(
+        command, "command", lambda session, sections: [sys.executable, "-c", head + next(waiting)]
+    )
+    made = command.Session(
+        tmp_path, tmp_path / "out", True, time.time() + seconds, {"command": "x"}
+    )
     made.out.mkdir()
     figures.write_text("")
     names = ["probe", "passes", "steps"]
@@ -145,11 +197,15 @@ def test_a_section_takes_no_other_along(
     assert not list(waiting)
 
 
-def test_another_process_goes_on_after_a_failed_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_goes_on_after_a_failed_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = iter([SPOILED, SPOILED, 0, 1])
     monkeypatch.setattr(command, "PROBES", {"model": (9.0, 1), "bits": (9.0, 1)})
     monkeypatch.setattr(
-        command, "asking", lambda session, probe: ["sh", "-c", f"echo I am {probe}; exit {next(codes)}"]
+        command,
+        "asking",
+        lambda session, probe: ["sh", "-c", f"echo I am {probe}; exit {next(codes)}"],
     )
     (tmp_path / "figures.jsonl").write_text("")
     session = command.Session(tmp_path, tmp_path / "out", True, time.time() + 60, {"command": "x"})
@@ -176,7 +232,9 @@ def test_a_text_that_spoils_its_process_is_not_written_again(
         return {"text": "1" if request.method == "medusa" else "0"}
 
     monkeypatch.setattr(
-        first_texts, "load_shape", lambda *given, **how: SimpleNamespace(target=SimpleNamespace(vocab_size=999))
+        first_texts,
+        "load_shape",
+        lambda *given, **how: SimpleNamespace(target=SimpleNamespace(vocab_size=999)),
     )
     monkeypatch.setattr(first_texts, "_decoded", text)
     monkeypatch.setattr(first_texts, "spoiled", lambda loaded: written[-1:] == [spoils])
@@ -190,7 +248,11 @@ def test_a_text_that_spoils_its_process_is_not_written_again(
         written.append("another process")
     first_texts.meet(asked)
     rows = [(row["drafter"], row["method"]) for row in figures(tmp_path)]
-    assert rows == [(drafter, method) for drafter, methods in first_texts._DRAFTERS.items() for method in methods]
+    assert rows == [
+        (drafter, method)
+        for drafter, methods in first_texts._DRAFTERS.items()
+        for method in methods
+    ]
     assert {row["method"] for row in figures(tmp_path) if not row["same_as_ar"]} == {"medusa"}
     assert len(written) == len(rows) + bool(spoils)
 

@@ -1,4 +1,6 @@
-"""KV caches: what full, partial and streaming ones hold after any moves, and what policies find important."""
+"""KV caches: what full, partial and streaming ones hold after any moves,
+and what policies find important.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,26 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers import random_prompt, random_tree, tiny_target
-from tswift.caches import CHUNK, POLICIES, FullKV, KVShape, PartialKV, StreamingKV, by_attention, by_chunk, by_query
+from tswift.caches import (
+    CHUNK,
+    POLICIES,
+    FullKV,
+    KVShape,
+    PartialKV,
+    StreamingKV,
+    by_attention,
+    by_chunk,
+    by_query,
+)
 from tswift.forward.target import prefill
 
 FULL = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 
 
-@given(st.integers(0, 5), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 999).map(Random)), max_size=8))
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 999).map(Random)), max_size=8),
+)
 def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
     kv = FullKV(FULL, 64)
     kept: list[float] = []
@@ -60,8 +75,12 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
     straight = FullKV(target.kv_shape, len(text))
     last = prefill(target, text, straight)
     assert kv.length == straight.length == len(text)
-    torch.testing.assert_close(kv.buffers[0][:, :, : kv.length], straight.buffers[0], rtol=0, atol=1e-11)
-    torch.testing.assert_close(kv.buffers[1][:, :, : kv.length], straight.buffers[1], rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        kv.buffers[0][:, :, : kv.length], straight.buffers[0], rtol=0, atol=1e-11
+    )
+    torch.testing.assert_close(
+        kv.buffers[1][:, :, : kv.length], straight.buffers[1], rtol=0, atol=1e-11
+    )
     torch.testing.assert_close(hidden[path[-1]], last.hidden[-1], rtol=0, atol=1e-11)
 
 
@@ -87,7 +106,11 @@ class Growing:
         for layer in range(LAYERS):
             positions = torch.arange(self.full.length, self.full.length + count).double()
             keys = torch.randn(HEADS, count, DIM, generator=self.generator, dtype=torch.float64)
-            tags = positions.view(1, -1, 1) + 10_000 * torch.arange(HEADS).view(-1, 1, 1) + 100_000 * layer
+            tags = (
+                positions.view(1, -1, 1)
+                + 10_000 * torch.arange(HEADS).view(-1, 1, 1)
+                + 100_000 * layer
+            )
             self.full.write(layer, keys, tags.expand(HEADS, count, DIM))
         self.full.commit(range(count))
 
@@ -98,27 +121,49 @@ class Growing:
 
 
 def held(partial: PartialKV, full: FullKV, layer: int, head: int) -> set[int]:
-    """Positions held by one KV head; fails where an entry is not a copy of its position's, or is there twice."""
-    positions = (partial.buffers[1][layer, head, : partial.length, 0] - 10_000 * head - 100_000 * layer).long()
+    """Positions held by one KV head; fails where an entry is not a copy of its position's,
+    or is there twice.
+    """
+    positions = (
+        partial.buffers[1][layer, head, : partial.length, 0] - 10_000 * head - 100_000 * layer
+    ).long()
     assert ((positions >= 0) & (positions < full.length)).all()
-    assert torch.equal(partial.buffers[0][layer, head, : partial.length], full.buffers[0][layer, head, positions])
-    assert torch.equal(partial.buffers[1][layer, head, : partial.length], full.buffers[1][layer, head, positions])
+    assert torch.equal(
+        partial.buffers[0][layer, head, : partial.length], full.buffers[0][layer, head, positions]
+    )
+    assert torch.equal(
+        partial.buffers[1][layer, head, : partial.length], full.buffers[1][layer, head, positions]
+    )
     assert len(set(positions.tolist())) == partial.length
     assert torch.equal(partial.positions(layer)[head], positions)
     return set(positions.tolist())
 
 
-def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int], seed: int = 0, most: int = 5):
-    """A cache that follows one that grows, and the growing one; what it holds is checked by a model of it.
+def followed(
+    policy: str,
+    budget: int,
+    sinks: int,
+    prompt: int,
+    steps: list[int],
+    seed: int = 0,
+    most: int = 5,
+):
+    """A cache that follows one that grows, and the growing one;
+    what it holds is checked by a model of it.
 
     Without a prompt there are no queries for the first call.
     """
     growing = Growing(prompt + sum(steps) + 1, seed)
     full, partial = growing.full, PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
-    since, selections, ranked = 0, 0, {head: list[int]() for head in ROWS}  # the text's length when it was selected
+    # the text's length when it was selected
+    since, selections, ranked = 0, 0, {head: list[int]() for head in ROWS}
     for number, new in enumerate([prompt, *steps]):
         growing.grow(new)
-        partial.follow(full, (lambda: growing.query(partial.policy.observes)) if prompt or number else None, most)
+        partial.follow(
+            full,
+            (lambda: growing.query(partial.policy.observes)) if prompt or number else None,
+            most,
+        )
         text, rows = full.length, {head: held(partial, full, *head) for head in ROWS}
         assert partial.copied == text
         if partial.selections > selections and partial.policy.score is not None:
@@ -136,11 +181,16 @@ def followed(policy: str, budget: int, sinks: int, prompt: int, steps: list[int]
             assert partial.room >= most
         for head, positions in rows.items():
             first = {*range(min(sinks, text))}
-            if partial.policy.renews and since:  # all tokens since the selection, and the most important before
+            if partial.policy.renews and since:
+                # all tokens since the selection, and the most important before
                 always = first | {*range(max(0, since - partial.recent), text)}
                 wanted = always | {*ranked[head][: budget - len(always)]}
             else:  # what was selected once stays
-                chosen = max(0, min(since, budget) - min(sinks, since) - partial.recent) if selections else 0
+                chosen = (
+                    max(0, min(since, budget) - min(sinks, since) - partial.recent)
+                    if selections
+                    else 0
+                )
                 fixed = {*range(sinks)} | {*ranked[head][:chosen]}
                 wanted = {place for place in fixed if place < text}
                 wanted |= {*range(max(0, text - (budget - len(fixed))), text)}
@@ -159,7 +209,8 @@ ROWS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     st.lists(st.integers(1, 5), max_size=60),
     st.integers(0, 1000),
 )
-@example("streaming", 64, 16, 3, [1] * 90, 0)  # the text begins shorter than the sinks, and outgrows the budget
+# the text begins shorter than the sinks, and outgrows the budget
+@example("streaming", 64, 16, 3, [1] * 90, 0)
 @example("dynamic", 64, 16, 17, [3], 0)
 @example("partial", 64, 16, 64, [5] * 30, 0)
 @example("streaming", 64, 4, 5, [300], 3)  # more at once than there is room for
@@ -210,7 +261,9 @@ COUNTS = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(0, 1000))
 @given(COUNTS)
 def test_by_query(drawn: tuple[int, int, int]) -> None:
     keys, queries = random(*drawn)
-    wanted = [[sum(dot(q[-1], key) for q in queries[head]) for key in keys[head]] for head in range(HEADS)]
+    wanted = [
+        [sum(dot(q[-1], key) for q in queries[head]) for key in keys[head]] for head in range(HEADS)
+    ]
     assert by_query(keys, queries).tolist() == [pytest.approx(row) for row in wanted]
 
 
@@ -223,9 +276,13 @@ def test_by_attention(drawn: tuple[int, int, int]) -> None:
         paid = [0.0] * count
         for row in queries[head].flatten(0, 1):
             weights = [math.exp(dot(row, key) / math.sqrt(DIM)) for key in keys[head]]
-            paid = [each + weight / sum(weights) for each, weight in zip(paid, weights, strict=True)]
+            paid = [
+                each + weight / sum(weights) for each, weight in zip(paid, weights, strict=True)
+            ]
         near = [paid[max(0, at - 3) : at + 4] for at in range(count)]
-        assert found[head].tolist() == pytest.approx([sum(each) / len(each) for each in near], rel=1e-4)
+        assert found[head].tolist() == pytest.approx(
+            [sum(each) / len(each) for each in near], rel=1e-4
+        )
 
 
 @given(COUNTS)
@@ -236,7 +293,9 @@ def test_by_chunk(drawn: tuple[int, int, int]) -> None:
         for start in range(0, keys.shape[1], CHUNK):
             chunk = keys[head, start : start + CHUNK]
             wanted = sum(dot(q[-1], chunk.mean(0)) for q in queries[head])
-            assert found[head, start : start + CHUNK].tolist() == pytest.approx([wanted] * len(chunk))
+            assert found[head, start : start + CHUNK].tolist() == pytest.approx(
+                [wanted] * len(chunk)
+            )
 
 
 SLACK, SCRATCH = 6, 20
@@ -248,7 +307,9 @@ def commit(kv: StreamingKV, count: int, skip: bool) -> None:
     tags = torch.full((max(slots) + 1,), -1.0, dtype=torch.float64)
     tags[slots] = torch.arange(kv.seen, kv.seen + count).double()
     for layer in range(LAYERS):
-        by_head = tags.view(1, -1, 1) + 10_000 * torch.arange(HEADS).view(-1, 1, 1) + 100_000 * layer
+        by_head = (
+            tags.view(1, -1, 1) + 10_000 * torch.arange(HEADS).view(-1, 1, 1) + 100_000 * layer
+        )
         new = by_head.expand(HEADS, len(tags), DIM)
         kv.write(layer, new, new + 0.5)
     kv.commit(slots)
@@ -266,7 +327,9 @@ def check(kv: StreamingKV) -> None:
         for head in range(HEADS):
             wanted = torch.tensor(places).double() + 10_000 * head + 100_000 * layer
             for buffer, more in zip(kv.buffers, (0, 0.5), strict=True):
-                assert torch.equal(buffer[layer, head, : kv.length], (wanted + more).unsqueeze(-1).expand(-1, DIM))
+                assert torch.equal(
+                    buffer[layer, head, : kv.length], (wanted + more).unsqueeze(-1).expand(-1, DIM)
+                )
 
 
 MOVES = st.lists(
@@ -307,7 +370,9 @@ def test_settled_tokens_stay() -> None:
     assert kv.first_visible_slot(3) == 0
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
+)
 def test_keys_and_values_may_lie_in_huge_pages() -> None:
     buffer = KVShape(1, 1, 64, torch.float32, torch.device("cpu")).allocate(1 << 16)[0]
     place = buffer.data_ptr() + buffer.nbytes // 2

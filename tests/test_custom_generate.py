@@ -1,4 +1,6 @@
-"""``model.generate(custom_generate=FOLDER)`` of transformers: its texts, its refusals, and the model left as it was."""
+"""``model.generate(custom_generate=FOLDER)`` of transformers: its texts, its refusals,
+and the model left as it was.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generate]:
     assert main(["export-generate", str(folder)]) == 0
 
     def generate(model: PreTrainedModel, *given: Any, **settings: Any) -> Any:
-        return model.generate(*given, **settings, custom_generate=str(folder), trust_remote_code=True)
+        return model.generate(
+            *given, **settings, custom_generate=str(folder), trust_remote_code=True
+        )
 
     with pytest.MonkeyPatch.context() as patch:  # transformers copies the file there
         patch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
@@ -72,7 +76,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def loaded(folder: Path) -> tuple[PreTrainedModel, BatchEncoding]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model.generation_config.eos_token_id = None  # random weights would soon draw it
-    return model, AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    return model, AutoTokenizer.from_pretrained(folder)(
+        PROMPT, return_tensors="pt", return_token_type_ids=False
+    )
 
 
 @pytest.fixture
@@ -87,9 +93,15 @@ def prompt(folders: dict[str, Path]) -> BatchEncoding:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
-def test_greedy_is_that_of_transformers(kind: str, folders: dict[str, Path], exported: Generate) -> None:
+def test_greedy_is_that_of_transformers(
+    kind: str, folders: dict[str, Path], exported: Generate
+) -> None:
     model, prompt = loaded(folders[kind])
-    for settings in ({}, {"repetition_penalty": 1.2, "suppress_tokens": [20, 21]}, {"repetition_penalty": 3.0}):
+    for settings in (
+        {},
+        {"repetition_penalty": 1.2, "suppress_tokens": [20, 21]},
+        {"repetition_penalty": 3.0},
+    ):
         settings["max_new_tokens"] = 60  # beyond the windows
         expected, before = model.generate(**prompt, **settings), torch.random.get_rng_state()
         for method in ("auto", "reuse"):
@@ -102,20 +114,27 @@ def test_greedy_is_that_of_transformers(kind: str, folders: dict[str, Path], exp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
-def test_sampling_is_that_of_tswift(kind: str, folders: dict[str, Path], exported: Generate) -> None:
+def test_sampling_is_that_of_tswift(
+    kind: str, folders: dict[str, Path], exported: Generate
+) -> None:
     model, prompt = loaded(folders[kind])
     ours = replace(tswift.load(str(folders[kind]), dtype="float64", device="cpu"), eos_ids=())
     own = {"min_p": 0.02, "temperature": 0.8}
     for asked, params in (
         ({}, {"top_k": 50, "min_p": 0.0, "penalty": 1.0}),
-        ({"top_k": None, "repetition_penalty": 1.2, **own}, {"penalty": 1.2, "window": 1 << 30, **own}),
+        (
+            {"top_k": None, "repetition_penalty": 1.2, **own},
+            {"penalty": 1.2, "window": 1 << 30, **own},
+        ),
     ):
         torch.manual_seed(5)
         given = {"params": SamplingParams(**params), "seed": int(torch.randint(1 << 62, ()))}  # type: ignore[arg-type]
         start = prompt["input_ids"][0].tolist()
         expected = tokens_of([*tswift.generate(ours, start, 40, method="ar", **given)])  # type: ignore[arg-type]
         torch.manual_seed(5)
-        found, again = (exported(model, **prompt, do_sample=True, max_new_tokens=40, **asked) for _ in range(2))
+        found, again = (
+            exported(model, **prompt, do_sample=True, max_new_tokens=40, **asked) for _ in range(2)
+        )
         assert found[0, len(start) :].tolist() == expected
         assert not torch.equal(again, found)  # the generator has moved on
 
@@ -131,19 +150,32 @@ def test_sampling_is_that_of_tswift(kind: str, folders: dict[str, Path], exporte
         {"top_k": 12, "eta_cutoff": 0.05},
         {"top_k": 0, "top_p": 0.7, "eta_cutoff": 0.05},
         {"top_k": 0, "min_p": 0.01, "eta_cutoff": 0.05},
-        {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "eta_cutoff": 0.02, "temperature": 1.7, "repetition_penalty": 1.4},
+        {
+            "top_k": 30,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "eta_cutoff": 0.02,
+            "temperature": 1.7,
+            "repetition_penalty": 1.4,
+        },
     ],
     ids=str,
 )
-def test_the_distribution_is_that_of_transformers(asked: dict[str, Any], model: PreTrainedModel) -> None:
-    """Which tokens are left, and how likely each is, by transformers' own processors and by our parameters."""
+def test_the_distribution_is_that_of_transformers(
+    asked: dict[str, Any], model: PreTrainedModel
+) -> None:
+    """Which tokens are left, and how likely each is,
+    by transformers' own processors and by our parameters.
+    """
     config, _ = model._prepare_generation_config(None, do_sample=True, **asked)
     config._eos_token_tensor = None
     random = torch.Generator().manual_seed(3)
     for sharp in (0.5, 2.0, 5.0):
         logits = torch.randn(40, 97, generator=random, dtype=torch.float64) * sharp
         text = torch.randint(97, (40, 25), generator=random)
-        theirs = model._get_logits_processor(config, text.shape[1], device="cpu")(text, logits.clone())
+        theirs = model._get_logits_processor(config, text.shape[1], device="cpu")(
+            text, logits.clone()
+        )
         seen = torch.zeros(40, 97, dtype=torch.bool).scatter_(1, text, True)
         params = sampling_params(config)
         ours = warp(logits.clone(), seen if params.penalises else None, params)
@@ -152,7 +184,11 @@ def test_the_distribution_is_that_of_transformers(asked: dict[str, Any], model: 
 
 
 def test_no_filter_is_left_out_of_an_order() -> None:
-    assert SamplingParams(order="top_p,top_k", top_k=3, top_p=0.9, min_p=0.1).filters == ("top_p", "top_k", "min_p")
+    assert SamplingParams(order="top_p,top_k", top_k=3, top_p=0.9, min_p=0.1).filters == (
+        "top_p",
+        "top_k",
+        "min_p",
+    )
     for order in ("top_k,top_k", "top_k,nope", "top_k,"):
         with pytest.raises(InputError, match=r"^order: "):
             SamplingParams(order=order)
@@ -184,11 +220,15 @@ class StopsAt(StoppingCriteria):
 
 
 @pytest.mark.slow
-def test_streamers_and_criteria_see_every_token(model: PreTrainedModel, prompt: BatchEncoding, exported) -> None:
+def test_streamers_and_criteria_see_every_token(
+    model: PreTrainedModel, prompt: BatchEncoding, exported
+) -> None:
     (start,) = prompt["input_ids"].tolist()
     streamer, criterion = Recorder(), StopsAt(len(start) + 33)
     criteria = StoppingCriteriaList([criterion])
-    out = exported(model, **prompt, max_new_tokens=200, streamer=streamer, stopping_criteria=criteria)
+    out = exported(
+        model, **prompt, max_new_tokens=200, streamer=streamer, stopping_criteria=criteria
+    )
     whole = out[0].tolist()
     assert len(whole) == len(start) + 33
     assert streamer.puts == [[start], *([token] for token in whole[len(start) :])]
@@ -198,9 +238,14 @@ def test_streamers_and_criteria_see_every_token(model: PreTrainedModel, prompt: 
 
 
 @pytest.mark.slow
-def test_where_texts_end(model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported) -> None:
+def test_where_texts_end(
+    model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported
+) -> None:
     """Lengths, ends of text, stop strings and the first token, as without ``custom_generate``."""
-    tokenizer, start = AutoTokenizer.from_pretrained(folders[KINDS[0]]), prompt["input_ids"].shape[1]
+    tokenizer, start = (
+        AutoTokenizer.from_pretrained(folders[KINDS[0]]),
+        prompt["input_ids"].shape[1],
+    )
     whole = model.generate(**prompt, max_new_tokens=60)[0].tolist()
     pad = {"pad_token_id": whole[3]}
     for settings in (
@@ -210,9 +255,19 @@ def test_where_texts_end(model: PreTrainedModel, prompt: BatchEncoding, folders:
         {"generation_config": GenerationConfig(max_new_tokens=12)},
         {"max_new_tokens": 60, "eos_token_id": whole[-5]},
         {"max_new_tokens": 60, "eos_token_id": [96, whole[-20], whole[-5]]},
-        {"max_new_tokens": 60, "stop_strings": tokenizer.decode(whole[-9:-7]), "tokenizer": tokenizer},
+        {
+            "max_new_tokens": 60,
+            "stop_strings": tokenizer.decode(whole[-9:-7]),
+            "tokenizer": tokenizer,
+        },
         {"max_new_tokens": 40, "past_key_values": DynamicCache(config=model.config)},
-        {"max_new_tokens": 40, "cache_implementation": "dynamic", "typical_p": 1.0, "num_beams": 1, "min_length": 0},
+        {
+            "max_new_tokens": 40,
+            "cache_implementation": "dynamic",
+            "typical_p": 1.0,
+            "num_beams": 1,
+            "min_length": 0,
+        },
         {"attention_mask": None, **pad, "eos_token_id": whole[3]},
         {"attention_mask": prompt["input_ids"] * 0 + 1, **pad},
     ):
@@ -235,7 +290,10 @@ REFUSED: dict[str, dict[str, Any]] = {  # all fields of a configuration are in a
     "synced_gpus": {"synced_gpus": True},
     "position_ids": {"position_ids": torch.arange(2)[None]},
     "something": {"something": 1},
-    "attention_mask": {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1]])},
+    "attention_mask": {
+        "input_ids": torch.tensor([[5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 1, 1]]),
+    },
     "input_ids": {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": None},
     "past_key_values": {"past_key_values": "held"},
     "use_cache": {"use_cache": False},
@@ -259,9 +317,14 @@ def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported
             exported(model, **{**prompt, **settings})
         assert type(caught.value) is InputError, caught.value
         assert caught.value.field == name
-    with pytest.raises(InputError, match=r"^attention_mask: is missing, and the prompt has the padding token \d+$"):
+    with pytest.raises(
+        InputError, match=r"^attention_mask: is missing, and the prompt has the padding token \d+$"
+    ):
         exported(model, prompt["input_ids"], pad_token_id=int(prompt["input_ids"][0, 3]))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"^model: is under torch\.autocast"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InputError, match=r"^model: is under torch\.autocast"),
+    ):
         exported(model, **prompt)
     hook = model.model.layers[1].register_forward_hook(lambda module, inputs, out: out * 2)
     with pytest.raises(InputError, match=r"^model: has a hook at model\.layers\.1, "):
@@ -272,7 +335,9 @@ def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported
 
 
 def test_no_field_of_the_configuration_is_ignored(model: PreTrainedModel) -> None:
-    """Every field is served, named here as of no matter, or refused with any value that is not its default."""
+    """Every field is served, named here as of no matter,
+    or refused with any value that is not its default.
+    """
     known, fields = custom_generate._SERVED, {*vars(GenerationConfig())}
     assert known < fields
     for name in sorted(fields - known):
@@ -288,8 +353,14 @@ def snapshot(model: PreTrainedModel) -> Any:
     return (
         model.config.to_json_string(use_diff=False),
         model.config._attn_implementation,
-        [(name, module.training, type(module), len(module._forward_hooks)) for name, module in model.named_modules()],
-        [(name, weight.requires_grad, weight.data_ptr(), weight._version) for name, weight in model.named_parameters()],
+        [
+            (name, module.training, type(module), len(module._forward_hooks))
+            for name, module in model.named_modules()
+        ],
+        [
+            (name, weight.requires_grad, weight.data_ptr(), weight._version)
+            for name, weight in model.named_parameters()
+        ],
         sorted(vars(model)),
         model.generation_config.to_json_string(),
         torch.is_grad_enabled(),
@@ -298,7 +369,9 @@ def snapshot(model: PreTrainedModel) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])
-def test_the_model_is_left_as_it_was(error, model: PreTrainedModel, prompt: BatchEncoding, exported) -> None:
+def test_the_model_is_left_as_it_was(
+    error, model: PreTrainedModel, prompt: BatchEncoding, exported
+) -> None:
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
@@ -327,7 +400,9 @@ def test_the_model_is_left_as_it_was(error, model: PreTrainedModel, prompt: Batc
 
 
 @pytest.mark.slow
-def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEncoding, exported: Generate) -> None:
+def test_changes_of_the_model_are_seen(
+    model: PreTrainedModel, prompt: BatchEncoding, exported: Generate
+) -> None:
     def multiply() -> None:
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(-2)
@@ -339,9 +414,12 @@ def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEnco
     for change in (
         lambda: None,
         multiply,
-        lambda: model.model.layers[1].mlp.down_proj.weight.data[1, 1].add_(50),  # unknown to autograd
+        # unknown to autograd
+        lambda: model.model.layers[1].mlp.down_proj.weight.data[1, 1].add_(50),
         model.float,
-        lambda: setattr(model.model.layers[1].self_attn, "scaling", 3 * model.model.layers[1].self_attn.scaling),
+        lambda: setattr(
+            model.model.layers[1].self_attn, "scaling", 3 * model.model.layers[1].self_attn.scaling
+        ),
         shorten,
     ):
         change()
@@ -358,7 +436,8 @@ def test_changes_of_the_model_are_seen(model: PreTrainedModel, prompt: BatchEnco
     assert len(custom_generate._ADOPTED) == held + 1
     del other
     gc.collect()
-    assert len(custom_generate._ADOPTED) <= held  # a model that is gone takes its second tree with it
+    # a model that is gone takes its second tree with it
+    assert len(custom_generate._ADOPTED) <= held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -369,7 +448,8 @@ def test_a_single_changed_weight_is_seen(dtype: torch.dtype) -> None:
         flat = weight.view(-1)
         found = {int(custom_generate._checksum(weight))}
         for place in (1, flat.numel() // 2, flat.numel() - 1):
-            flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf, dtype=dtype))  # its last bit
+            # its last bit
+            flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf, dtype=dtype))
             found.add(int(custom_generate._checksum(weight)))
             flat[[place - 1, place]] = flat[[place, place - 1]]
             found.add(int(custom_generate._checksum(weight)))
@@ -395,7 +475,9 @@ def test_only_one_thread_is_in_a_step() -> None:
     assert most == [1] * 60
 
 
-def test_a_models_own_folder_has_it_used_by_default(checkpoint: Path, tmp_path: Path, exported: Generate) -> None:
+def test_a_models_own_folder_has_it_used_by_default(
+    checkpoint: Path, tmp_path: Path, exported: Generate
+) -> None:
     """Exported there, ``from_pretrained`` makes ``model.generate`` ours."""
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -403,19 +485,23 @@ def test_a_models_own_folder_has_it_used_by_default(checkpoint: Path, tmp_path: 
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     found, wanted = (
-        each.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, eos_token_id=None) for each in (model, plain)
+        each.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, eos_token_id=None)
+        for each in (model, plain)
     )
     assert torch.equal(found, wanted)
     assert custom_generate._ADOPTED[model][1].heads is not None  # those in its folder draft
 
 
-def test_export_refuses_what_it_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_what_it_cannot_write(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     again, file = tmp_path / "new" / "folder", tmp_path / "file"
     file.touch()
     for _ in range(2):  # what tswift has written, it may write anew
         assert main(["export-generate", str(again)]) == 0
         assert "custom_generate='" in capfd.readouterr().out
-        (again / "custom_generate" / "requirements.txt").write_text("tswift>=0.0.1\n")  # as an older one wrote it
+        # as an older one wrote it
+        (again / "custom_generate" / "requirements.txt").write_text("tswift>=0.0.1\n")
     edited = [again / "custom_generate" / name for name in ("generate.py", "requirements.txt")]
     kept = [each.read_text() for each in edited]
     for mine, text in (None, ""), *zip(edited, kept, strict=True):
@@ -423,7 +509,9 @@ def test_export_refuses_what_it_cannot_write(tmp_path: Path, capfd: pytest.Captu
             mine.write_text(f"{text}# mine\n")
         assert main(["export-generate", str(again if mine else file)]) == 2
         err = capfd.readouterr().err
-        words = f"{mine} is there already, and not as tswift writes it" if mine else "cannot be made"
+        words = (
+            f"{mine} is there already, and not as tswift writes it" if mine else "cannot be made"
+        )
         assert re.fullmatch(rf"tswift: error: [^\n]*{re.escape(words)}[^\n]*\n", err), err
         if mine:
             assert mine.read_text() == f"{text}# mine\n"

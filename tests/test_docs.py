@@ -20,7 +20,9 @@ _PATH = re.compile(r"`((?:src|tests|docs|results|benchmarks|recipes|prompts)/[\w
 
 def _anchors(page: Path) -> set[str]:
     """Anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

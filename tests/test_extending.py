@@ -1,4 +1,6 @@
-"""A made-up filter, method and metric, added where docs/development.md says, are found everywhere."""
+"""A made-up filter, method and metric, added where docs/development.md says,
+are found everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ FILTER = {
     "src/tswift/sampling/parameters.py": [
         (
             "    eta: float = option(",
-            '    floor: float = option(0.0, "Drop logits below it.", panel=_PANEL, off=0.0, least=0, most=99)\n'
+            '    floor: float = option(0.0, "Drop logits below it.", panel=_PANEL, '
+            "off=0.0, least=0, most=99)\n"
             "    eta: float = option(",
         ),
         (
@@ -39,7 +42,8 @@ METRIC = {
     "src/tswift/decoding/stats.py": [
         (
             "    @property\n    def alpha(",
-            "    @property\n    def nodes_per_step(self) -> float:\n        return self.nodes / max(self.passes, 1)\n\n"
+            "    @property\n    def nodes_per_step(self) -> float:\n"
+            "        return self.nodes / max(self.passes, 1)\n\n"
             "    @property\n    def alpha(",
         )
     ],
@@ -47,7 +51,8 @@ METRIC = {
         (
             "METRICS: dict[str, Metric] = {\n",
             "METRICS: dict[str, Metric] = {\n"
-            '    "nodes_per_step": Metric("nodes/step", "nodes / passes", exact=True, gate="nodes", column=True),\n',
+            '    "nodes_per_step": Metric("nodes/step", "nodes / passes", exact=True, '
+            'gate="nodes", column=True),\n',
         )
     ],
 }
@@ -85,7 +90,9 @@ def tswift(tree: Path, *commands: str) -> list[tuple[int, str, str]]:
     """Exit code, standard output and error of each command."""
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "COLUMNS": "200"}
     line = [sys.executable, "-c", _RUN, json.dumps(commands)]
-    done = subprocess.run(line, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        line, cwd=tree, env=environment, capture_output=True, text=True, check=True
+    )
     return [tuple(json.loads(said)) for said in done.stdout.splitlines()]
 
 
@@ -144,7 +151,9 @@ def test_a_metric_is_found_everywhere(tree: Path) -> None:
     assert (first[0], judged[0]) == (0, 0), judged[2]
     assert "nodes/step" in judged[1]
     samples = json.loads((tree / "second" / "bench.json").read_text())["samples"]
-    points = [point for sample in samples if sample["method"] == "medusa" for point in sample["points"]]
+    points = [
+        point for sample in samples if sample["method"] == "medusa" for point in sample["points"]
+    ]
     assert min(point["nodes_per_step"] for point in points) > 1
     assert "nodes_per_step" in (tree / "second" / "bench.csv").read_text().partition("\n")[0]
     assert "nodes/step" in (tree / "second" / "bench.md").read_text()

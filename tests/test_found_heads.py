@@ -43,21 +43,32 @@ def heads_file(path: Path, hidden_size: int) -> Path:
 
 
 @pytest.mark.slow
-def test_installed_heads_are_found_by_the_weights_alone(tiny: Tiny, tmp_path: Path, cache: Path) -> None:
+def test_installed_heads_are_found_by_the_weights_alone(
+    tiny: Tiny, tmp_path: Path, cache: Path
+) -> None:
     made, name = heads_file(tmp_path / "heads.safetensors", 32), str(tiny.model)
     assert load(name).heads is None
     installed = install_heads(name, made)
     assert installed.parent == cache
     moved = tmp_path / "moved"
     shutil.copytree(tiny.model, moved)
-    for model, more in ((name, {}), (str(moved), {}), (name, {"dtype": "bfloat16"}), (name, {"dtype": "float64"})):
+    for model, more in (
+        (name, {}),
+        (str(moved), {}),
+        (name, {"dtype": "bfloat16"}),
+        (name, {"dtype": "float64"}),
+    ):
         loaded = load(model, **more)
         assert loaded.heads_found == installed
         assert str(installed) in loaded.remarks()
         assert loaded.about()["heads"] == "conditioned, 2"
     model = load(name, dtype="float64")
     texts = [
-        [token for step in tswift.generate(model, "the ship", 40, method=method) for token in step.tokens]
+        [
+            token
+            for step in tswift.generate(model, "the ship", 40, method=method)
+            for token in step.tokens
+        ]
         for method in ("ar", "medusa")
     ]
     assert texts[0] == texts[1]
@@ -68,9 +79,14 @@ def test_installed_heads_are_found_by_the_weights_alone(tiny: Tiny, tmp_path: Pa
     assert (named.heads.count, named.heads_found) == (2, None)
 
 
-def test_heads_beside_a_model_come_first_and_none_are_none(checkpoint: Path, tmp_path: Path, cache: Path) -> None:
+def test_heads_beside_a_model_come_first_and_none_are_none(
+    checkpoint: Path, tmp_path: Path, cache: Path
+) -> None:
     install_heads(str(checkpoint), heads_file(tmp_path / "heads.safetensors", 32))
-    assert (load(str(checkpoint)).heads.kind, load(str(checkpoint)).heads_found) == ("chained", None)
+    assert (load(str(checkpoint)).heads.kind, load(str(checkpoint)).heads_found) == (
+        "chained",
+        None,
+    )
     assert load(str(checkpoint), heads="none").heads is None
 
 
@@ -86,7 +102,10 @@ def test_other_weights_have_another_hash(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
-    models = [str(write_gguf(tmp_path / f"{seed}.gguf", tiny_model("llama"), kind)) for seed, kind in enumerate(KINDS)]
+    models = [
+        str(write_gguf(tmp_path / f"{seed}.gguf", tiny_model("llama"), kind))
+        for seed, kind in enumerate(KINDS)
+    ]
     assert checkpoint_hash(models[0]) != checkpoint_hash(models[1])
     size = load(models[0]).target.hidden_size
     installed = install_heads(models[0], heads_file(tmp_path / "made.safetensors", size))
@@ -94,7 +113,9 @@ def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
     assert load(models[0]).heads_found == installed
 
 
-def test_a_run_without_heads_goes_on_without_them(tiny: Tiny, tmp_path: Path, cache: Path, capsys) -> None:
+def test_a_run_without_heads_goes_on_without_them(
+    tiny: Tiny, tmp_path: Path, cache: Path, capsys
+) -> None:
     generate = f"generate --model {tiny.model} --prompt-text ship --quiet"
     assert main([*generate.split(), "--len", "20", "--out", str(tmp_path / "run")]) == 0
     install_heads(str(tiny.model), heads_file(tmp_path / "heads.safetensors", 32))
@@ -108,10 +129,14 @@ def test_what_cannot_be_installed_is_told_in_a_line(
 ) -> None:
     made = heads_file(tmp_path / "heads.safetensors", 32)
     monkeypatch.setattr(loading, "cache_folder", lambda: tmp_path / "missing")
-    with pytest.raises(DecodeError, match=r"^the heads cannot be installed in .* \(No such file or directory\)$"):
+    with pytest.raises(
+        DecodeError, match=r"^the heads cannot be installed in .* \(No such file or directory\)$"
+    ):
         install_heads(str(tiny.model), made)
     monkeypatch.setattr(loading, "cache_folder", lambda: None)
-    with pytest.raises(DecodeError, match=r"^the heads cannot be installed: there is no folder for them$"):
+    with pytest.raises(
+        DecodeError, match=r"^the heads cannot be installed: there is no folder for them$"
+    ):
         install_heads(str(tiny.model), made)
 
 
@@ -119,7 +144,10 @@ def test_a_training_installs_its_heads_and_says_how_they_are_used(
     tiny: Tiny, tmp_path: Path, cache: Path, capsys
 ) -> None:
     out = tmp_path / "out"
-    train = f"train --model {tiny.model} --corpus {tiny.corpus} --seq-len 64 --steps 1 --alpha-tokens 0 --device cpu"
+    train = (
+        f"train --model {tiny.model} --corpus {tiny.corpus} --seq-len 64 --steps 1 --alpha-tokens "
+        "0 --device cpu"
+    )
     assert main([*train.split(), "--out", str(out)]) == 0
     said = capsys.readouterr().err
     assert f"tswift generate --model {tiny.model} --heads {out / 'heads.safetensors'}" in said

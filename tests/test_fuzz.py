@@ -1,4 +1,6 @@
-"""Readers of files from outside, fuzzed: whatever is in the file, it is read or refused in a line, and soon."""
+"""Readers of files from outside, fuzzed: whatever is in the file, it is read or refused in a line,
+and soon.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,16 @@ def test_tokens(here: Path, data: bytes) -> None:
 
 @fuzzed
 @given(change=other_values(), told=st.booleans())
-def test_what_the_header_of_heads_says(here: Path, checkpoint: Path, change: Callable[[Any], Any], told: bool) -> None:
+def test_what_the_header_of_heads_says(
+    here: Path, checkpoint: Path, change: Callable[[Any], Any], told: bool
+) -> None:
     data = (checkpoint / "heads.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     if told:  # of what tswift says there
-        header["__metadata__"]["tswift"] = json.dumps(change(json.loads(header["__metadata__"]["tswift"])))
+        header["__metadata__"]["tswift"] = json.dumps(
+            change(json.loads(header["__metadata__"]["tswift"]))
+        )
     else:
         header = change(header)
     text = json.dumps(header).encode()
@@ -84,7 +90,13 @@ def model(here: Path, checkpoint: Path) -> Path:
     return shutil.copytree(checkpoint, here / "model")
 
 
-WHOLE = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+WHOLE = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors",
+]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +108,16 @@ WHOLE = ["config.json", "generation_config.json", "tokenizer_config.json", "toke
             ("heads.safetensors", lambda path: load_heads(path, 32, torch.float32, CPU)),
             ("config.json", lambda path: read_config(str(path.parent))),
             ("model.safetensors", lambda path: stored_tensors(path.parent)),
-            *((name, lambda path: load(str(path.parent)).encode("The ship had lain three days.")) for name in WHOLE),
+            *(
+                (name, lambda path: load(str(path.parent)).encode("The ship had lain three days."))
+                for name in WHOLE
+            ),
         ],
     ),
 )
-def test_damaged_files(model: Path, checkpoint: Path, name: str, read: Callable[[Path], object]) -> None:
+def test_damaged_files(
+    model: Path, checkpoint: Path, name: str, read: Callable[[Path], object]
+) -> None:
     path = model / name
     made = encode(make_measurement(repeats=2)).encode() if name == "bench.json" else None
     whole = made or (checkpoint / name).read_bytes()

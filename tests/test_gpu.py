@@ -1,4 +1,6 @@
-"""What needs a CUDA device, in order of value: `make gpu` gives them a limited time. Elsewhere they are skipped.
+"""What needs a CUDA device, in order of value: `make gpu` gives them a limited time.
+
+Elsewhere they are skipped.
 
 With GPU_DRY=1 those that can be tried on a CPU, in tiny sizes, with kernels interpreted.
 """
@@ -33,7 +35,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (CUDA or DRY), reason="no 
 cuda_only = pytest.mark.skipif(not CUDA, reason="needs CUDA itself")
 
 # Small ones in a dry run.
-FLOAT = "float64" if DRY else "float32"  # whose passes are not C, which would be compiled for ten seconds
+# whose passes are not C, which would be compiled for ten seconds
+FLOAT = "float64" if DRY else "float32"
 TEXT = 10 if DRY else 2000
 PROMPT = 32 if DRY else 1024
 SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
@@ -41,7 +44,9 @@ SOME = ("ar", "tokenswift") if DRY else tuple(METHODS)  # of the methods
 
 @lru_cache(maxsize=1)  # one model fits anywhere, and its kernels are compiled once
 def bundled(dtype: str, draft: bool = False) -> LoadedModel:
-    return tswift.load("demo", device=DEVICE, dtype=dtype, draft_model="demo-draft" if draft and not DRY else None)
+    return tswift.load(
+        "demo", device=DEVICE, dtype=dtype, draft_model="demo-draft" if draft and not DRY else None
+    )
 
 
 def demo_prompt(model: LoadedModel) -> list[int]:
@@ -49,7 +54,9 @@ def demo_prompt(model: LoadedModel) -> list[int]:
 
 
 def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
-    return tokens_of(list(begin(model, Request(demo_prompt(model), length, method=method, seed=seed)).steps()))[:length]
+    return tokens_of(
+        list(begin(model, Request(demo_prompt(model), length, method=method, seed=seed)).steps())
+    )[:length]
 
 
 def core_missing(model: LoadedModel) -> str:
@@ -61,14 +68,17 @@ def core_missing(model: LoadedModel) -> str:
 @cuda_only
 def test_nothing_of_the_core_is_done_without() -> None:
     model = bundled("float32", draft=True)
-    twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]  # the first one's graphs are gone by the second
+    # the first one's graphs are gone by the second
+    twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]
     assert twice[0] == twice[1]
     assert not core_missing(model)
 
 
 @cuda_only
 def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
-    """Random weights in the shape of Llama 3.1 8B: its layers, kernels and widths are those of the real one."""
+    """Random weights in the shape of Llama 3.1 8B: its layers,
+    kernels and widths are those of the real one.
+    """
     model = tswift.load("shape:llama3.1-8b", device=DEVICE)
     assert "exact" not in model.target.fallbacks
     prompt = random_prompt(1000)
@@ -81,12 +91,16 @@ def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
 
 @cuda_only
 def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
-    """Passes have one width, so nothing rounds otherwise; and the audit sees through another seed's text."""
+    """Passes have one width, so nothing rounds otherwise;
+    and the audit sees through another seed's text.
+    """
     model = bundled("bfloat16")
     assert not core_missing(model)
     assert "exact" not in model.target.fallbacks
     plain = demo_text(model, "ar", TEXT)
-    other = [name for name, method in METHODS.items() if not method.draft and name != "ar-reference"]
+    other = [
+        name for name, method in METHODS.items() if not method.draft and name != "ar-reference"
+    ]
     differ = [name for name in other if demo_text(model, name, TEXT) != plain]
     assert not differ
     prompt, params = demo_prompt(model), SamplingParams(banned=model.eos_ids)  # as `begin` has them
@@ -110,7 +124,9 @@ def plain_text() -> list[int]:
 @cuda_only
 @pytest.mark.parametrize("without", ["graphs", "programs"])
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_replayed_programs_write_the_text_of_others(method: str, without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_programs_write_the_text_of_others(
+    method: str, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the same programs without graphs, and of steps that the host takes launch by launch."""
     model = bundled("float32", draft=True)
     replayed = demo_text(model, method, 500)
@@ -146,24 +162,36 @@ def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
     return case(*shape, dtype=dtype, sharp=sharp, device=DEVICE)
 
 
-def error_of(backend, shape: tuple[int, int, int], prefix: int, nodes: int, dtype, sharp=4.0, tree=True) -> float:
+def error_of(
+    backend, shape: tuple[int, int, int], prefix: int, nodes: int, dtype, sharp=4.0, tree=True
+) -> float:
     """Of a backend, in a tree, or in a chain that it is told of by giving no ancestors."""
-    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=dtype, sharp=sharp)
+    query, keys, values, ancestors, scale = on_device(
+        *shape, prefix, nodes, dtype=dtype, sharp=sharp
+    )
     told = ancestors if tree else None
-    return error(by(backend)(query, keys, values, told, scale), dense(query, keys, values, told, scale))
+    return error(
+        by(backend)(query, keys, values, told, scale), dense(query, keys, values, told, scale)
+    )
 
 
 @cuda_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
-    """Captured at one length, replayed at others; storing the new keys and values is part of the graph."""
+    """Captured at one length, replayed at others;
+    storing the new keys and values is part of the graph.
+    """
     nodes, capacity = 41, 30_100
     query, keys, values, ancestors, scale = on_device(8, 4, 128, 30_000, nodes, dtype=dtype)
     wholes = torch.full((2, 8, capacity, 128), torch.nan, dtype=dtype, device="cuda")
-    new_keys, new_values = (x[:, -nodes:].transpose(0, 1).contiguous().transpose(0, 1) for x in (keys, values))
+    new_keys, new_values = (
+        x[:, -nodes:].transpose(0, 1).contiguous().transpose(0, 1) for x in (keys, values)
+    )
     length = torch.tensor(1000, device="cuda", dtype=torch.int32)
-    run = triton_attention.TritonAttention(Layout(8, 4, dtype, query.device), length, nodes, ancestors)
+    run = triton_attention.TritonAttention(
+        Layout(8, 4, dtype, query.device), length, nodes, ancestors
+    )
 
     def step() -> torch.Tensor:
         triton_attention.TritonAttention.store(*wholes, new_keys, new_values, length)
@@ -191,14 +219,21 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
 
 def test_the_noise_has_the_same_bits_everywhere() -> None:
     tokens = torch.arange(5000)
-    assert torch.equal(noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.to(DEVICE)).cpu())
+    assert torch.equal(
+        noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.to(DEVICE)).cpu()
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "dtype", "prefix", "nodes"),
-    # every combination of model, dtype and nodes is another kernel to compile, of which there is time for a dozen
+    # every combination of model, dtype and nodes is another kernel to compile, of which there is
+    # time for a dozen
     [
-        *(("llama3.1-8b", torch.bfloat16, prefix, nodes) for nodes in (1, 32) for prefix in (20_000, 100_000)),
+        *(
+            ("llama3.1-8b", torch.bfloat16, prefix, nodes)
+            for nodes in (1, 32)
+            for prefix in (20_000, 100_000)
+        ),
         *((model, torch.bfloat16, 100_000, 18) for model in LAYOUTS if model != "llama3.1-8b"),
         ("llama3.1-8b", torch.bfloat16, 100_000, 128),
         *(("qwen2.5-7b", dtype, 20_000, 18) for dtype in (torch.float32, torch.float16)),
@@ -228,17 +263,32 @@ def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start)
     for nodes in (2, 4, 33, 64):
         for tree in (nodes, tree_of(nodes, 3, nodes)):
             assert (
-                odd_nodes(attend, tree, start, torch.bfloat16, (2, 4, 128), nodes=range(0, nodes, 8), made=made) == []
+                odd_nodes(
+                    attend,
+                    tree,
+                    start,
+                    torch.bfloat16,
+                    (2, 4, 128),
+                    nodes=range(0, nodes, 8),
+                    made=made,
+                )
+                == []
             )
 
 
 @pytest.mark.parametrize("nodes", [1, 41])
 def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
-    shape, prefix = ((2, 2, 16), 300) if DRY else ((8, 4, 128), 5000)  # interpreted kernels are slow
-    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=torch.bfloat16, sharp=1.0)
+    # interpreted kernels are slow
+    shape, prefix = ((2, 2, 16), 300) if DRY else ((8, 4, 128), 5000)
+    query, keys, values, ancestors, scale = on_device(
+        *shape, prefix, nodes, dtype=torch.bfloat16, sharp=1.0
+    )
     wants = AttentionSpec(200, 2.0, torch.linspace(-1, 2, len(query), device=query.device))
     out = by(triton_attention.TritonAttention)(query, keys, values, ancestors, scale, wants)
-    assert error(out, dense(query, keys, values, ancestors, scale, wants)) < TRITON_TOLERANCE[torch.bfloat16]
+    assert (
+        error(out, dense(query, keys, values, ancestors, scale, wants))
+        < TRITON_TOLERANCE[torch.bfloat16]
+    )
 
 
 @cuda_only
@@ -246,7 +296,8 @@ def test_triton_never_waits_for_the_device(triton_attention) -> None:
     query, keys, values, ancestors, scale = on_device(2, 6, 128, 5000, 41, dtype=torch.bfloat16)
     layout = Layout(2, 6, torch.bfloat16, query.device)
     length = torch.tensor(5000, device="cuda")
-    triton_attention.TritonAttention(layout, length, 41, ancestors)(query, keys, values, scale)  # compiles
+    # compiles
+    triton_attention.TritonAttention(layout, length, 41, ancestors)(query, keys, values, scale)
     torch.cuda.set_sync_debug_mode("error")
     try:
         triton_attention.TritonAttention(layout, length, 41, ancestors)(query, keys, values, scale)
@@ -271,7 +322,12 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
     texts = [
         tokens_of(
             decode_steps(
-                target, make_drafter(name, target, heads, options, draft), random_prompt(30), params, 3, TEXT // 10
+                target,
+                make_drafter(name, target, heads, options, draft),
+                random_prompt(30),
+                params,
+                3,
+                TEXT // 10,
             )
         )
         for name in SOME

@@ -1,4 +1,6 @@
-"""What is known of a model before it is loaded: sizes, positions, and the free memory it would need."""
+"""What is known of a model before it is loaded: sizes, positions,
+and the free memory it would need.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> Non
 @pytest.mark.parametrize("heads", [None, *HEAD_TYPES])
 def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
     for model in ("shape:tiny", "shape:tied"):
-        seen, loaded = inspect_model(ModelConfig(model=model, heads=heads)), load(model, heads=heads)
+        seen, loaded = (
+            inspect_model(ModelConfig(model=model, heads=heads)),
+            load(model, heads=heads),
+        )
         assert seen.weight_bytes == bytes_of(loaded.target.model)
         assert (seen.heads, seen.heads_bytes) == (loaded.heads.count, bytes_of(loaded.heads))
         assert loaded.heads.count == shapes.HEADS
@@ -60,9 +65,13 @@ def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> 
     from transformers import GPTNeoXConfig
 
     GPTNeoXConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
         max_position_embeddings=128,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    ).save_pretrained(tmp_path)
     seen = inspect_model(ModelConfig(model=str(tmp_path)))
     assert seen.kv_shape.bytes_per_token == 2 * 2 * 8 * 4
     assert (seen.heads, seen.heads_bytes) == (0, 0)
@@ -73,28 +82,53 @@ QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def llama(positions: int, **rope: Any) -> LlamaConfig:
-    settings = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 10}
-    return LlamaConfig(**settings, max_position_embeddings=positions, rope_parameters={"rope_theta": 1e4, **rope})
+    settings = {
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 10,
+    }
+    return LlamaConfig(
+        **settings, max_position_embeddings=positions, rope_parameters={"rope_theta": 1e4, **rope}
+    )
 
 
 # as they are published, or as their model cards say that they are to be changed
 CONFIGS = {
     "Llama 2": (llama(4096, rope_type="default"), 4096),
     "Llama 2 at linear 4": (llama(4096, rope_type="linear", factor=4.0), 16_384),
-    "Yarn Llama 2": (llama(131_072, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096), 131_072),
+    "Yarn Llama 2": (
+        llama(131_072, rope_type="yarn", factor=32.0, original_max_position_embeddings=4096),
+        131_072,
+    ),
     "Qwen2.5 with YaRN": (llama(32_768, **QWEN), 131_072),
     "Qwen3 with YaRN": (llama(40_960, **QWEN), 131_072),
     "YaRN without an original": (llama(32_768, rope_type="yarn", factor=4.0), 131_072),
-    "Llama 3.1": (llama(131_072, **LLAMA3, factor=8.0, original_max_position_embeddings=8192), 131_072),
-    "Llama 3.2": (llama(131_072, **LLAMA3, factor=32.0, original_max_position_embeddings=8192), 131_072),
-    "Llama 3 scaled by hand": (llama(8192, **LLAMA3, factor=8.0, original_max_position_embeddings=8192), 65_536),
+    "Llama 3.1": (
+        llama(131_072, **LLAMA3, factor=8.0, original_max_position_embeddings=8192),
+        131_072,
+    ),
+    "Llama 3.2": (
+        llama(131_072, **LLAMA3, factor=32.0, original_max_position_embeddings=8192),
+        131_072,
+    ),
+    "Llama 3 scaled by hand": (
+        llama(8192, **LLAMA3, factor=8.0, original_max_position_embeddings=8192),
+        65_536,
+    ),
     "nonsense": (llama(4096, rope_type="linear", factor="x"), 4096),
     "more than there is": (llama(4096, rope_type="linear", factor=1e30), 1 << 24),
-    "Gemma 3": (Gemma3TextConfig(max_position_embeddings=131_072, rope_parameters={
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }), 131_072),
-}  # fmt: skip
+    "Gemma 3": (
+        Gemma3TextConfig(
+            max_position_embeddings=131_072,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        131_072,
+    ),
+}
 
 
 @every_row("name", CONFIGS)
@@ -118,11 +152,20 @@ def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, sliding_window=100,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=100,
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    )  # fmt: skip
-    assert probe_attention(MistralForCausalLM(config)).attention_features == "sliding windows of 100 tokens"
+    )
+    assert (
+        probe_attention(MistralForCausalLM(config)).attention_features
+        == "sliding windows of 100 tokens"
+    )
     assert Target(MistralForCausalLM(config)).max_positions == 128
     assert Target(tiny_llama("gqa", torch.float32)).max_positions == 16_384
 
@@ -146,7 +189,11 @@ def test_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert left(monkeypatch, tmp_path, {"proc/meminfo": "MemTotal: 5 kB\n"}) is None
     assert left(monkeypatch, tmp_path, {"proc/meminfo": MEMORY}) == ALL
     # what cannot be made sense of
-    files = {"proc/self/cgroup": "0::/../../x\n", "sys/fs/cgroup/memory.max": "", "sys/fs/cgroup/memory.current": "5"}
+    files = {
+        "proc/self/cgroup": "0::/../../x\n",
+        "sys/fs/cgroup/memory.max": "",
+        "sys/fs/cgroup/memory.current": "5",
+    }
     assert left(monkeypatch, tmp_path, files) == ALL
     (tmp_path / "sys/fs/cgroup/memory.max").unlink()
     (tmp_path / "sys/fs/cgroup/memory.max").mkdir()
@@ -165,7 +212,9 @@ def test_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"jobs/two": ("5000", "1000")}, ALL),
     ],
 )
-def test_version_2(monkeypatch, tmp_path: Path, limits: dict[str, tuple[str, str]], expected: int) -> None:
+def test_version_2(
+    monkeypatch, tmp_path: Path, limits: dict[str, tuple[str, str]], expected: int
+) -> None:
     files = {"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/jobs/one\n"}
     for group, told in limits.items():
         names = zip(("memory.max", "memory.current", "memory.stat"), (*told, STAT), strict=True)
@@ -173,8 +222,11 @@ def test_version_2(monkeypatch, tmp_path: Path, limits: dict[str, tuple[str, str
     assert left(monkeypatch, tmp_path, files) == expected
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(2_000_000, 1_999_500), (9_223_372_036_854_771_712, ALL)])
-@pytest.mark.parametrize("group", ["docker/abc", ""])  # in a container, what the process is told is not what it sees
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(2_000_000, 1_999_500), (9_223_372_036_854_771_712, ALL)]
+)
+# in a container, what the process is told is not what it sees
+@pytest.mark.parametrize("group", ["docker/abc", ""])
 def test_version_1(monkeypatch, tmp_path: Path, limit: int, expected: int, group: str) -> None:
     folder = f"sys/fs/cgroup/memory/{group}"
     files = {

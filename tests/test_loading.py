@@ -1,4 +1,6 @@
-"""What loads: names, dtypes, heads, tokenizers, draft models, the hub; and one line for what does not."""
+"""What loads: names, dtypes, heads, tokenizers, draft models, the hub;
+and one line for what does not.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,26 @@ def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
 @every_row(
     ("name", "dtype"),
     [
-        *(("bf16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("fp32", torch.float32)),
-        *(("fp64", torch.float64), ("torch.bfloat16", torch.bfloat16), (torch.float64, torch.float64)),
+        *(
+            ("bf16", torch.bfloat16),
+            ("fp16", torch.float16),
+            ("half", torch.float16),
+            ("fp32", torch.float32),
+        ),
+        *(
+            ("fp64", torch.float64),
+            ("torch.bfloat16", torch.bfloat16),
+            (torch.float64, torch.float64),
+        ),
     ],
 )
 def test_names_of_dtypes(name: str | torch.dtype, dtype: torch.dtype) -> None:
     assert find_dtype(name) == dtype
 
 
-def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint: Path, tmp_path: Path, tiny_shapes: None) -> None:
+def test_a_dtype_that_is_not_the_checkpoints_is_said(
+    checkpoint: Path, tmp_path: Path, tiny_shapes: None
+) -> None:
     model = changed(checkpoint, tmp_path / "m", dtype="bfloat16")
     for dtype, note in (
         ("auto", ", checkpoint in bfloat16"),
@@ -76,29 +89,52 @@ def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
     loaded = load(str(checkpoint), device="cpu", dtype="float64", yarn=4, exact=False)
     assert loaded.target.max_positions == 4 * 4096
     assert loaded.remarks().endswith("4 times its positions by YaRN")
-    scaling = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 4096}
-    stated = changed(checkpoint, tmp_path / "stated", rope_parameters=scaling, max_position_embeddings=4 * 4096)
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    }
+    stated = changed(
+        checkpoint, tmp_path / "stated", rope_parameters=scaling, max_position_embeddings=4 * 4096
+    )
     text = loaded.encode("The ship had lain three days becalmed,") * 600
     assert len(text) > 4200
-    theirs = AutoModelForCausalLM.from_pretrained(stated, dtype=torch.float64)(torch.tensor([text])).logits[0]
+    theirs = AutoModelForCausalLM.from_pretrained(stated, dtype=torch.float64)(
+        torch.tensor([text])
+    ).logits[0]
     kv = FullKV(loaded.target.kv_shape, len(text))
-    ours = torch.cat([loaded.target.logits(part.hidden) for part in chunks(loaded.target, text, kv)])
+    ours = torch.cat(
+        [loaded.target.logits(part.hidden) for part in chunks(loaded.target, text, kv)]
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     refuse(stated, "yarn: the model has rotary embeddings of type yarn$", "yarn", yarn=2)
     refuse(str(checkpoint), "yarn: must be above 1 and at most 1,024, got 1$", "yarn", yarn=1)
 
 
-def test_close_names_are_suggested(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_names_are_suggested(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(checkpoint, tmp_path / "my-llama")
     (tmp_path / "my-lame").mkdir()  # no model
     monkeypatch.chdir(tmp_path)
     for name in ("my-lama", "./my-lama", str(tmp_path / "my-lama")):
         refuse(name, f"^model: there is no folder '{name}'; did you mean my-llama\\?$")
     refuse("dmeo", r"there is no folder 'dmeo'; did you mean demo\?$")
-    refuse("my-llama", r"there is no folder 'my-lama'; did you mean my-llama\?$", "draft_model", draft_model="my-lama")
+    refuse(
+        "my-llama",
+        r"there is no folder 'my-lama'; did you mean my-llama\?$",
+        "draft_model",
+        draft_model="my-lama",
+    )
     refuse("shape:lama3.1-8b", r"no shape 'lama3.1-8b'; there are .*; did you mean llama3.1-8b\?$")
-    for heads, meant in (("conditoned", "conditioned"), ("my-llama/head.safetensors", "heads.safetensors")):
-        refuse("my-llama", rf"there is no file {heads}; did you mean {meant}\?$", "heads", heads=heads)
+    for heads, meant in (
+        ("conditoned", "conditioned"),
+        ("my-llama/head.safetensors", "heads.safetensors"),
+    ):
+        refuse(
+            "my-llama", rf"there is no file {heads}; did you mean {meant}\?$", "heads", heads=heads
+        )
     refuse("my-llama", "there is no file x.bin$", "heads", heads="x.bin")
 
 
@@ -112,7 +148,9 @@ def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Pa
     assert default.kind == "chained"
     refuse(model, "there is no file", "heads", heads="chained")
     refuse(model, "there are no heads in", "heads", heads=str(checkpoint / "model.safetensors"))
-    refuse(model, "is broken or no safetensors file", "heads", heads=str(checkpoint / "config.json"))
+    refuse(
+        model, "is broken or no safetensors file", "heads", heads=str(checkpoint / "config.json")
+    )
     own.rename(tmp_path / "elsewhere")
     assert load(model).heads is None
     assert load(model, heads=tmp_path / "elsewhere").heads is not None
@@ -129,7 +167,9 @@ def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
         read_config(str(tmp_path))
 
 
-def test_a_tokenizer_with_another_limit(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_with_another_limit(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, path = changed(checkpoint, tmp_path / "m"), tmp_path / "m" / "tokenizer_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_max_length": 4}))
@@ -145,7 +185,12 @@ def test_a_tokenizer_with_another_limit(checkpoint: Path, tmp_path: Path, capfd:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with the vocabulary of ``checkpoint``, half as wide."""
-    changes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    changes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
+    }
     folder = make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
     (folder / "heads.safetensors").write_bytes(b"what lies beside a draft model is not read")
     return folder
@@ -153,7 +198,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_model_comes_as_the_target_does(checkpoint: Path, small: Path, dtype: str) -> None:
-    loaded = load(str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small), draft_weights="none")
+    loaded = load(
+        str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small), draft_weights="none"
+    )
     assert loaded.draft is not None
     assert (loaded.draft.dtype, loaded.draft.device) == (loaded.target.dtype, loaded.target.device)
     assert (loaded.draft.hidden_size, loaded.draft.max_positions) == (16, 64)
@@ -166,19 +213,30 @@ def test_a_draft_model_without_a_tokenizer_or_of_a_shape(
     checkpoint: Path, small: Path, tmp_path: Path, tiny_shapes: None
 ) -> None:
     folder = shutil.copytree(small, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
-    for model, draft in ((str(checkpoint), str(folder)), ("shape:tiny", "shape:tied"), ("shape:tiny", str(small))):
+    for model, draft in (
+        (str(checkpoint), str(folder)),
+        ("shape:tiny", "shape:tied"),
+        ("shape:tiny", str(small)),
+    ):
         loaded = load(model, dtype="float32", draft_model=draft)
         assert loaded.draft is not None
-        assert (loaded.draft.vocab_size, loaded.draft.dtype) == (loaded.target.vocab_size, torch.float32)
+        assert (loaded.draft.vocab_size, loaded.draft.dtype) == (
+            loaded.target.vocab_size,
+            torch.float32,
+        )
 
 
 def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> None:
     def refuse_draft(draft: object, match: str) -> None:
         refuse(str(checkpoint), match, "draft_model", draft_model=draft)  # type: ignore[arg-type]
 
-    refuse_draft(str(make_checkpoint(tmp_path / "n", vocab_size=321)), "has a vocabulary of 321, .* has 320$")
+    refuse_draft(
+        str(make_checkpoint(tmp_path / "n", vocab_size=321)), "has a vocabulary of 321, .* has 320$"
+    )
     folder = shutil.copytree(small, tmp_path / "m")
-    train_tokenizer(["other words, other tokens: zig zag zig zag"] * 9 + SENTENCES, 320).save_pretrained(folder)
+    train_tokenizer(
+        ["other words, other tokens: zig zag zig zag"] * 9 + SENTENCES, 320
+    ).save_pretrained(folder)
     other = r"has another vocabulary than .*: '.*' has (no )?id ?\d* there, (no )?id ?\d* here$"
     refuse_draft(str(folder), other)
     refuse_draft(3, r"^draft_model: must be a text, got 3$")
@@ -186,7 +244,10 @@ def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> Non
     refuse_draft(" ", "there is no folder")
     refuse_draft("shape:llama3.1-8b", "has random weights")
     config = json.loads((folder / "config.json").read_text())
-    for change, match in (({"kv_lora_rank": 8}, "latent attention"), ({"hidden_size": 20}, "of shape .* makes it")):
+    for change, match in (
+        ({"kv_lora_rank": 8}, "latent attention"),
+        ({"hidden_size": 20}, "of shape .* makes it"),
+    ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         refuse_draft(str(folder), match)
 
@@ -198,22 +259,32 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-def test_a_hub_that_cannot_be_reached_is_not_tried_again(online: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_that_cannot_be_reached_is_not_tried_again(
+    online: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     verbosity, began = hub_logging.get_verbosity(), time.monotonic()
     with hub():
         assert is_offline_mode()
         assert hub_logging.get_verbosity() == logging.CRITICAL
     assert not is_offline_mode()
     assert hub_logging.get_verbosity() == verbosity
-    with pytest.raises(InputError, match=r"^model: no folder 'nobody/nothing', and the hub is unreachable$"):
+    with pytest.raises(
+        InputError, match=r"^model: no folder 'nobody/nothing', and the hub is unreachable$"
+    ):
         read_config("nobody/nothing")
     assert time.monotonic() - began < 5  # its client would have tried for 23 s
     assert capfd.readouterr().err == ""
 
 
 def test_no_product_on_cuda_has_fewer_digits_than_its_numbers() -> None:
-    """Though the environment of an image for GPUs says so: rotary positions beyond 2,048 would be rounded."""
-    flags = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    """Though the environment of an image for GPUs says so:
+    rotary positions beyond 2,048 would be rounded.
+    """
+    flags = (
+        "allow_tf32",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    )
     matmul = torch.backends.cuda.matmul
     before = [getattr(matmul, flag) for flag in flags]
     try:

@@ -92,7 +92,9 @@ DAMAGES = {  # half of a library comes last: who loads it crashes
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_library_that_does_not_fit_its_hash_is_not_loaded(tmp_path: Path, source: Path, damage: str) -> None:
+def test_a_library_that_does_not_fit_its_hash_is_not_loaded(
+    tmp_path: Path, source: Path, damage: str
+) -> None:
     assert again(source, "ANSWER=6") == 6
     (path,) = kept(tmp_path)
     sound = path.read_bytes()
@@ -105,7 +107,9 @@ def test_a_library_that_does_not_fit_its_hash_is_not_loaded(tmp_path: Path, sour
 
 
 @pytest.mark.parametrize("left", [None, b"", b"\xff"])
-def test_a_library_without_a_sound_hash_is_made_anew(tmp_path: Path, source: Path, left: bytes | None) -> None:
+def test_a_library_without_a_sound_hash_is_made_anew(
+    tmp_path: Path, source: Path, left: bytes | None
+) -> None:
     """As after a power cut between the two."""
     assert again(source, "ANSWER=6") == 6
     (path,) = kept(tmp_path)
@@ -117,7 +121,9 @@ def test_a_library_without_a_sound_hash_is_made_anew(tmp_path: Path, source: Pat
     assert digest.read_bytes() == sound
 
 
-def test_content_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path: Path, source: Path) -> None:
+def test_content_is_on_the_disk_before_it_has_its_name(
+    monkeypatch, tmp_path: Path, source: Path
+) -> None:
     """Otherwise a power cut leaves the name with half a library, which crashes who runs it."""
     synced: set[int] = set()
     sync, replace = os.fsync, Path.replace
@@ -163,7 +169,9 @@ def anothers(cache: Path) -> None:
     os.chown(cache / "tswift", 12_345, -1)
 
 
-@pytest.mark.parametrize("unsafe", [writable_by_others, in_a_folder_where_others_rename, a_link, anothers])
+@pytest.mark.parametrize(
+    "unsafe", [writable_by_others, in_a_folder_where_others_rename, a_link, anothers]
+)
 def test_code_that_others_could_plant_is_not_loaded(
     monkeypatch, tmp_path: Path, source: Path, unsafe: Callable[[Path], None]
 ) -> None:
@@ -175,7 +183,9 @@ def test_code_that_others_could_plant_is_not_loaded(
     assert again(source, "ANSWER=6") == 6
 
 
-def test_where_neither_folder_is_the_users_nothing_is_kept(monkeypatch, tmp_path: Path, source: Path) -> None:
+def test_where_neither_folder_is_the_users_nothing_is_kept(
+    monkeypatch, tmp_path: Path, source: Path
+) -> None:
     for unsafe in (tmp_path / "cache" / "tswift", in_its_place(tmp_path)):
         unsafe.mkdir(parents=True)
         unsafe.chmod(0o777)
@@ -228,7 +238,9 @@ def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path: Path, broken: bool) -> None:
+def test_a_models_own_head_size_is_built_before_it_is_loaded(
+    monkeypatch, tmp_path: Path, broken: bool
+) -> None:
     """And no other; where that fails it is told, and not found out in a pass."""
     built, compiled = [], native_build._compile
 
@@ -243,7 +255,9 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
     model = str(make_checkpoint(tmp_path / "m", head_dim=32))
     assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
     if broken:
-        with pytest.raises(InputError, match="attention: native attention needs another C compiler: broken"):
+        with pytest.raises(
+            InputError, match="attention: native attention needs another C compiler: broken"
+        ):
             load(model, device="cpu", dtype="float32", attention="native")
     assert set(built) == {"-DWIDTH=32"}
 

@@ -26,7 +26,16 @@ from tswift.options import (
 )
 from tswift.sampling.parameters import SamplingParams
 
-KINDS = (SamplingParams, DraftOptions, ModelConfig, RunConfig, AuditConfig, CompareConfig, BenchOptions, Plan)
+KINDS = (
+    SamplingParams,
+    DraftOptions,
+    ModelConfig,
+    RunConfig,
+    AuditConfig,
+    CompareConfig,
+    BenchOptions,
+    Plan,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,11 @@ class Example:
         ({"share": 0}, "share: must be above 0 and below 1, got 0"),
         ({"share": float("nan")}, "share: must be above 0 and below 1, got nan"),
         ({"share": "x"}, "share: must be a number, got 'x'"),
-        ({"share": 1 << 70}, "share: must be a number below 2^62, or have a decimal point, got 1180591620717411303424"),
+        (
+            {"share": 1 << 70},
+            "share: must be a number below 2^62, or have a decimal point, got "
+            "1180591620717411303424",
+        ),
         ({"endless": float("inf")}, "endless: must be at least 0, got inf"),
         ({"large": -1}, "large: must be at least 0, got -1"),
         ({"large": 1 << 41}, "large: must be at most 1,099,511,627,776, got 2199023255552"),
@@ -97,7 +110,9 @@ def test_every_option_says_what_it_is_and_its_default_is_in_range(kind: type) ->
 
 
 def test_a_filter_says_what_turns_it_off() -> None:
-    assert {name: option_of(SamplingParams, name).off for name in ("min_p", "eta", "top_k", "top_p")} == {
+    assert {
+        name: option_of(SamplingParams, name).off for name in ("min_p", "eta", "top_k", "top_p")
+    } == {
         **{"min_p": 0.0, "eta": 0.0, "top_k": 0, "top_p": 1.0},
     }
     assert option_of(SamplingParams, "penalty").off is None
@@ -130,7 +145,11 @@ def test_options_of_parts_go_by_their_names() -> None:
     made = changed(Whole(), {"count": 5, "more": 0})
     assert (made.example, made.more, made.given) == (Example(count=5), 0, {"count", "more"})
     other = changed(made, {"share": 0.25, "more": 2})
-    assert (other.example, other.more, other.given) == (Example(count=5, share=0.25), 2, {"count", "share", "more"})
+    assert (other.example, other.more, other.given) == (
+        Example(count=5, share=0.25),
+        2,
+        {"count", "share", "more"},
+    )
     with pytest.raises(InputError, match=r"^count: must be between 1 and 9, got 10"):
         changed(made, {"count": 10})
 

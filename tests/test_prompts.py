@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
-ROWS = re.findall(r"^\| `(.+?)` \| .+? \| (\d+) \| (\d+) \| ([\d,]+) \|$", (PROMPTS / "README.md").read_text(), re.M)
+ROWS = re.findall(
+    r"^\| `(.+?)` \| .+? \| (\d+) \| (\d+) \| ([\d,]+) \|$",
+    (PROMPTS / "README.md").read_text(),
+    re.M,
+)
 
 
 def test_every_prompt_has_a_row_and_one_is_long_enough_for_a_prefill_of_8192_tokens() -> None:

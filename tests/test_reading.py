@@ -26,7 +26,9 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "some"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(InputError, match=r"x: .*/some is too large, more than 9 bytes are not read"):
+    with pytest.raises(
+        InputError, match=r"x: .*/some is too large, more than 9 bytes are not read"
+    ):
         read_file(path, 9, "x")
     if Path("/proc/self/maps").exists():  # says that it has no bytes
         with pytest.raises(InputError, match=r"x: /proc/self/maps is too large"):
@@ -61,7 +63,9 @@ def test_other_words_for_a_file_that_is_missing(tmp_path: Path) -> None:
 
 def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    writer = threading.Thread(target=lambda: (os.write(writing, b"12"), os.write(writing, b"345"), os.close(writing)))
+    writer = threading.Thread(
+        target=lambda: (os.write(writing, b"12"), os.write(writing, b"345"), os.close(writing))
+    )
     writer.start()
     assert read_file(Path(f"/dev/fd/{reading}"), 5) == b"12345"
     writer.join()

@@ -1,10 +1,11 @@
-"""What this project does on a GPU, in one call within nine minutes: ``make gpu`` (development only).
+"""What this project does on a GPU, in one call within nine minutes:
+``make gpu`` (development only).
 
     python -m benchmarks.gpu --out runs/gpu/out --seconds 530
     python -m benchmarks.gpu --dry              # tiny shapes on the CPU: does it run at all?
 
-One process writes reports and archives; others measure, and append every figure to one file at once, so that nothing is
-lost when one of them is killed.
+One process writes reports and archives; others measure, and append every figure to one file at
+once, so that nothing is lost when one of them is killed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FIGURES = "figures.jsonl"
-SPOILED = 3  # exit code of a probe in which a capture has failed: another process goes on where it stopped
+# exit code of a probe in which a capture has failed: another process goes on where it stopped
+SPOILED = 3
 LEAST = 10.0  # seconds; with less left no section is begun
 GRACE = 15.0  # seconds beyond its time after which a section is killed
 # In order of value, with the most seconds that each may take.
@@ -29,8 +31,8 @@ SECTIONS = {
     "shapes": 90.0,
     "generate": 45.0,
 }
-# Of first contact: the most seconds of each probe, and how many processes ask it, each with empty caches. The first one
-# tells most, and is over within 90 seconds.
+# Of first contact: the most seconds of each probe, and how many processes ask it, each with empty
+# caches. The first one tells most, and is over within 90 seconds.
 PROBES = {
     "model": (90.0, 1),
     "setitem": (20.0, 1),

@@ -1,4 +1,6 @@
-"""The command: runs the sections in processes of their own, and after each writes the report and the archives."""
+"""The command: runs the sections in processes of their own,
+and after each writes the report and the archives.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ class Session:
 
     def states(self) -> dict[str, str]:
         """How the sections ended that have."""
-        return {figure["section"]: figure["state"] for figure in self.figures() if figure["table"] == "ended"}
+        return {
+            figure["section"]: figure["state"]
+            for figure in self.figures()
+            if figure["table"] == "ended"
+        }
 
     def end(self, section: str, state: str) -> None:
         """Note how a section ended."""
@@ -68,11 +74,15 @@ class Session:
         content = {**self.about, "dry": self.dry, "sections": states, "figures": self.figures()}
         if (self.work / _SAID).exists():
             shutil.copy(self.work / _SAID, self.out / _SAID)
-        for name, text in (("gpu.json", json.dumps(content, indent=0)), ("gpu.md", markdown(content))):
+        for name, text in (
+            ("gpu.json", json.dumps(content, indent=0)),
+            ("gpu.md", markdown(content)),
+        ):
             (self.work / name).write_text(text)
             shutil.copy(self.work / name, self.out / name)
         archive(self.out / "gpu.tgz", self.work, self.work.iterdir())
-        with suppress(FileNotFoundError):  # files come and go while a process works; the last report has them all
+        with suppress(FileNotFoundError):
+            # files come and go while a process works; the last report has them all
             archive(self.out / "cache.tgz", self.work, (self.work / "cache").rglob("*"))
 
 
@@ -91,10 +101,15 @@ def archive(target: Path, root: Path, paths: Any) -> None:
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The report of a run: targets, then every table of figures, as they were written."""
-    parts = ["# tswift on a GPU" + (" (dry run: tiny shapes on a CPU, which say nothing)" if content["dry"] else "")]
+    parts = [
+        "# tswift on a GPU"
+        + (" (dry run: tiny shapes on a CPU, which say nothing)" if content["dry"] else "")
+    ]
     parts.append(f"```sh\n{content['command']}\n```")
     groups: dict[str, list[dict[str, Any]]] = {
-        "Sections": [{"section": name, "state": state} for name, state in content["sections"].items()],
+        "Sections": [
+            {"section": name, "state": state} for name, state in content["sections"].items()
+        ],
         "Targets": targets(content["figures"]),
     }
     for figure in content["figures"]:
@@ -109,16 +124,39 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def targets(figures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Issue 17's targets beside the worst that was measured of each, on the first shape that was."""
-    passes = [figure for figure in figures if (figure["section"], figure["table"]) == ("passes", "passes")]
+    """Issue 17's targets beside the worst that was measured of each,
+    on the first shape that was.
+    """
+    passes = [
+        figure for figure in figures if (figure["section"], figure["table"]) == ("passes", "passes")
+    ]
     verify = {(row["context"], row["nodes"]): row for row in passes if row["kind"] == "verify"}
-    plain, wide = ({at: row["ms"] for (at, nodes), row in verify.items() if nodes == count} for count in (1, 32))
-    texts = [row for row in figures if row["table"] == "integrated from steps" and row["method"] == "tokenswift"]
+    plain, wide = (
+        {at: row["ms"] for (at, nodes), row in verify.items() if nodes == count}
+        for count in (1, 32)
+    )
+    texts = [
+        row
+        for row in figures
+        if row["table"] == "integrated from steps" and row["method"] == "tokenswift"
+    ]
     measured = [
-        ("AR step / its floor", 1.2, [row["x"] for (_, nodes), row in verify.items() if nodes == 1]),
-        ("verification of 32 nodes / AR step", 1.2, [wide[at] / plain[at] for at in wide if at in plain]),
+        (
+            "AR step / its floor",
+            1.2,
+            [row["x"] for (_, nodes), row in verify.items() if nodes == 1],
+        ),
+        (
+            "verification of 32 nodes / AR step",
+            1.2,
+            [wide[at] / plain[at] for at in wide if at in plain],
+        ),
         ("draft pass / its floor", 1.3, [row["x"] for row in passes if row["kind"] == "draft"]),
-        ("idle, ms per step", 0.1, [row["idle ms"] for row in figures if row["table"] == "idle" and "idle ms" in row]),
+        (
+            "idle, ms per step",
+            0.1,
+            [row["idle ms"] for row in figures if row["table"] == "idle" and "idle ms" in row],
+        ),
         ("100,000 tokens at alpha 0.9, integrated, s", 220, [row["seconds"] for row in texts[:1]]),
     ]
     return [
@@ -137,24 +175,49 @@ def environment(session: Session) -> dict[str, str]:
     folder = session.work.resolve()
     own = {"HF_HUB_OFFLINE": "1", "GPU_FOLDER": str(folder), "TSWIFT_TRACEBACK": "1"}
     own |= {name: str(folder / "cache" / name.partition("_")[0].lower()) for name in CACHES}
-    dry = {"GPU_DRY": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if session.dry else {}
+    dry = (
+        {"GPU_DRY": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if session.dry else {}
+    )
     return {**os.environ, **own, **dry}
 
 
 def run_tests(session: Session, log: IO[bytes]) -> None:
-    """Run the tests of equality, and note their outcomes; when their time is up they are interrupted as by Ctrl-C."""
+    """Run the tests of equality, and note their outcomes;
+    when their time is up they are interrupted as by Ctrl-C.
+    """
     found = session.work / "equality.xml"
     found.unlink(missing_ok=True)
     seconds = min(SECTIONS["equality"], session.left()) - GRACE
-    tests = ["pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v", "-m", "gpu", "tests/test_gpu.py"]
+    tests = [
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-v",
+        "-m",
+        "gpu",
+        "tests/test_gpu.py",
+    ]
     limit = ["timeout", "--signal=INT", f"--kill-after={GRACE}", f"{seconds:.0f}"]
     line = [*limit, sys.executable, "-m", *tests, f"--junitxml={found}"]
-    code = subprocess.run(line, stdout=log, stderr=log, env=environment(session), check=False).returncode
+    code = subprocess.run(
+        line, stdout=log, stderr=log, env=environment(session), check=False
+    ).returncode
     passed = False
     for case in ElementTree.parse(found).iter("testcase") if found.exists() else ():
-        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        outcome, why = ("passed", "") if wrong is None else (wrong.tag, wrong.get("message", "")[:200])
-        about = {"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time", 0)), "why": why}
+        wrong = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
+        outcome, why = (
+            ("passed", "") if wrong is None else (wrong.tag, wrong.get("message", "")[:200])
+        )
+        about = {
+            "test": case.get("name"),
+            "outcome": outcome,
+            "seconds": float(case.get("time", 0)),
+            "why": why,
+        }
         note(session.work, "equality", "tests", **about)
         passed |= outcome == "passed"
     ends = {0: "done" if passed else "failed: no test has passed", 2: "cut short", 124: "cut short"}
@@ -162,7 +225,8 @@ def run_tests(session: Session, log: IO[bytes]) -> None:
 
 
 def run_probes(session: Session) -> str:
-    """Run every probe of first contact in processes of its own, and report after each; returns how the section ended.
+    """Run every probe of first contact in processes of its own, and report after each;
+    returns how the section ended.
 
     A failed capture may spoil a process: then another asks the rest.
     """
@@ -183,12 +247,22 @@ def run_probes(session: Session) -> str:
 
 def asking(session: Session, probe: str) -> list[str]:
     """The process that asks a probe."""
-    line = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.first_contact", "--folder", str(session.work)]
+    line = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.gpu.first_contact",
+        "--folder",
+        str(session.work),
+    ]
     return [*line, *(["--dry"] if session.dry else []), probe]
 
 
 def _run_probe(session: Session, name: str, limit: float, empty: bool) -> str:
-    """Run one probe, perhaps with empty caches of compiled kernels; what it says is in a file at once."""
+    """Run one probe, perhaps with empty caches of compiled kernels;
+    what it says is in a file at once.
+    """
     started = time.time()
     with (session.work / _SAID).open("a") as file, TemporaryDirectory() as folder:
         print(f"== {name}", file=file, flush=True)
@@ -209,12 +283,23 @@ def _run_probe(session: Session, name: str, limit: float, empty: bool) -> str:
 def command(session: Session, sections: Sequence[str]) -> list[str]:
     """The process that measures some sections."""
     until = ["--until", str(session.deadline - _RESERVE), *(["--dry"] if session.dry else [])]
-    return [sys.executable, "-m", "benchmarks.gpu.measure", "--folder", str(session.work), *until, *sections]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.measure",
+        "--folder",
+        str(session.work),
+        *until,
+        *sections,
+    ]
 
 
 def run_process(session: Session, sections: Sequence[str], log: IO[bytes]) -> None:
-    """Measure some sections in one process, until it ends or the deadline comes; report whenever one of them ends."""
-    # a group of its own, to be killed with all that it starts; no session of its own, which would outlive us
+    """Measure some sections in one process, until it ends or the deadline comes;
+    report whenever one of them ends.
+    """
+    # a group of its own, to be killed with all that it starts; no session of its own, which would
+    # outlive us
     own: dict[str, Any] = {"env": environment(session), "preexec_fn": os.setpgrp}
     process = subprocess.Popen(command(session, sections), stdout=log, stderr=log, **own)
     ended = len(session.states())
@@ -236,7 +321,9 @@ def run_process(session: Session, sections: Sequence[str], log: IO[bytes]) -> No
 
 
 def run_sections(session: Session, sections: Sequence[str]) -> None:
-    """Run sections, each within its time; one that ends its process is noted, and the next one runs."""
+    """Run sections, each within its time; one that ends its process is noted,
+    and the next one runs.
+    """
     with (session.work / "gpu.log").open("wb") as log:
         while waiting := [name for name in sections if name not in session.states()]:
             if session.left() < LEAST + GRACE:
@@ -254,20 +341,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description="Test and measure this GPU; see benchmarks/gpu."
     )
-    parser.add_argument("--work", type=Path, default=Path("runs/gpu"), help="folder of all files, caches included")
-    parser.add_argument("--out", type=Path, help="folder of what is handed back (default: out in --work)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/gpu"), help="folder of all files, caches included"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder of what is handed back (default: out in --work)"
+    )
     parser.add_argument("--seconds", type=float, default=530, help="all that may be taken")
     parser.add_argument("--only", help=f"some of {','.join(SECTIONS)}")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU: does it run at all?")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny shapes on the CPU: does it run at all?"
+    )
     parser.add_argument("--commit", default="", help="the commit, where there is no git repository")
     parser.add_argument("--cache", type=Path, help="cache.tgz of an earlier run")
     args = parser.parse_args(argv)
     names = args.only.split(",") if args.only else list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--only: no section {unknown[0]}; there are {', '.join(SECTIONS)}")
-    words = shlex.join(["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)])
+    words = shlex.join(
+        ["python", "-m", "benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)]
+    )
     about = {"command": words, "commit": args.commit, "cache": str(args.cache or "")}
-    session = Session(args.work, args.out or args.work / "out", args.dry, BEGAN + args.seconds, about)
+    session = Session(
+        args.work, args.out or args.work / "out", args.dry, BEGAN + args.seconds, about
+    )
     for folder in (session.work / "cache", session.out):
         folder.mkdir(parents=True, exist_ok=True)
     if args.cache:
@@ -277,7 +374,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     (session.work / _SAID).unlink(missing_ok=True)
     run_sections(session, [name for name in SECTIONS if name in names])
     print((session.out / "gpu.md").read_text())
-    return 1 if any(state.startswith(("failed", "killed")) for state in session.states().values()) else 0
+    return (
+        1
+        if any(state.startswith(("failed", "killed")) for state in session.states().values())
+        else 0
+    )
 
 
 if __name__ == "__main__":

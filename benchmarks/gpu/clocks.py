@@ -1,4 +1,6 @@
-"""Clocks of the device, and what it did between two moments; imports PyTorch alone, so that a probe begins at once."""
+"""Clocks of the device, and what it did between two moments; imports PyTorch alone,
+so that a probe begins at once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 
 Key = TypeVar("Key")
 
-_BRIDGE = 5.0  # microseconds; kernels that are queued already follow each other faster, and no host is that fast
+# microseconds; kernels that are queued already follow each other faster, and no host is that fast
+_BRIDGE = 5.0
 
 
 def interleaved(
@@ -19,8 +22,9 @@ def interleaved(
 ) -> dict[Key, float]:
     """Median seconds that each of several runs keeps the device busy, in rounds of one of each.
 
-    On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and the time between a
-    run's two events is the device's own. A run must not wait for the device itself.
+    On CUDA nothing is waited for before all are queued: the host is ahead of the device then, and
+    the time between a run's two events is the device's own. A run must not wait for the device
+    itself.
     """
     cuda = device.type == "cuda"
 
@@ -65,7 +69,9 @@ def replayed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
-    """What a CUDA device did during a run: name, beginning and end in microseconds of each kernel and copy."""
+    """What a CUDA device did during a run: name,
+    beginning and end in microseconds of each kernel and copy.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -80,7 +86,9 @@ def kernels(run: Callable[[], Any], device: torch.device) -> list[tuple[str, flo
 
 
 def covered(intervals: Iterable[tuple[float, float]], bridge: float = _BRIDGE) -> float:
-    """Length of what the intervals cover together, and of the gaps of at most ``bridge`` between them."""
+    """Length of what the intervals cover together,
+    and of the gaps of at most ``bridge`` between them.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         begin = reached if start - reached <= bridge else start

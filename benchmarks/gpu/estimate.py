@@ -1,8 +1,8 @@
 """Estimated time of passes, steps and texts on an H200: a cost model, nothing of it measured.
 
-A pass is priced by the bytes that it reads, its operations and its launches; a step by its passes, its sampler and the
-time in which the device waits for the host. Default nodes and tiles are read from the code. What is guessed stands in
-the constants and in :data:`DESIGNS`.
+A pass is priced by the bytes that it reads, its operations and its launches; a step by its passes,
+its sampler and the time in which the device waits for the host. Default nodes and tiles are read
+from the code. What is guessed stands in the constants and in :data:`DESIGNS`.
 
     python -m benchmarks.gpu.estimate --shape llama3.1-8b --alpha 0.9
 """
@@ -25,11 +25,13 @@ from tswift.forward.passes import sizes
 from tswift.models.checkpoint import SHAPES, shape_config, skeleton
 from tswift.models.shapes import Shape, shape_of
 
-# Rates of an H200, bytes or operations per second. All but the published ones are guesses from an H100's.
+# Rates of an H200, bytes or operations per second. All but the published ones are guesses from an
+# H100's.
 PUBLISHED = MACHINES["h200"]
 ACHIEVED = 4.3e12  # of the memory, by a good kernel
 KEYS = 3.9e12  # of the memory, by the attention of one node
-L2 = 6.0e12  # least certain of all; of partial results, and of keys that several blocks of rows read
+# least certain of all; of partial results, and of keys that several blocks of rows read
+L2 = 6.0e12
 ATTENTION_FLOPS = 560e12
 PRODUCT_FLOPS = 600e12  # of products over many rows
 OWN_FLOPS = 450e12  # of products over many rows by our own kernel
@@ -48,17 +50,21 @@ HEADS = 3
 DEPTH = 4  # most tokens drafted along a path
 SAMPLER_BYTES = 20.0  # per logit: two bytes read twice; noise in float64 takes as long as 16 more
 SAMPLER_KERNELS = 3
-DRAFT_TAIL = 26 + 3  # after the draft pass, in its graph: heads, warping, and the ranking of candidates
-WALKING = 6e-6  # seconds by which two kernels that lay a tree out and walk it exceed small ones: loads that wait
+# after the draft pass, in its graph: heads, warping, and the ranking of candidates
+DRAFT_TAIL = 26 + 3
+# seconds by which two kernels that lay a tree out and walk it exceed small ones: loads that wait
+WALKING = 6e-6
 BUDGET = 4096  # keys that a draft pass reads
-# Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's tree is a guess.
+# Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's
+# tree is a guess.
 BLOCK_LAYERS = 5
 BLOCK_KERNELS = 600
 FEWER_BLOCK_KERNELS = 100  # if its layers were joined as the model's are
 DRAFT_VOCABULARY = 32_768  # tokens that heads with such a vocabulary may draft; 32,000 is EAGLE-3's
 BLOCK_HOST = 0.3e-3
 PROMPT_ROWS = 512
-LAUNCH = 9.2e-3 / 17 / 32  # that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
+# that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
+LAUNCH = 9.2e-3 / 17 / 32
 PROMPT_KERNELS = 11  # of a layer
 
 
@@ -67,13 +73,14 @@ class Design:
     """How a pass is made of kernels.
 
     Attributes:
-        shares: of ACHIEVED that products of attention and MLP reach; None where ``ramp`` says what they take.
+        shares: of ACHIEVED that products of attention and MLP reach; None where ``ramp`` says what
+            they take.
         ramp: seconds of a product in which memory is not read yet, or no longer.
-        parts: sums in float32 that a product of queries, keys and values, of attention's output, and of MLP's leaves
-            for the kernel behind it.
+        parts: sums in float32 that a product of queries, keys and values, of attention's output,
+            and of MLP's leaves for the kernel behind it.
         small: kernels of a layer that are neither products nor attention.
-        gap: seconds between kernels of a layer that depend on each other; but for the attention's first, and outside of
-            layers, where it is :data:`GAP`.
+        gap: seconds between kernels of a layer that depend on each other; but for the attention's
+            first, and outside of layers, where it is :data:`GAP`.
         wide_text: whether what was generated is taken up in wide passes.
         commit: kernels that complete a tree, walk it and commit.
         plain_commit: the same in plain decoding.
@@ -107,7 +114,9 @@ class Design:
 
     @property
     def gaps(self) -> float:
-        """Seconds of a layer's: one for each kernel; within a single one all programs wait for each other as often."""
+        """Seconds of a layer's: one for each kernel;
+        within a single one all programs wait for each other as often.
+        """
         return (4 + self.merging + max(self.small, 3)) * self.gap + max(self.gap, GAP)
 
 
@@ -144,12 +153,16 @@ def products(shape: Shape, design: Design, rows: int, bits: int) -> float:
     if design.shares is not None:
         return bits / 8 / ACHIEVED * (narrow / design.shares[0] + wide / design.shares[1])
     outputs = zip(design.parts, (joined, shape.hidden_size, shape.hidden_size), strict=True)
-    sums = sum(2 * 4 * max(16, rows) * parts * count for parts, count in outputs)  # written and read, in float32
+    # written and read, in float32
+    sums = sum(2 * 4 * max(16, rows) * parts * count for parts, count in outputs)
     return bits / 8 * whole / ACHIEVED + 4 * design.ramp + sums / L2
 
 
-def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: int = 16) -> dict[str, float]:
-    """Seconds of the parts of a pass over ``nodes`` nodes and ``context`` tokens, its logits included.
+def pass_parts(
+    shape: Shape, design: Design, context: float, nodes: int, bits: int = 16
+) -> dict[str, float]:
+    """Seconds of the parts of a pass over ``nodes`` nodes and ``context`` tokens,
+    its logits included.
 
     ``bits`` are of the layers' weights.
     """
@@ -157,13 +170,15 @@ def pass_parts(shape: Shape, design: Design, context: float, nodes: int, bits: i
     lm_head = shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
     weights = shape.layers * products(shape, design, nodes, bits) + lm_head
     rows = nodes * shape.query_heads // shape.kv_heads
-    tile = triton.configuration(rows, triton.head_width(shape.head_dim), shape.itemsize, 9)  # of a Hopper
+    # of a Hopper
+    tile = triton.configuration(rows, triton.head_width(shape.head_dim), shape.itemsize, 9)
     reads = -(-rows // tile.rows)  # blocks of rows, each of which reads all keys
     keys = context * shape.kv_bytes / shape.layers
     reading = keys / KEYS if reads == 1 else max(keys / KEYS, reads * keys / L2)
     multiplying = 4 * context * nodes * shape.query_heads * shape.head_dim / ATTENTION_FLOPS
     _, chunks = triton.chunking(shape.kv_heads, nodes, int(context))
-    merging = 2 * chunks * rows * shape.kv_heads * shape.head_dim * 4 / L2  # partial results, written and read
+    # partial results, written and read
+    merging = 2 * chunks * rows * shape.kv_heads * shape.head_dim * 4 / L2
     attention = max(LEAST_ATTENTION, reading, multiplying) + merging
     beside = design.beside + (PACKING if nodes > 1 else 0)
     return {
@@ -191,21 +206,26 @@ def plain_parts(shape: Shape, vocabulary: int, design: Design, context: float) -
     return parts | {"sampler, commit": beside, "idle": design.plain_idle}
 
 
-def verification(shape: Shape, vocabulary: int, design: Design, context: float, nodes: int) -> float:
+def verification(
+    shape: Shape, vocabulary: int, design: Design, context: float, nodes: int
+) -> float:
     """Seconds of a program that verifies a tree."""
     size = next(size for size in sizes(nodes) if size >= nodes)
     beside = sampler(vocabulary, nodes) + design.committing(design.commit)
     return sum(pass_parts(shape, design, context, size).values()) + beside
 
 
-def drafting(shape: Shape, design: Design, context: float, bits: int = 16, share: float = 1.0) -> float:
+def drafting(
+    shape: Shape, design: Design, context: float, bits: int = 16, share: float = 1.0
+) -> float:
     """Seconds of a draft by heads: a pass over the partial cache, and what follows.
 
     They draft a ``share`` of all tokens, whose rows of the LM head alone are read.
     """
     heads = HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED
     spared = (1 - share) * shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
-    kernels = DRAFT_TAIL + (2 if share < 1 else 0)  # their logits are spread out among those of all tokens
+    # their logits are spread out among those of all tokens
+    kernels = DRAFT_TAIL + (2 if share < 1 else 0)
     tail = kernels * (GAP + SMALL) + 0.02e-3 + heads - spared
     return sum(pass_parts(shape, design, min(BUDGET, context), 1, bits).values()) + tail
 
@@ -213,21 +233,33 @@ def drafting(shape: Shape, design: Design, context: float, bits: int = 16, share
 def block_step(
     shape: Shape, vocabulary: int, design: Design, context: float, nodes: int, kernels: int
 ) -> tuple[float, float]:
-    """Seconds of a step of ``block`` with a drafter of DSpark's, and what its bytes take at the published rate."""
+    """Seconds of a step of ``block`` with a drafter of DSpark's,
+    and what its bytes take at the published rate.
+    """
     layer = (shape.read - shape.lm_head) / shape.layers
     drafter = (BLOCK_LAYERS * layer + shape.lm_head) * shape.itemsize
     draft = drafter / (0.85 * ACHIEVED) + kernels * (GAP + SMALL) + IDLE
     floor = drafter / PUBLISHED.bandwidth + float(pass_seconds(shape, PUBLISHED, context, 1))
-    return draft + verification(shape, vocabulary, design, context, nodes) + IDLE + BLOCK_HOST, floor
+    return draft + verification(
+        shape, vocabulary, design, context, nodes
+    ) + IDLE + BLOCK_HOST, floor
 
 
 def forwarded(shape: Shape, design: Design, start: int, stop: int, rows: int) -> float:
-    """Seconds of forwarding a text from ``start`` to ``stop`` in passes of so many rows, launched in one go each."""
+    """Seconds of forwarding a text from ``start`` to ``stop`` in passes of so many rows,
+    launched in one go each.
+    """
     middle = (start + stop) / 2
     if rows > MAX_WIDTH:  # a prompt's, bound by operations
         multiplying = 2 * (shape.read - shape.lm_head) * rows / PRODUCT_FLOPS
-        attention = 4 * middle * rows * shape.query_heads * shape.head_dim * shape.layers / ATTENTION_FLOPS
-        return (stop - start) / rows * max(multiplying + attention, PROMPT_KERNELS * shape.layers * LAUNCH)
+        attention = (
+            4 * middle * rows * shape.query_heads * shape.head_dim * shape.layers / ATTENTION_FLOPS
+        )
+        return (
+            (stop - start)
+            / rows
+            * max(multiplying + attention, PROMPT_KERNELS * shape.layers * LAUNCH)
+        )
     return (stop - start) / rows * sum(pass_parts(shape, design, middle, rows).values())
 
 
@@ -237,14 +269,17 @@ def taken_up(shape: Shape, design: Design, start: int, stop: int, nodes: int) ->
         return forwarded(shape, design, start, stop, nodes)
     rows, middle, heads = PROMPT_ROWS, (start + stop) / 2, shape.query_heads * shape.head_dim
     groups = shape.query_heads // shape.kv_heads
-    tile = triton.configuration(MAX_WIDTH * groups, triton.head_width(shape.head_dim), shape.itemsize, 9)
+    tile = triton.configuration(
+        MAX_WIDTH * groups, triton.head_width(shape.head_dim), shape.itemsize, 9
+    )
     # a node's newest keys, for which it has a program whose rows are mostly empty
     tails = (MAX_WIDTH + 1.5 * tile.keys) * tile.rows / groups
     multiplying = 4 * (middle + tails) * rows * heads * shape.layers / ATTENTION_FLOPS
     blocks = rows / MAX_WIDTH
     reading = blocks * middle * shape.kv_bytes / KEYS
     _, chunks = triton.chunking(shape.kv_heads, MAX_WIDTH, int(middle))
-    merging = 2 * chunks * rows * heads * 4 * shape.layers / ACHIEVED  # partial results, written and read
+    # partial results, written and read
+    merging = 2 * chunks * rows * heads * 4 * shape.layers / ACHIEVED
     one = 2 * (shape.read - shape.lm_head) * rows / OWN_FLOPS + max(multiplying, reading) + merging
     launching = (PROMPT_KERNELS - 2 + 2 * blocks) * shape.layers * LAUNCH
     return (stop - start) / rows * max(one, launching)
@@ -260,10 +295,15 @@ def table_of_parts(shape: Shape, vocabulary: int, context: int) -> list[dict[str
     ]
     whole = {name: 1e3 * sum(parts.values()) for name, parts in columns.items()}
     rows.append({"part": "together"} | {name: f"{each:.2f}" for name, each in whole.items()})
-    return [*rows, {"part": "of the floor"} | {name: f"{each / floor:.2f}" for name, each in whole.items()}]
+    return [
+        *rows,
+        {"part": "of the floor"} | {name: f"{each / floor:.2f}" for name, each in whole.items()},
+    ]
 
 
-def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, prefill: int) -> list[dict[str, Any]]:
+def table_of_texts(
+    shape: Shape, vocabulary: int, alpha: float, tokens: int, prefill: int
+) -> list[dict[str, Any]]:
     """What a text takes, and what targets ask of it, for every design."""
     nodes = usual_nodes(torch.device("cuda"), shape.query_heads // shape.kv_heads)
     contexts = [prefill + tokens * (index + 0.5) / 100 for index in range(100)]
@@ -271,7 +311,9 @@ def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, pre
     columns: dict[str, dict[str, float]] = {}
     for design in DESIGNS:
         verify = mean(verification(shape, vocabulary, design, each, nodes) for each in contexts)
-        plain = mean(sum(plain_parts(shape, vocabulary, design, each).values()) for each in contexts)
+        plain = mean(
+            sum(plain_parts(shape, vocabulary, design, each).values()) for each in contexts
+        )
         draft, cheap, trimmed, both = (
             mean(drafting(shape, design, each, bits, share) for each in contexts)
             for share in (1.0, DRAFT_VOCABULARY / vocabulary)
@@ -305,7 +347,9 @@ def table_of_texts(shape: Shape, vocabulary: int, alpha: float, tokens: int, pre
 
 def main() -> None:
     """Parse, estimate, print."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.estimate", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu.estimate", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--alpha", type=float, default=0.9)
     parser.add_argument("--tokens", type=int, default=100_000)
@@ -319,7 +363,11 @@ def main() -> None:
         print(f"\nA plain step over {context:,} tokens, ms\n")
         print(tables.markdown(table_of_parts(shape, config.vocab_size, context)))
     print("\nTexts; means over their length\n")
-    print(tables.markdown(table_of_texts(shape, config.vocab_size, args.alpha, args.tokens, args.prefill)))
+    print(
+        tables.markdown(
+            table_of_texts(shape, config.vocab_size, args.alpha, args.tokens, args.prefill)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.first_contact --folder runs/gpu [--dry] model
 
-Every probe is a process of its own, as a failed capture may spoil one. It prints what it finds, tracebacks in full, and
-notes it as figures. In a dry run the model is tiny and on the CPU, and what needs CUDA graphs says so.
+Every probe is a process of its own, as a failed capture may spoil one. It prints what it finds,
+tracebacks in full, and notes it as figures. In a dry run the model is tiny and on the CPU, and what
+needs CUDA graphs says so.
 """
 
 from __future__ import annotations
@@ -85,11 +86,25 @@ def setitem(asked: Asked) -> None:
     """Is ``x[int] = number`` legal in a capture? (What the drafters' window does instead is.)"""
     places = torch.zeros(9, dtype=torch.bool, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
-    for what, run in (("x[int] = number", _set_element(places)), ("x[a:b].fill_", places[3:4].zero_)):
-        asked.note("setitem", what=f"{what}, asked not to wait", outcome=_outcome(lambda run=run: run() and None))
+    for what, run in (
+        ("x[int] = number", _set_element(places)),
+        ("x[a:b].fill_", places[3:4].zero_),
+    ):
+        asked.note(
+            "setitem",
+            what=f"{what}, asked not to wait",
+            outcome=_outcome(lambda run=run: run() and None),
+        )
     torch.cuda.set_sync_debug_mode("default")
-    for what, run in (("x[a:b].fill_", places[3:4].zero_), ("x[int] = number", _set_element(places))):
-        asked.note("setitem", what=f"{what} in a capture", outcome=_outcome(lambda run=run: _capture(run) and None))
+    for what, run in (
+        ("x[a:b].fill_", places[3:4].zero_),
+        ("x[int] = number", _set_element(places)),
+    ):
+        asked.note(
+            "setitem",
+            what=f"{what} in a capture",
+            outcome=_outcome(lambda run=run: _capture(run) and None),
+        )
 
 
 def _set_element(places: Tensor) -> Callable[[], None]:
@@ -123,17 +138,26 @@ def inference(asked: Asked) -> None:
     with torch.inference_mode():
         first = _outcome(lambda: float(_capture(lambda: ones * 2)[0]))
     asked.note("inference", what="in inference mode", outcome=first)
-    asked.note("inference", what="outside, after it", outcome=_outcome(lambda: float(_capture(lambda: ones * 2)[0])))
+    asked.note(
+        "inference",
+        what="outside, after it",
+        outcome=_outcome(lambda: float(_capture(lambda: ones * 2)[0])),
+    )
 
 
 @_on_cuda
 def commit(asked: Asked) -> None:
-    """What moving a step's tokens takes in a cache of more than 2^31 bytes: PyTorch's kernels, and ours."""
+    """What moving a step's tokens takes in a cache of more than 2^31 bytes: PyTorch's kernels,
+    and ours.
+    """
     from tswift.attention.sdpa import Attention
     from tswift.attention.triton import TritonAttention
 
     cache = torch.zeros(32, 8, _SLOTS, 128, dtype=torch.bfloat16, device="cuda")
-    length, path = torch.tensor(_SLOTS - 100, device="cuda"), torch.arange(_MOVED, device="cuda") * 2
+    length, path = (
+        torch.tensor(_SLOTS - 100, device="cuda"),
+        torch.arange(_MOVED, device="cuda") * 2,
+    )
     for move in (Attention.keep, TritonAttention.keep):
         run = partial(move, cache, cache, length, path, torch.tensor([_MOVED], device="cuda"))
         run()
@@ -142,7 +166,9 @@ def commit(asked: Asked) -> None:
 
 
 def products(asked: Asked) -> None:
-    """What skinny products reach by rows, cuBLAS's and ours, and whether split sums are reduced in bfloat16."""
+    """What skinny products reach by rows, cuBLAS's and ours,
+    and whether split sums are reduced in bfloat16.
+    """
     made = {"dtype": torch.bfloat16, "device": asked.device}
     for name, (out, width) in _PRODUCTS.items():
         if asked.dry:
@@ -182,7 +208,9 @@ def model(asked: Asked) -> None:
 
 
 def bits(asked: Asked) -> None:
-    """The bits of exact passes, in a process with empty caches of compiled kernels: they are to be the same in all."""
+    """The bits of exact passes, in a process with empty caches of compiled kernels:
+    they are to be the same in all.
+    """
     from benchmarks.gpu import first_texts
 
     first_texts.load_shape(asked, "qwen3-4b")

@@ -1,4 +1,6 @@
-"""First contact of a model with a GPU: it is loaded, with its own checks, and every method writes a text."""
+"""First contact of a model with a GPU: it is loaded, with its own checks,
+and every method writes a text.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.gpu.first_contact import Asked
 
 _METHODS = ("ar", "tokenswift", "medusa", "block", "auto", "cascade", "recall")
-_DRAFTERS = {"dspark": _METHODS, "eagle3": ("ar", "eagle")}  # a model has one; texts are compared within
+# a model has one; texts are compared within
+_DRAFTERS = {"dspark": _METHODS, "eagle3": ("ar", "eagle")}
 
 
 def load_shape(asked: Asked, shape: str, **how: Any) -> LoadedModel:
@@ -30,21 +33,28 @@ def load_shape(asked: Asked, shape: str, **how: Any) -> LoadedModel:
     if asked.dry:
         add_tiny_shapes()
     started = time.perf_counter()
-    model = load(SHAPE_PREFIX + ("tiny-llama" if asked.dry else shape), device=str(asked.device), **how)
+    model = load(
+        SHAPE_PREFIX + ("tiny-llama" if asked.dry else shape), device=str(asked.device), **how
+    )
     if asked.dry:  # decode as on a GPU, by programs, without the slow interpreter
         from tests.forward.test_passes import LengthOnDevice
 
         model.target.backend = LengthOnDevice
     about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact")}
-    why_not = {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
+    why_not = {
+        "inexact": model.target.fallbacks.get("exact"),
+        "graphs": model.target.fallbacks.graph_fault,
+    }
     asked.note("loaded", **about, **why_not, seconds=time.perf_counter() - started)
     return model
 
 
 def meet(asked: Asked) -> None:
-    """The 8B shape with published drafters' shapes: its own checks, and 120 tokens by every kind of draft.
+    """The 8B shape with published drafters' shapes: its own checks,
+    and 120 tokens by every kind of draft.
 
-    What an earlier process has noted is not done again; where a capture fails, another process has to go on.
+    What an earlier process has noted is not done again; where a capture fails, another process has
+    to go on.
     """
     tokens, prompt = (12, 60) if asked.dry else (120, 4096)
     rows = [row for row in figures(asked.folder) if row["table"] == "methods"]
@@ -54,7 +64,8 @@ def meet(asked: Asked) -> None:
         if not left:
             continue
         loaded = load_shape(asked, "llama3.1-8b", drafter=drafter)
-        checked = spoiled(loaded)  # then by the checks of the model itself, as in every other process
+        # then by the checks of the model itself, as in every other process
+        checked = spoiled(loaded)
         ids = [index * 7919 % (loaded.target.vocab_size - 256) for index in range(prompt + 1)]
         for method in left:
             row: dict[str, Any] = {"drafter": drafter, "method": method}

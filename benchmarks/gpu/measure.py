@@ -57,9 +57,11 @@ def shapes(run: Run) -> None:
 
 
 def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> None:
-    """Milliseconds of a pass and its logits beside its floor, and of the draft pass over a partial cache.
+    """Milliseconds of a pass and its logits beside its floor,
+    and of the draft pass over a partial cache.
 
-    Verification passes have the model's fixed width; at the first context they are also timed without one.
+    Verification passes have the model's fixed width; at the first context they are also timed
+    without one.
     """
     target = run.model(name).target
     nodes = tuple(count for count in nodes if count <= (target.width or count))
@@ -69,24 +71,38 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
     contexts = tuple(context for context in contexts if context + most <= slots)
     if not contexts:
         return run.note("left out", why=f"{name}: too little memory for any cache")
-    full, part = FullKV(target.kv_shape, max(contexts) + most), PartialKV(target.kv_shape, run.scale.budget)
+    full, part = (
+        FullKV(target.kv_shape, max(contexts) + most),
+        PartialKV(target.kv_shape, run.scale.budget),
+    )
     loose = FullKV(target.kv_shape, contexts[0] + most)
     started = time.perf_counter()
     for kv, limit in ((full, most), (part, 1), (loose, most)):
         noisy(kv)
-        with patch.object(target, "width", None if kv is loose else target.width):  # as with --no-exact
+        with patch.object(target, "width", None if kv is loose else target.width):
+            # as with --no-exact
             target.prepare(kv, limit)
     synchronize(target.device)
-    run.note("prepared", shape=name, seconds=time.perf_counter() - started, graphs=target.fallbacks.graph_fault)
+    run.note(
+        "prepared",
+        shape=name,
+        seconds=time.perf_counter() - started,
+        graphs=target.fallbacks.graph_fault,
+    )
     shape = shape_of(target.model, target.dtype.itemsize)
     for context in contexts:
         if run.late():
             return None
-        runs = {("verify", context, count): probe.one_pass(target, full, count, context) for count in nodes}
+        runs = {
+            ("verify", context, count): probe.one_pass(target, full, count, context)
+            for count in nodes
+        }
         if context == contexts[0]:
             runs["draft", run.scale.budget, 1] = probe.one_pass(target, part, 1, run.scale.budget)
             for count in nodes:
-                runs["verify, any width", context, count] = probe.one_pass(target, loose, count, context)
+                runs["verify, any width", context, count] = probe.one_pass(
+                    target, loose, count, context
+                )
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
             floor = float(pass_seconds(shape, run.machine, held, 1))
             about = {"shape": name, "kind": kind, "context": held, "nodes": count}
@@ -108,7 +124,10 @@ def steps(run: Run) -> None:
     ]
     for method, nodes, exact, some in cases:
         per_token: dict[int, float] = {}
-        about = {"method": method if exact else f"{method}, --no-exact", "nodes": nodes or "default"}
+        about = {
+            "method": method if exact else f"{method}, --no-exact",
+            "nodes": nodes or "default",
+        }
         about["simulated alpha"] = None if method == "ar" else ALPHA
         for context in some:
             if run.late():
@@ -122,7 +141,13 @@ def steps(run: Run) -> None:
             run.tidy()
         if len(per_token) > 1:
             seconds = integrated(per_token, begun, TOKENS)
-            run.note("integrated from steps", **about, contexts=len(per_token), prefill=begun, seconds=seconds)
+            run.note(
+                "integrated from steps",
+                **about,
+                contexts=len(per_token),
+                prefill=begun,
+                seconds=seconds,
+            )
 
 
 def _prompt(run: Run, target: Target, tokens: int, exact: bool, written: bool) -> None:
@@ -136,11 +161,20 @@ def _prompt(run: Run, target: Target, tokens: int, exact: bool, written: bool) -
             prefill(target, ids, kv, 0 if written else None)
             synchronize(target.device)
             seconds = time.perf_counter() - started
-    run.note("prompt", tokens=tokens, exact=exact, written=written, wide=target.wide_text, seconds=seconds)
+    run.note(
+        "prompt",
+        tokens=tokens,
+        exact=exact,
+        written=written,
+        wide=target.wide_text,
+        seconds=seconds,
+    )
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
-    """Median milliseconds of a decode's next steps, after some that are not counted, and means of what they did."""
+    """Median milliseconds of a decode's next steps, after some that are not counted,
+    and means of what they did.
+    """
     steps = decode.steps()
     for _ in range(max(2, run.scale.steps // 3)):
         next(steps)
@@ -154,7 +188,9 @@ def _timed(run: Run, decode: Generation) -> dict[str, float]:
 
 
 def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> float:
-    """Seconds of a text from those per token at some contexts: straight lines between them, and beyond the last one."""
+    """Seconds of a text from those per token at some contexts: straight lines between them,
+    and beyond the last one.
+    """
     contexts = sorted(per_token)
     seconds = [per_token[context] for context in contexts]
     slope = max(0.0, (seconds[-1] - seconds[-2]) / (contexts[-1] - contexts[-2]))
@@ -173,15 +209,26 @@ def simulated(run: Run) -> None:
         last = tokens >= length or run.late()
         if last or tokens - shown >= length // 10:
             shown, seconds = tokens, time.perf_counter() - started
-            run.note("simulated", alpha=ALPHA, tokens=tokens, steps=count, seconds=seconds, rate=tokens / seconds)
+            run.note(
+                "simulated",
+                alpha=ALPHA,
+                tokens=tokens,
+                steps=count,
+                seconds=seconds,
+                rate=tokens / seconds,
+            )
         if last:
             break
 
 
 def generate(run: Run) -> None:
-    """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled, at the same context."""
+    """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled,
+    at the same context.
+    """
     name, context = SHAPE_PREFIX + run.scale.main, run.scale.peer
-    decode = at_context(run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY)
+    decode = at_context(
+        run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY
+    )
     ours = _timed(run, decode)["ms"]
     run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)
     del decode
@@ -223,21 +270,27 @@ def main() -> int:
     transformers_logging.set_verbosity_error()
     if args.dry:
         add_tiny_shapes()
-    run = Run(args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda"))
+    run = Run(
+        args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda")
+    )
     run.machine = measure_machine(run.device, torch.bfloat16)
     run.note("environment", **{**environment(run.device), **asdict(run.machine)})
     for name in args.sections:
         if args.until - time.time() < LEAST:
             break
         run.section, run.until = name, min(args.until, time.time() + SECONDS[name])
-        faulthandler.dump_traceback_later(run.until - time.time() + GRACE, exit=True)  # it hangs then
+        # it hangs then
+        faulthandler.dump_traceback_later(run.until - time.time() + GRACE, exit=True)
         run.note("begun")
         started, state = time.time(), "done"
         try:
             SECTIONS[name](run)
         except Exception as error:
             traceback.print_exc()
-            state = f"failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            state = (
+                f"failed: {type(error).__name__}: "
+                f"{(str(error).strip().splitlines() or [''])[0][:300]}"
+            )
         run.note("ended", seconds=time.time() - started, state=state)
         if run.spoiled:  # a new process goes on
             return 1

@@ -1,4 +1,6 @@
-"""Where the time goes: idle gaps, kernels of a pass, memory rates, tiles of the attention, products, the sampler."""
+"""Where the time goes: idle gaps, kernels of a pass, memory rates, tiles of the attention,
+products, the sampler.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def measure(run: Run) -> None:
 
 
 def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
-    """A pass of so many nodes over the first ``length`` tokens of a cache, and its logits; ready to be queued."""
+    """A pass of so many nodes over the first ``length`` tokens of a cache, and its logits;
+    ready to be queued.
+    """
     tree = DraftTree(5)
     for node in range(1, nodes):  # two to a level
         tree.grow(max(0, node - 1 - (node - 1) % 2), 6 + node, "given")
@@ -91,8 +95,14 @@ def idle(run: Run) -> None:
         if run.device.type == "cuda":
             seen = kernels(partial(_take, steps, _PROFILED), run.device)
             busy = covered((start, end) for _, start, end in seen) / 1e6 / _PROFILED
-            figures = {"busy ms": 1e3 * busy, "idle ms": 1e3 * (wall - busy), "kernels": len(seen) / _PROFILED}
-        run.note("idle", method=method, context=context, ms=1e3 * wall, **figures, layers=model.layers)
+            figures = {
+                "busy ms": 1e3 * busy,
+                "idle ms": 1e3 * (wall - busy),
+                "kernels": len(seen) / _PROFILED,
+            }
+        run.note(
+            "idle", method=method, context=context, ms=1e3 * wall, **figures, layers=model.layers
+        )
 
 
 def _take(steps: Iterator[Any], count: int) -> None:
@@ -116,7 +126,9 @@ def by_kernel(run: Run) -> None:
             times[name] += end - start
             often[name] += 1
         for name, us in times.most_common(_NAMED):
-            run.note("kernels", context=context, nodes=nodes, kernel=name[:80], count=often[name], us=us)
+            run.note(
+                "kernels", context=context, nodes=nodes, kernel=name[:80], count=often[name], us=us
+            )
 
 
 def memory(run: Run) -> None:
@@ -148,7 +160,9 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
-    contexts = (max(run.scale.contexts), min(run.scale.contexts)) if run.device.type == "cuda" else (60,)
+    contexts = (
+        (max(run.scale.contexts), min(run.scale.contexts)) if run.device.type == "cuda" else (60,)
+    )
     made = {"dtype": dtype, "device": run.device}
     keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
     for nodes, tile in product(counts, tried):
@@ -162,7 +176,11 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
                 return
             length = torch.tensor(context, dtype=torch.int32, device=run.device)
             about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
-            chosen = (lambda *_, tile=tile: backend.Configuration(*tile)) if tile else backend.configuration
+            chosen = (
+                (lambda *_, tile=tile: backend.Configuration(*tile))
+                if tile
+                else backend.configuration
+            )
             try:
                 with patch.object(backend, "configuration", chosen):
                     attend = backend.TritonAttention(layout, length, nodes, ancestors)
@@ -179,7 +197,11 @@ def products(run: Run) -> None:
     config = shape_config(SHAPE_PREFIX + run.scale.main)
     hidden, inner = config.hidden_size, config.intermediate_size
     kv = hidden // config.num_attention_heads * config.num_key_value_heads
-    joined = {"gate+up": (2 * inner, hidden), "down": (hidden, inner), "qkv": (hidden + 2 * kv, hidden)}
+    joined = {
+        "gate+up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "qkv": (hidden + 2 * kv, hidden),
+    }
     alone = {"q": (hidden, hidden), "k": (kv, hidden), "gate": (inner, hidden)}
     sizes = {**joined, "o": (hidden, hidden), "lm_head": (config.vocab_size, hidden), **alone}
     made = {"dtype": torch.bfloat16, "device": run.device}
@@ -201,7 +223,9 @@ def _multiply(x: Tensor, weights: Tensor) -> None:
 
 
 def sampler(run: Run) -> None:
-    """Microseconds of drawing a token after every node of a tree: by the wall with its wait, and on the device."""
+    """Microseconds of drawing a token after every node of a tree: by the wall with its wait,
+    and on the device.
+    """
     vocabulary = shape_config(SHAPE_PREFIX + run.scale.main).vocab_size
     for nodes in (*run.scale.nodes[:1], 4, *run.scale.nodes[1:]):  # 4: levels of a tree
         sampler = Sampler(SamplingParams(banned=(3,)), 0, vocabulary, run.device)
@@ -221,5 +245,9 @@ def sampler(run: Run) -> None:
                 sampler.fuse(torch.bfloat16)
             rows = partial(sampler.draw_rows, logits, tokens, tokens, ancestors)
             run.note(
-                "sampler", nodes=nodes, what=f"rows, {what}", us=1e6 * replayed(rows, run.device), why=sampler.fault
+                "sampler",
+                nodes=nodes,
+                what=f"rows, {what}",
+                us=1e6 * replayed(rows, run.device),
+                why=sampler.fault,
             )

@@ -1,4 +1,6 @@
-"""What the measuring sections share: how much is measured, the model at hand, and decodes at any context."""
+"""What the measuring sections share: how much is measured, the model at hand,
+and decodes at any context.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Scale:
 
     main: str = "llama3.1-8b"  # shape of which everything is measured
     others: tuple[str, ...] = ("yarn-llama2-7b-128k", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-1.5b")
-    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)  # tokens, in order of value
+    # tokens, in order of value
+    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)
     nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
     tree: int = 32  # nodes of the pass whose kernels are looked at
     step_nodes: tuple[int | None, ...] = (None, 16)  # --nodes of real steps; None for the default
@@ -71,10 +74,19 @@ DRY = Scale(
 
 def add_tiny_shapes() -> None:
     """Make the shapes of a dry run known."""
-    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 4096}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 4096,
+    }
     for name, kv_heads in (("tiny-llama", 2), ("tiny-mha", 4)):
         SHAPES[name] = LlamaConfig(
-            **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv_heads, dtype="bfloat16"
+            **sizes,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            dtype="bfloat16",
         )
 
 
@@ -87,7 +99,9 @@ class Run:
         self._model: LoadedModel | None = None
 
     def late(self, seconds: float = 0.0) -> bool:
-        """Whether fewer seconds are left to the section; it is noted then that something is left out."""
+        """Whether fewer seconds are left to the section;
+        it is noted then that something is left out.
+        """
         if self.until - time.time() < seconds:
             self.note("left out", why="its time was up")
             return True
@@ -103,7 +117,8 @@ class Run:
             self.drop_model()
             started = time.perf_counter()
             self._model = model = load(SHAPE_PREFIX + name, device=str(self.device))
-            if self.device.type == "cpu":  # decode as on a GPU, by programs, without the slow interpreter
+            if self.device.type == "cpu":
+                # decode as on a GPU, by programs, without the slow interpreter
                 from tests.forward.test_passes import LengthOnDevice
 
                 model.target.backend = LengthOnDevice
@@ -111,8 +126,14 @@ class Run:
             with torch.inference_mode():  # hidden states are as long as the root of their size
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
             synchronize(model.target.device)
-            about = {key: model.about()[key] for key in ("name", "dtype", "attention", "layers", "exact", "heads")}
-            about |= {"inexact": model.target.fallbacks.get("exact"), "graphs": model.target.fallbacks.graph_fault}
+            about = {
+                key: model.about()[key]
+                for key in ("name", "dtype", "attention", "layers", "exact", "heads")
+            }
+            about |= {
+                "inexact": model.target.fallbacks.get("exact"),
+                "graphs": model.target.fallbacks.graph_fault,
+            }
             self.note("loaded", **about, seconds=time.perf_counter() - started)
         return self._model
 
@@ -141,19 +162,32 @@ def spoiled(model: LoadedModel) -> bool:
 
 
 def at_context(
-    model: LoadedModel, method: str, context: int, length: int, nodes: int | None = None, **settings: Any
+    model: LoadedModel,
+    method: str,
+    context: int,
+    length: int,
+    nodes: int | None = None,
+    **settings: Any,
 ) -> Generation:
-    """A decode that stands at so many tokens without having forwarded them: most of its cache is noise.
+    """A decode that stands at so many tokens without having forwarded them:
+    most of its cache is noise.
 
-    Its text is made of few tokens, so that n-grams are found as in a real one. If it drafts, acceptance is simulated.
+    Its text is made of few tokens, so that n-grams are found as in a real one. If it drafts,
+    acceptance is simulated.
     """
-    ids = torch.randint(_words(model), (context + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = torch.randint(
+        _words(model), (context + 1,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
     decode = begin(
-        model, Request(ids, length, method=method, options=DraftOptions(nodes=nodes), **settings), accept=walk
+        model,
+        Request(ids, length, method=method, options=DraftOptions(nodes=nodes), **settings),
+        accept=walk,
     )
 
-    def last(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
+    def last(
+        target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None
+    ) -> Iterator[Forwarded]:
         noisy(kv)
         kv.length = max(0, len(tokens) - _FORWARDED)
         yield from chunks(target, tokens[kv.length :], kv, prompt)

@@ -1,6 +1,8 @@
-"""Decoding with heads beside decoding without: ``python results/heads-smollm2/decode.py MODEL HEADS PROSE [LENGTH]``.
+"""Decoding with heads beside decoding without:
+``python results/heads-smollm2/decode.py MODEL HEADS PROSE [LENGTH]``.
 
-All ways take turns of 50 tokens in one process; each text is compared with plain decoding's. Prefill is apart.
+All ways take turns of 50 tokens in one process; each text is compared with plain decoding's.
+Prefill is apart.
 """
 
 import sys
@@ -21,11 +23,17 @@ model = tswift.load(sys.argv[1], heads=sys.argv[2])
 length = int(sys.argv[4]) if len(sys.argv) > 4 else 500
 prose = model.tokenizer(Path(sys.argv[3]).read_text())["input_ids"]
 chat = model.tokenizer.apply_chat_template(
-    [{"role": "user", "content": ASKED}], tokenize=True, add_generation_prompt=True, return_dict=False
+    [{"role": "user", "content": ASKED}],
+    tokenize=True,
+    add_generation_prompt=True,
+    return_dict=False,
 )
 WAYS: dict[str, tuple[str, DraftOptions]] = {
     "ar": ("ar", DraftOptions()),
-    **{f"medusa {tree}": ("medusa", DraftOptions(tree=parse_tree(tree))) for tree in ("1", "2", "1,1", "2,1")},
+    **{
+        f"medusa {tree}": ("medusa", DraftOptions(tree=parse_tree(tree)))
+        for tree in ("1", "2", "1,1", "2,1")
+    },
     "auto": ("auto", DraftOptions()),
 }
 
@@ -48,7 +56,9 @@ prompts = {"chat": chat, "prose, 512": prose[:512], "prose, 4,096": prose[:4096]
 for (name, prompt), temperature in product(prompts.items(), (1.0, 0.0)):
     runs = {}
     for way, (method, options) in WAYS.items():
-        request = Request(prompt, length, method, SamplingParams(temperature=temperature), 1, options)
+        request = Request(
+            prompt, length, method, SamplingParams(temperature=temperature), 1, options
+        )
         runs[way] = begin(model, request).steps()
     texts: dict[str, list[int]] = {way: [] for way in WAYS}
     seconds, passes = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
@@ -65,5 +75,7 @@ for (name, prompt), temperature in product(prompts.items(), (1.0, 0.0)):
         same = "same" if text == texts["ar"] else "DIFFERENT"
         rate, x = len(text) / seconds[way], seconds["ar"] / seconds[way]
         print(
-            f"  {way:15} {same} {len(text) / passes[way]:5.2f} tokens/step {rate:6.1f} tokens/s  x {x:.2f}", flush=True
+            f"  {way:15} {same} {len(text) / passes[way]:5.2f} tokens/step {rate:6.1f} tokens/s  "
+            f"x {x:.2f}",
+            flush=True,
         )

@@ -1,7 +1,7 @@
 """What training heads costs: ``python results/heads-smollm2/measure.py MODEL TEXT``, in tokens/s.
 
-The teacher's are of new rows, whose states and 64 likeliest tokens go to a file. Steps are of rows out of that file, by
-number of heads and size of the draft vocabulary.
+The teacher's are of new rows, whose states and 64 likeliest tokens go to a file. Steps are of rows
+out of that file, by number of heads and size of the draft vocabulary.
 """
 
 import sys
@@ -36,7 +36,9 @@ def speed(run: Callable[[int], object], count: int, tokens: int) -> float:
 class Steps:
     """Steps of a training of heads."""
 
-    def __init__(self, target: Target, drafted: Tensor | None, count: int, lessons: Lessons) -> None:
+    def __init__(
+        self, target: Target, drafted: Tensor | None, count: int, lessons: Lessons
+    ) -> None:
         heads = ConditionedHeads(target.hidden_size, count)
         heads.draft_ids = drafted
         self._loss = HeadsLoss(heads, target, DISTILL)
@@ -62,17 +64,31 @@ target = model.target
 tokens = torch.tensor(model.tokenizer(Path(sys.argv[2]).read_text())["input_ids"])
 rows = tokens[: (1 + ROWS) * LENGTH].view(-1, 1, LENGTH)
 print(f"{torch.get_num_threads()} threads, rows of {LENGTH:,} tokens")
-print(f"passes alone: {speed(lambda number: read_states(target, rows[number]), ROWS // 2, LENGTH):,.0f}")
+print(
+    "passes alone: "
+    f"{speed(lambda number: read_states(target, rows[number]), ROWS // 2, LENGTH):,.0f}"
+)
 for size in (8192, target.vocab_size):
-    ids = tokens.bincount(minlength=target.vocab_size).topk(size).indices.sort().values.to(torch.int32)
+    ids = (
+        tokens.bincount(minlength=target.vocab_size)
+        .topk(size)
+        .indices.sort()
+        .values.to(torch.int32)
+    )
     drafted = ids if size < target.vocab_size else None
     with TemporaryDirectory() as folder:
         shape = LENGTH, target.hidden_size, LIKELIEST
-        lessons = Lessons(Path(folder) / "file", partial(read, target, rows, drafted), 1 + ROWS, shape, seed=0)
+        lessons = Lessons(
+            Path(folder) / "file", partial(read, target, rows, drafted), 1 + ROWS, shape, seed=0
+        )
         taught = speed(lambda number, lessons=lessons: lessons.take(number, 1, True), ROWS, LENGTH)
         print(
-            f"{size:,} tokens drafted: teacher {taught:,.0f}, {lessons.bytes / lessons.kept / LENGTH:,.0f} bytes each"
+            f"{size:,} tokens drafted: teacher {taught:,.0f}, "
+            f"{lessons.bytes / lessons.kept / LENGTH:,.0f} bytes each"
         )
         for count in (2, 3):
             steps = Steps(target, drafted, count, lessons)
-            print(f"  {count} heads: steps {speed(steps, 3 if drafted is None else STEPS, BATCH * LENGTH):,.0f}")
+            print(
+                f"  {count} heads: steps "
+                f"{speed(steps, 3 if drafted is None else STEPS, BATCH * LENGTH):,.0f}"
+            )

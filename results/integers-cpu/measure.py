@@ -1,4 +1,6 @@
-"""What a model of codes costs here: passes by nodes and keys, prompts, and plain decoding. The best or median of turns.
+"""What a model of codes costs here: passes by nodes and keys, prompts, and plain decoding.
+
+The best or median of turns.
 
 python measure.py MODEL: a GGUF file, or another model; run it on an idle machine.
 """
@@ -80,7 +82,9 @@ def passes(target: Target, kv: FullKV, length: int) -> None:
     for _ in range(TURNS):
         for nodes in NODES:
             best[nodes] = min(best[nodes], seconds(partial(run, nodes)))
-    words = (f"{nodes}: {best[nodes] * 1e3:.2f} ms ({best[nodes] / best[1]:.2f})" for nodes in NODES)
+    words = (
+        f"{nodes}: {best[nodes] * 1e3:.2f} ms ({best[nodes] / best[1]:.2f})" for nodes in NODES
+    )
     print(f"  pass and logits, {length:,} keys, nodes", ", ".join(words))
 
 
@@ -97,8 +101,8 @@ def decoding(target: Target, length: int) -> None:
         before = now
     mean = sum(times) / len(times)
     print(
-        f"  ar after {length:,} tokens: least {min(times) * 1e3:.2f} ms, median {median(times) * 1e3:.2f}, "
-        f"mean {mean * 1e3:.2f}, {1 / mean:.0f} tokens/s",
+        f"  ar after {length:,} tokens: least {min(times) * 1e3:.2f} ms, median "
+        f"{median(times) * 1e3:.2f}, mean {mean * 1e3:.2f}, {1 / mean:.0f} tokens/s",
         flush=True,
     )
 

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from tswift.sampling.parameters import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["DecodeError", "DraftOptions", "InputError", "SamplingParams", "Step", "__version__", "generate", "load"]
+__all__ = [
+    "DecodeError",
+    "DraftOptions",
+    "InputError",
+    "SamplingParams",
+    "Step",
+    "__version__",
+    "generate",
+    "load",
+]
 
 _HOMES = {
     "load": "tswift.loading",

@@ -1,4 +1,6 @@
-"""``python -m tswift``, which is also what torchrun starts: ``torchrun --nproc-per-node 4 -m tswift train``."""
+"""``python -m tswift``, which is also what torchrun starts:
+``torchrun --nproc-per-node 4 -m tswift train``.
+"""
 
 import sys
 

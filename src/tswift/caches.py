@@ -1,15 +1,18 @@
-"""KV caches: preallocated tensors, a length, and scratch slots; of a whole text, of a window, or partial.
+"""KV caches: preallocated tensors, a length, and scratch slots; of a whole text, of a window,
+or partial.
 
-Layers whose heads are of one number and size share two tensors, one for keys and one for values: in most models all do.
-Layers that read another's keys and values keep none of their own.
+Layers whose heads are of one number and size share two tensors, one for keys and one for values: in
+most models all do. Layers that read another's keys and values keep none of their own.
 
-A recurrent layer keeps no keys and values but a state of fixed size. The cache of a whole text has both.
+A recurrent layer keeps no keys and values but a state of fixed size. The cache of a whole text has
+both.
 
-The partial cache that drafting reads holds a budget of what the full one does (paper, section 3.3, and its rivals): the
-first tokens (sinks), those that a policy's score finds to matter most (selected) and the newest ones (recent). Keys are
-cached rotated, so their order in the buffer is free: a new token overwrites another in place. A policy's score says how
-much a key matters, of one layer: ``keys`` ``[kv heads, n, d]`` and ``queries`` ``[kv heads, group, m, d]`` of the
-newest ``m`` tokens, rotated both, to ``[kv heads, n]``, the higher the better.
+The partial cache that drafting reads holds a budget of what the full one does (paper, section 3.3,
+and its rivals): the first tokens (sinks), those that a policy's score finds to matter most
+(selected) and the newest ones (recent). Keys are cached rotated, so their order in the buffer is
+free: a new token overwrites another in place. A policy's score says how
+much a key matters, of one layer: ``keys`` ``[kv heads, n, d]`` and ``queries`` ``[kv heads, group,
+m, d]`` of the newest ``m`` tokens, rotated both, to ``[kv heads, n]``, the higher the better.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ _MOST = 2**15 - 1
 _BROKEN = -(2**15)  # stands for NaN and infinity
 _MOST_8 = 2**7 - 1
 _STEP = torch.float32.itemsize  # bytes
-_ROUNDING = {1: 0.1, 2: 0.1, 4: 1e-3, 8: 1e-9}  # of a norm, by bytes of an element, for models of up to _SHALLOW layers
+# of a norm, by bytes of an element, for models of up to _SHALLOW layers
+_ROUNDING = {1: 0.1, 2: 0.1, 4: 1e-3, 8: 1e-9}
 _SHALLOW = 8
 
 
 class LayerKV(NamedTuple):
-    """What a layer keeps of a token: KV heads, their size, and whose keys and values it reads, most often its own."""
+    """What a layer keeps of a token: KV heads, their size, and whose keys and values it reads,
+    most often its own.
+    """
 
     heads: int
     head_dim: int
@@ -45,7 +51,8 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True)
 class StateShape:
-    """Shape of the states of a model's recurrent layers: rows before a convolution, and a matrix per head.
+    """Shape of the states of a model's recurrent layers: rows before a convolution,
+    and a matrix per head.
 
     Attributes:
         taps: of the convolution; the state has one row less.
@@ -73,9 +80,10 @@ class StateShape:
 class States:
     """States of a text's recurrent layers, after all that was committed.
 
-    A pass changes none of them. It leaves a function for every layer, which takes the nodes that are accepted and
-    replays them, as no state is kept of a node: a matrix is as large as the keys and values of a hundred tokens. Only
-    the end of a chain is kept, which often is accepted as it is, in prompts and in plain decoding always.
+    A pass changes none of them. It leaves a function for every layer, which takes the nodes that
+    are accepted and replays them, as no state is kept of a node: a matrix is as large as the keys
+    and values of a hundred tokens. Only the end of a chain is kept, which often is accepted as it
+    is, in prompts and in plain decoding always.
 
     Attributes:
         rows: ``[layers, taps - 1, channels]``, the newest one last.
@@ -87,9 +95,13 @@ class States:
 
     def __init__(self, shape: StateShape) -> None:
         self.shape = shape
-        self.rows = torch.zeros(shape.layers, shape.taps - 1, shape.channels, dtype=shape.dtype, device=shape.device)
+        self.rows = torch.zeros(
+            shape.layers, shape.taps - 1, shape.channels, dtype=shape.dtype, device=shape.device
+        )
         sizes = shape.layers, shape.heads, shape.keys, shape.values
-        self.matrices, self.ahead = (torch.zeros(sizes, dtype=shape.wide, device=shape.device) for _ in range(2))
+        self.matrices, self.ahead = (
+            torch.zeros(sizes, dtype=shape.wide, device=shape.device) for _ in range(2)
+        )
         self.chain = 0
         self.replays: dict[int, Callable[[Sequence[int], bool], None]] = {}
 
@@ -124,8 +136,10 @@ class KVShape:
         heads, head_dim: of all layers; of the first where they differ.
         by_layer: what each layer keeps, where they differ; empty where all keep the same.
         placed: whether a cache whose slots are in no order has to keep positions.
-        rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks for.
-        steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values that are int16.
+        rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks
+            for.
+        steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values
+            that are int16.
     """
 
     layers: int
@@ -142,7 +156,9 @@ class KVShape:
     @cached_property
     def kept(self) -> Sequence[LayerKV]:
         """What each layer keeps."""
-        return self.by_layer or [LayerKV(self.heads, self.head_dim, layer) for layer in range(self.layers)]
+        return self.by_layer or [
+            LayerKV(self.heads, self.head_dim, layer) for layer in range(self.layers)
+        ]
 
     @cached_property
     def alike(self) -> dict[tuple[int, int], list[int]]:
@@ -155,21 +171,29 @@ class KVShape:
 
     @property
     def eps(self) -> float:
-        """Relative rounding of what is kept, roughly: integers are used up to a part of their range."""
-        return {torch.int16: 2**-10, torch.int8: 2**-5}.get(self.dtype) or torch.finfo(self.dtype).eps
+        """Relative rounding of what is kept, roughly:
+        integers are used up to a part of their range.
+        """
+        return {torch.int16: 2**-10, torch.int8: 2**-5}.get(self.dtype) or torch.finfo(
+            self.dtype
+        ).eps
 
     @property
     def rounding(self) -> float:
-        """Relative difference that rounding may make between two passes: it grows over the layers as a random walk.
+        """Relative difference that rounding may make between two passes:
+        it grows over the layers as a random walk.
 
-        Layers that were summed otherwise gave 0.085 with 32 layers of random weights in bfloat16, and 0.11 with 48.
+        Layers that were summed otherwise gave 0.085 with 32 layers of random weights in bfloat16,
+        and 0.11 with 48.
         """
         return _ROUNDING[self.dtype.itemsize] * max(1.0, self.layers / _SHALLOW) ** 0.5
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        numbers = sum(heads * self.row(size) * len(layers) for (heads, size), layers in self.alike.items())
+        numbers = sum(
+            heads * self.row(size) * len(layers) for (heads, size), layers in self.alike.items()
+        )
         return 2 * numbers * self.dtype.itemsize
 
     def row(self, head_dim: int) -> int:
@@ -177,7 +201,9 @@ class KVShape:
         return head_dim + (_STEP if self.dtype == torch.int8 else 0)
 
     def narrowed(self, numbers: Tensor, part: int, layer: int) -> Tensor:
-        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept: ``[heads, n, row]``."""
+        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept:
+        ``[heads, n, row]``.
+        """
         kind = self.rounded or self.dtype
         if kind == torch.int8:
             kept = _narrowed_8(numbers)
@@ -196,7 +222,9 @@ class KVShape:
         if kept.dtype != torch.int16:
             return kept
         assert self.steps is not None
-        return (kept * self.steps[part, layer].unsqueeze(1)).masked_fill_(kept == _BROKEN, torch.nan)
+        return (kept * self.steps[part, layer].unsqueeze(1)).masked_fill_(
+            kept == _BROKEN, torch.nan
+        )
 
     def broken(self, kept: Tensor) -> Tensor:
         """Where kept numbers are not finite; of int8, the numbers that they stand for."""
@@ -205,7 +233,9 @@ class KVShape:
         return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
     def allocate(self, capacity: int) -> list[Tensor]:
-        """Uninitialised ``[layers, heads, capacity, row]``, for keys and values of each kind of layers."""
+        """Uninitialised ``[layers, heads, capacity, row]``,
+        for keys and values of each kind of layers.
+        """
         made = []
         for (heads, size), layers in self.alike.items():
             for _ in range(2):
@@ -216,24 +246,30 @@ class KVShape:
 
 
 def _narrowed_8(numbers: Tensor) -> Tensor:
-    """Each row ``[..., head_dim]`` as bytes, 128 for 0, and then a step: that of the largest is 127.
+    """Each row ``[..., head_dim]`` as bytes, 128 for 0, and then a step:
+    that of the largest is 127.
 
     A row that is not finite has NaN for a step.
     """
     numbers = numbers.float()
     step = numbers.abs().amax(-1, keepdim=True) / torch.tensor(float(_MOST_8))
     step = step.where(step.isfinite(), torch.nan)
-    counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0) + (_MOST_8 + 1)
+    counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0) + (
+        _MOST_8 + 1
+    )
     return torch.cat([counts.to(torch.uint8).view(torch.int8), step.view(torch.int8)], -1)
 
 
 def _widened_8(kept: Tensor) -> Tensor:
-    counts, step = kept[..., :-_STEP].view(torch.uint8), kept[..., -_STEP:].contiguous().view(torch.float32)
+    counts = kept[..., :-_STEP].view(torch.uint8)
+    step = kept[..., -_STEP:].contiguous().view(torch.float32)
     return (counts.float() - (_MOST_8 + 1)) * step
 
 
 def ask_for_huge_pages(buffer: Tensor) -> None:
-    """Let Linux map memory in pages of 2 MiB: with those of 4 KiB, reading 98,000 keys and values took 16% longer."""
+    """Let Linux map memory in pages of 2 MiB: with those of 4 KiB,
+    reading 98,000 keys and values took 16% longer.
+    """
     if buffer.device.type != "cpu" or sys.platform != "linux":
         return
     start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -248,7 +284,8 @@ class KVBuffer:
     Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
 
     Attributes:
-        buffers: keys and values ``[layers, heads, capacity, row]`` of layers that are alike, then of others.
+        buffers: keys and values ``[layers, heads, capacity, row]`` of layers that are alike, then
+            of others.
         keys, values: ``[heads, capacity, row]`` of each layer: parts of these.
         rows: on the CPU, the buffers' bytes ``[layers, heads, capacity, bytes]``; else empty.
         states: of recurrent layers; None without any, and in caches of a part of a text.
@@ -257,7 +294,9 @@ class KVBuffer:
     states: States | None = None
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
-        self.shape, self.capacity, self.length = shape, capacity, 0
+        self.shape = shape
+        self.capacity = capacity
+        self.length = 0
         self.buffers = shape.allocate(capacity)
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for layers, pair in zip(shape.alike.values(), self.pairs, strict=True):
@@ -283,20 +322,28 @@ class KVBuffer:
         raise NotImplementedError
 
     def first_visible_slot(self, window: int) -> int:
-        """Number of leading slots outside the attention window of every future token; 0 if slots are in no order."""
+        """Number of leading slots outside the attention window of every future token;
+        0 if slots are in no order.
+        """
         return 0
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's, up to these."""
-        end, shape = self.length + keys.shape[1], self.shape
+        """Put a pass's keys and values ``[heads, n, d]`` into scratch; returns all the layer's,
+        up to these.
+        """
+        end = self.length + keys.shape[1]
+        shape = self.shape
         own, others = self.keys[layer], self.values[layer]
         own[:, self.length : end] = shape.narrowed(keys, 0, layer)
         others[:, self.length : end] = shape.narrowed(values, 1, layer)
         return shape.widened(own[:, :end], 0, layer), shape.widened(others[:, :end], 1, layer)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """Keep the drafted tokens in these scratch slots, counted from ``length``, in this order."""
-        count, start = len(slots), self.length
+        """Keep the drafted tokens in these scratch slots, counted from ``length``,
+        in this order.
+        """
+        count = len(slots)
+        start = self.length
         if list(slots) != list(range(count)):
             if self.rows:
                 places = [start + slot for slot in slots]
@@ -317,7 +364,9 @@ class KVBuffer:
         return Mark(self.length, None if self.states is None else self.states.copy())
 
     def rewind(self, mark: Mark) -> None:
-        """Take back what was committed since; keys and values of a token before that must not have been changed."""
+        """Take back what was committed since; keys and values of a token before that must not have
+        been changed.
+        """
         self.length = mark.length
         if self.states is not None and mark.states is not None:
             self.states.copy_from(mark.states)
@@ -331,7 +380,9 @@ class Mark(NamedTuple):
 
 
 class FullKV(KVBuffer):
-    """Keys and values of a whole text, a token's slot being its position; and the states of its recurrent layers."""
+    """Keys and values of a whole text, a token's slot being its position;
+    and the states of its recurrent layers.
+    """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
@@ -361,7 +412,9 @@ class FullKV(KVBuffer):
 
 
 class RecentKV(KVBuffer):
-    """A cache of a text's first and newest tokens: ``budget`` of them, of which the ``sinks`` first always stay."""
+    """A cache of a text's first and newest tokens: ``budget`` of them,
+    of which the ``sinks`` first always stay.
+    """
 
     def __init__(self, shape: KVShape, budget: int, sinks: int, more: int) -> None:
         super().__init__(shape, budget + more)
@@ -379,10 +432,12 @@ class RecentKV(KVBuffer):
 
 
 class StreamingKV(RecentKV):
-    """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al., 2024).
+    """A small model's own cache: a text's first and newest tokens (StreamingLLM, Xiao et al.,
+    2024).
 
-    Tokens are committed behind those held, where the ``slack`` newest can always be taken back; :meth:`settle` lets the
-    others take the place of the oldest. At most ``scratch`` tokens are forwarded before that.
+    Tokens are committed behind those held, where the ``slack`` newest can always be taken back;
+    :meth:`settle` lets the others take the place of the oldest. At most ``scratch`` tokens are
+    forwarded before that.
 
     Attributes:
         seen: tokens of the text that were committed, held still or not.
@@ -410,15 +465,20 @@ class StreamingKV(RecentKV):
         self.seen += count
 
     def trim_to(self, seen: int) -> None:
-        """Forget all tokens of the text but the first ``seen``; ValueError if one is settled that would go."""
+        """Forget all tokens of the text but the first ``seen``;
+        ValueError if one is settled that would go.
+        """
         if not self.settled <= seen <= self.seen:
-            raise ValueError(f"between {self.settled} and {self.seen} tokens can be kept, not {seen}")
+            raise ValueError(
+                f"between {self.settled} and {self.seen} tokens can be kept, not {seen}"
+            )
         self.length -= self.seen - seen
         self.seen = seen
 
     def settle(self) -> None:
         """Let all but the newest ``slack`` tokens take their place in the budget."""
-        before, after = self.settled, max(self.settled, self.seen - self.slack)
+        before = self.settled
+        after = max(self.settled, self.seen - self.slack)
         if after == before:
             return
         offset = self._held - before  # from a token's position in the text to its slot
@@ -426,8 +486,15 @@ class StreamingKV(RecentKV):
         self.settled = after
         newer = range(after, self.seen)
         moves = kept | {self._held + position - after: position for position in newer}
-        moves = {slot: position + offset for slot, position in moves.items() if slot != position + offset}
-        parts: list[list[int]] = [[*kept.keys()], [*kept.values()], [*moves.keys()], [*moves.values()]]
+        moves = {
+            slot: position + offset for slot, position in moves.items() if slot != position + offset
+        }
+        parts: list[list[int]] = [
+            [*kept.keys()],
+            [*kept.values()],
+            [*moves.keys()],
+            [*moves.values()],
+        ]
         packed = torch.tensor([each for part in parts for each in part])  # one copy to the device
         sent = packed.to(self.shape.device, non_blocking=True).split([*map(len, parts)])
         self._positions.index_copy_(0, sent[0], sent[1])
@@ -438,10 +505,12 @@ class StreamingKV(RecentKV):
 
 
 class WindowKV(RecentKV):
-    """Keys and values that are made from committed tokens alone, and of no more than a budget of them.
+    """Keys and values that are made from committed tokens alone,
+    and of no more than a budget of them.
 
-    A token's slot follows from its place in the text, so that nothing is ever moved. Behind the budget are a slot for
-    rows that stand for no token, and scratch slots for a round of drafting, which the next round overwrites.
+    A token's slot follows from its place in the text, so that nothing is ever moved. Behind the
+    budget are a slot for rows that stand for no token, and scratch slots for a round of drafting,
+    which the next round overwrites.
 
     Attributes:
         scratch: the first of them.
@@ -451,19 +520,23 @@ class WindowKV(RecentKV):
     def __init__(self, shape: KVShape, budget: int, sinks: int, scratch: int) -> None:
         super().__init__(shape, budget, sinks, 1 + scratch)
         self.scratch = budget + 1
-        for buffer in self.buffers:  # what nothing attends to is multiplied by 0, which it has to bear
+        for buffer in self.buffers:
+            # what nothing attends to is multiplied by 0, which it has to bear
             buffer.zero_()
         self.held = torch.zeros(self.capacity, dtype=torch.bool, device=shape.device)
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``, none of them twice but the spare."""
+        """Put keys and values ``[heads, n, head_dim]`` into slots ``[n]``,
+        none of them twice but the spare.
+        """
         self.keys[layer].index_copy_(1, slots, keys.to(self.shape.dtype))
         self.values[layer].index_copy_(1, slots, values.to(self.shape.dtype))
 
     def hold(self, slots: Tensor) -> None:
         """Committed tokens are in these slots now."""
         self.held.index_fill_(0, slots, True)
-        # not `held[budget] = False`: PyTorch copies the number from the host for that, which no CUDA graph may contain
+        # not `held[budget] = False`: PyTorch copies the number from the host for that, which no
+        # CUDA graph may contain
         self.held[self.budget : self.budget + 1].fill_(False)
 
 
@@ -481,8 +554,8 @@ class Policy:
     Attributes:
         recent: share of the budget that the newest tokens take in every selection.
         score: importance of keys, for the rest of the budget; None where there is no rest.
-        renews: select anew from everything once new tokens have taken the place of those selected. Otherwise those
-            stay, and new tokens take the place of the oldest new ones.
+        renews: select anew from everything once new tokens have taken the place of those selected.
+            Otherwise those stay, and new tokens take the place of the oldest new ones.
         observes: number of newest queries that the score looks at.
     """
 
@@ -493,7 +566,9 @@ class Policy:
 
 
 def by_query(keys: Tensor, queries: Tensor) -> Tensor:
-    """Dot products with the newest query, summed over the query heads of a KV head (TokenSwift, section 3.3)."""
+    """Dot products with the newest query, summed over the query heads of a KV head (TokenSwift,
+    section 3.3).
+    """
     return (keys @ queries[:, :, -1].sum(1).unsqueeze(-1)).squeeze(-1)
 
 
@@ -504,11 +579,15 @@ def by_attention(keys: Tensor, queries: Tensor) -> Tensor:
     """
     rows = queries.flatten(1, 2) * keys.shape[-1] ** -0.5
     paid = (rows @ keys.transpose(1, 2)).float().softmax(-1).sum(1)
-    return avg_pool1d(paid.unsqueeze(1), _POOL, stride=1, padding=_POOL // 2, count_include_pad=False).squeeze(1)
+    return avg_pool1d(
+        paid.unsqueeze(1), _POOL, stride=1, padding=_POOL // 2, count_include_pad=False
+    ).squeeze(1)
 
 
 def by_chunk(keys: Tensor, queries: Tensor) -> Tensor:
-    """Dot products of the newest query with the mean key of every chunk, the same for all of its tokens (TriForce)."""
+    """Dot products of the newest query with the mean key of every chunk,
+    the same for all of its tokens (TriForce).
+    """
     count = keys.shape[1]
     spare = -count % CHUNK
     sums = pad(keys, (0, 0, 0, spare)).unflatten(1, (-1, CHUNK)).sum(2)
@@ -528,7 +607,8 @@ POLICIES: dict[str, Policy] = {
 
 
 class PartialKV(KVBuffer):
-    """A budget of at least 8 keys and values copied from a full cache, at most a quarter of them sinks.
+    """A budget of at least 8 keys and values copied from a full cache,
+    at most a quarter of them sinks.
 
     At most ``scratch`` tokens are forwarded over what is held.
 
@@ -546,16 +626,21 @@ class PartialKV(KVBuffer):
         scratch: int = 1,
     ) -> None:
         super().__init__(shape, budget + scratch)
-        self.budget, self.sinks, self.policy = budget, sinks, policy
-        self.recent = int((budget - sinks) * policy.recent)  # newest tokens that every selection takes
+        self.budget = budget
+        self.sinks = sinks
+        self.policy = policy
+        # newest tokens that every selection takes
+        self.recent = int((budget - sinks) * policy.recent)
         self.selections = 0
         self.copied = 0
         self._held = 0  # slots that hold copies; what is behind them was drafted
         self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
-        self._aging: deque[int] = deque()  # slots that new tokens take when none is free, the oldest first
+        # slots that new tokens take when none is free, the oldest first
+        self._aging: deque[int] = deque()
         slots = self.capacity if shape.placed else 0
         self._positions = [
-            torch.zeros(kept.heads, slots, dtype=torch.int64, device=shape.device) for kept in shape.kept
+            torch.zeros(kept.heads, slots, dtype=torch.int64, device=shape.device)
+            for kept in shape.kept
         ]
         self.device_length: Tensor | None = None  # [] int32, where programs on the device append
 
@@ -575,11 +660,13 @@ class PartialKV(KVBuffer):
         """Take back what was forwarded over what is held, and committed."""
         self.length = self._held
 
-    def follow(self, full: KVBuffer, queries: Callable[[], Sequence[Tensor]] | None, most: int) -> None:
+    def follow(
+        self, full: KVBuffer, queries: Callable[[], Sequence[Tensor]] | None, most: int
+    ) -> None:
         """Keep up with a full cache that has grown; nothing may be committed over what is held.
 
-        ``queries`` gives those that :meth:`select` takes; None before the first pass. Room is made for ``most`` tokens,
-        by which the full cache grows at most until the next call.
+        ``queries`` gives those that :meth:`select` takes; None before the first pass. Room is made
+        for ``most`` tokens, by which the full cache grows at most until the next call.
         """
         new = full.length - self.copied
         stays = self.copied > 0 and not self.policy.renews
@@ -593,18 +680,24 @@ class PartialKV(KVBuffer):
 
         Where the policy renews, there are at most ``room`` of them.
         """
-        before, new = self.copied, full.length - self.copied
+        before = self.copied
+        new = full.length - self.copied
         if not new:
             return
         kept = self.appended(new)
-        where, source = list(kept.keys()), list(kept.values())
+        where = list(kept.keys())
+        source = list(kept.values())
         if self.rows:
             for own, theirs in zip(self.rows, full.rows, strict=True):
                 own[:, :, where] = theirs[:, :, source]
         else:
             sent = torch.tensor([where, source]).to(self.shape.device, non_blocking=True)
             for to, other in zip(self.buffers, full.buffers, strict=True):
-                whole = other[:, :, before : full.length] if len(kept) == new else other.index_select(2, sent[1])
+                whole = (
+                    other[:, :, before : full.length]
+                    if len(kept) == new
+                    else other.index_select(2, sent[1])
+                )
                 to.index_copy_(2, sent[0], whole)
         if self.shape.placed:
             places = torch.tensor(source).to(self.shape.device, non_blocking=True)
@@ -616,7 +709,9 @@ class PartialKV(KVBuffer):
 
         The host learns of what was appended by :meth:`appended`.
         """
-        self.device_length = torch.full((), self.length, dtype=torch.int32, device=self.shape.device)
+        self.device_length = torch.full(
+            (), self.length, dtype=torch.int32, device=self.shape.device
+        )
 
     def next_slots(self, count: int) -> list[int]:
         """The slots that the next ``count`` tokens go to; scratch where a selection comes first."""
@@ -639,10 +734,11 @@ class PartialKV(KVBuffer):
         return places
 
     def select(self, full: KVBuffer, queries: Sequence[Tensor]) -> None:
-        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest, by each KV head for itself.
+        """Fill the budget anew: sinks, the newest tokens, and the keys that score highest,
+        by each KV head for itself.
 
-        ``queries`` are each layer's ``[query heads, m, head_dim]``, rotated, of the newest tokens. Keys that several
-        layers read are looked at by the queries of all of them.
+        ``queries`` are each layer's ``[query heads, m, head_dim]``, rotated, of the newest tokens.
+        Keys that several layers read are looked at by the queries of all of them.
         """
         text, shape = full.length, self.shape
         held = min(text, self.budget)
@@ -657,8 +753,12 @@ class PartialKV(KVBuffer):
             places = fixed.expand(kept.heads, -1)
             if chosen and self.policy.score is not None:
                 readers = [each for each, other in enumerate(shape.kept) if other.source == layer]
-                asking = torch.cat([queries[each].unflatten(0, (kept.heads, -1)) for each in readers], 1)
-                keys = shape.widened(full.keys[layer][:, sinks : text - recent], 0, layer).to(asking.dtype)
+                asking = torch.cat(
+                    [queries[each].unflatten(0, (kept.heads, -1)) for each in readers], 1
+                )
+                keys = shape.widened(full.keys[layer][:, sinks : text - recent], 0, layer).to(
+                    asking.dtype
+                )
                 best = self.policy.score(keys, asking).topk(chosen).indices
                 places = torch.cat([places, best + sinks], dim=-1)
             if shape.placed:
@@ -671,8 +771,10 @@ class PartialKV(KVBuffer):
             self.device_length.fill_(held)
         self.copied = text
         empty = [*range(held, self.budget)[::-1]]
-        if self.policy.renews:  # new tokens take empty slots first, then those of the selected, the last ones first
+        if self.policy.renews:
+            # new tokens take empty slots first, then those of the selected, the last ones first
             self._free = [*range(len(always), held), *empty]
         else:
-            self._free, self._aging = empty, deque(range(sinks, len(always)))
+            self._free = empty
+            self._aging = deque(range(sinks, len(always)))
         self.selections += 1

@@ -1,6 +1,8 @@
-"""``generate`` of transformers, decoded by tswift: the folder that ``tswift export-generate`` writes calls it.
+"""``generate`` of transformers, decoded by tswift:
+the folder that ``tswift export-generate`` writes calls it.
 
-The model that it is given stays as it is, also while it is decoded: that is a second tree of modules over its weights.
+The model that it is given stays as it is, also while it is decoded: that is a second tree of
+modules over its weights.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from tswift.engine import Generation, Request, begin
@@ -25,7 +33,15 @@ from tswift.sampling.generation_config import NAMES, sampling_params
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "eta_cutoff", "repetition_penalty")
+_SAMPLING = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "eta_cutoff",
+    "repetition_penalty",
+)
 _ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id")
 _NO_MATTER = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _SERVED = {*_SAMPLING, *_ENDING, *_NO_MATTER, "suppress_tokens", "return_dict_in_generate"}
@@ -46,11 +62,13 @@ def generate(
 ) -> Any:
     """Continue a text as ``model.generate`` of transformers does, decoded by tswift.
 
-    Sampling draws from the distribution that transformers draws from, with noise of its own, whose seed is taken from
-    torch's generator on the CPU: the same tokens as :func:`tswift.generate` with that seed.
+    Sampling draws from the distribution that transformers draws from, with noise of its own, whose
+    seed is taken from torch's generator on the CPU: the same tokens as :func:`tswift.generate` with
+    that seed.
 
     Args:
-        inputs: ``[1, n]`` token ids of the prompt; or ``input_ids``; or neither, for a beginning-of-text token.
+        inputs: ``[1, n]`` token ids of the prompt; or ``input_ids``; or neither, for a
+            beginning-of-text token.
         generation_config: as for ``model.generate``; its fields may be given by name, too.
         model: a causal language model of transformers. It is decoded as in ``eval()``.
         stopping_criteria: asked after every token.
@@ -60,7 +78,8 @@ def generate(
         others: what else ``model.generate`` takes.
 
     Returns:
-        ``[1, n + new]`` int64, or a ``GenerateDecoderOnlyOutput`` with them if ``return_dict_in_generate`` is set.
+        ``[1, n + new]`` int64, or a ``GenerateDecoderOnlyOutput`` with them if
+        ``return_dict_in_generate`` is set.
 
     Raises:
         InputError: something that is not served exactly, by its name in transformers.
@@ -68,10 +87,16 @@ def generate(
     """
     config, given = model._prepare_generation_config(generation_config, **others)
     _refuse_fields(config)
-    ids = _prompt(inputs, {name: value for name, value in given.items() if value is not None}, config, model)
+    ids = _prompt(
+        inputs, {name: value for name, value in given.items() if value is not None}, config, model
+    )
     prompt: list[int] = ids[0].tolist()
-    said = [getattr(each, "max_length", None) for each in (generation_config, model.generation_config)]
-    length, limit = _length(config, model, len(prompt), [*said, others.get("max_length")] == [None] * 3)
+    said = [
+        getattr(each, "max_length", None) for each in (generation_config, model.generation_config)
+    ]
+    length, limit = _length(
+        config, model, len(prompt), [*said, others.get("max_length")] == [None] * 3
+    )
     criteria = StoppingCriteriaList([*(stopping_criteria or ())])
     if config.max_time is not None:
         criteria.append(MaxTimeCriteria(config.max_time))
@@ -84,7 +109,12 @@ def generate(
         loaded, turn = _adopted(model)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if config.do_sample else 0
         loaded = replace(loaded, eos_ids=_ends(config))
-        run = begin(loaded, Request(prompt, length, method=tswift_method, params=params, seed=seed, stop_at_eos=True))
+        run = begin(
+            loaded,
+            Request(
+                prompt, length, method=tswift_method, params=params, seed=seed, stop_at_eos=True
+            ),
+        )
     except InputError as error:
         raise renamed(error, {**_NAMES, "length": limit}) from None
     if streamer is not None:
@@ -113,18 +143,29 @@ def _refuse_fields(config: GenerationConfig) -> None:
     """Refuse fields that change what is drawn or given back, and that tswift does not serve."""
     usual = config._get_default_generation_params()
     for name in vars(GenerationConfig()):
-        value, own = getattr(config, name, None), usual.get(name)
-        if name in _SERVED or name.startswith("_") or value is None or (value is False and own is None):
+        value = getattr(config, name, None)
+        own = usual.get(name)
+        if (
+            name in _SERVED
+            or name.startswith("_")
+            or value is None
+            or (value is False and own is None)
+        ):
             continue
         if value not in (own, _OFF.get(name)):
             _refuse(name, value)
 
 
-def _prompt(inputs: Tensor | None, given: dict[str, Any], config: GenerationConfig, model: PreTrainedModel) -> Tensor:
-    """``[1, n]`` token ids; ``given`` are the arguments that are no fields of a generation configuration."""
+def _prompt(
+    inputs: Tensor | None, given: dict[str, Any], config: GenerationConfig, model: PreTrainedModel
+) -> Tensor:
+    """``[1, n]`` token ids; ``given`` are the arguments that are no fields of a generation
+    configuration.
+    """
     if model.config.is_encoder_decoder:
         raise InputError("has an encoder, which tswift does not serve", "model")
-    mask, cache = given.pop("attention_mask", None), given.pop("past_key_values", None)
+    mask = given.pop("attention_mask", None)
+    cache = given.pop("past_key_values", None)
     if "input_ids" in given and inputs is not None:
         raise InputError("cannot be given together with inputs", "input_ids")
     ids = given.pop("input_ids", inputs)
@@ -132,39 +173,69 @@ def _prompt(inputs: Tensor | None, given: dict[str, Any], config: GenerationConf
         if value is not False and value != []:
             _refuse(name, value)
     if cache is not None and not (type(cache) is DynamicCache and cache.get_seq_length() == 0):
-        raise InputError("must be an empty DynamicCache; tswift has a cache of its own", "past_key_values")
+        raise InputError(
+            "must be an empty DynamicCache; tswift has a cache of its own", "past_key_values"
+        )
     if ids is None:
         if config.bos_token_id is None:
-            raise InputError("is missing, and the model has no bos_token_id to begin with", "input_ids")
+            raise InputError(
+                "is missing, and the model has no bos_token_id to begin with", "input_ids"
+            )
         ids = torch.full((1, 1), config.bos_token_id, device=model.device)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1 or ids.is_floating_point() or not ids.numel():
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dim() != 2
+        or len(ids) != 1
+        or ids.is_floating_point()
+        or not ids.numel()
+    ):
         got = f"a tensor of shape {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"must be token ids of one sequence, as a tensor of shape [1, n], got {got}", "input_ids")
+        raise InputError(
+            f"must be token ids of one sequence, as a tensor of shape [1, n], got {got}",
+            "input_ids",
+        )
     if mask is not None and (mask.shape != ids.shape or not bool((mask == 1).all())):
-        raise InputError("must be all ones: padded or masked prompts are not served by tswift", "attention_mask")
+        raise InputError(
+            "must be all ones: padded or masked prompts are not served by tswift", "attention_mask"
+        )
     pad = config.pad_token_id  # taken for padding by transformers, unless it ends texts, too
     if mask is None and pad is not None and pad not in _ends(config) and bool((ids == pad).any()):
-        raise InputError(f"is missing, and the prompt has the padding token {pad}", "attention_mask")
+        raise InputError(
+            f"is missing, and the prompt has the padding token {pad}", "attention_mask"
+        )
     return ids
 
 
 def _ends(config: GenerationConfig) -> tuple[int, ...]:
-    return () if config.eos_token_id is None else tuple(torch.as_tensor(config.eos_token_id).flatten().tolist())
+    return (
+        ()
+        if config.eos_token_id is None
+        else tuple(torch.as_tensor(config.eos_token_id).flatten().tolist())
+    )
 
 
-def _length(config: GenerationConfig, model: PreTrainedModel, prompt: int, usual: bool) -> tuple[int, str]:
+def _length(
+    config: GenerationConfig, model: PreTrainedModel, prompt: int, usual: bool
+) -> tuple[int, str]:
     """New tokens at most, and the field that says it; ``usual`` if no length was given at all."""
     if config.max_new_tokens is not None:
         return config.max_new_tokens, "max_new_tokens"
     if usual:
-        return min(config.max_length, model.config.get_text_config().max_position_embeddings - prompt), "max_length"
+        return min(
+            config.max_length, model.config.get_text_config().max_position_embeddings - prompt
+        ), "max_length"
     if config.max_length <= prompt:
-        raise InputError(f"must be above the {prompt:,} tokens of the prompt, got {config.max_length:,}", "max_length")
+        raise InputError(
+            f"must be above the {prompt:,} tokens of the prompt, got {config.max_length:,}",
+            "max_length",
+        )
     return config.max_length - prompt, "max_length"
 
 
 def _drawn(run: Generation, turn: Lock) -> Iterator[int]:
-    """The tokens one by one; steps of several threads take turns, as passes of a model share memory."""
+    """The tokens one by one; steps of several threads take turns,
+    as passes of a model share memory.
+    """
     steps = run.steps()
     while True:
         with turn:
@@ -197,18 +268,25 @@ def _refuse_wrapped(model: PreTrainedModel) -> None:
         raise InputError("is under torch.autocast; load it in that dtype instead", "model")
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):  # it has some that only watch
-                raise InputError(f"has a hook at {name or 'its root'}, which tswift would not call", "model")
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                # it has some that only watch
+                raise InputError(
+                    f"has a hook at {name or 'its root'}, which tswift would not call", "model"
+                )
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second tree of modules over the same weights: what is changed in it changes nothing in the first."""
+    """A second tree of modules over the same weights:
+    what is changed in it changes nothing in the first.
+    """
     shared: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, weight in model.named_parameters():
         if type(weight) is nn.Parameter:
             shared[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
         elif weight.requires_grad:
-            raise InputError(f"trains {name}, a {type(weight).__name__}, which tswift does not serve", "model")
+            raise InputError(
+                f"trains {name}, a {type(weight).__name__}, which tswift does not serve", "model"
+            )
         else:
             shared[id(weight)] = weight  # quantised
     return deepcopy(model, shared)
@@ -221,8 +299,12 @@ _SUMS, _ROWS = 8191, 64  # a prime: what moves within a weight changes place amo
 
 
 def _state(model: PreTrainedModel) -> object:
-    """What shows that a model was changed: settings, modules, and of its weights where they are and checksums."""
-    settings, places, sums = list[Any](), list[Any](), list[Tensor]()
+    """What shows that a model was changed: settings, modules,
+    and of its weights where they are and checksums.
+    """
+    settings = list[Any]()
+    places = list[Any]()
+    sums = list[Tensor]()
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
         plain = {key: repr(value) for key, value in own.items() if isinstance(value, _PLAIN)}
@@ -230,16 +312,21 @@ def _state(model: PreTrainedModel) -> object:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         known = type(weight) in (nn.Parameter, Tensor)
         version = 0 if weight.is_inference() else weight._version
-        places.append((name, weight.data_ptr() if known else id(weight), version, weight.dtype, weight.shape))
+        places.append(
+            (name, weight.data_ptr() if known else id(weight), version, weight.dtype, weight.shape)
+        )
         if known:  # also what was written past autograd
             sums.append(_checksum(weight))
     return model.config.to_json_string(), settings, places, torch.stack(sums).tolist()
 
 
 def _checksum(weight: Tensor) -> Tensor:
-    """A sum over all bits of a weight that depends on their places; it takes as long as reading them once."""
+    """A sum over all bits of a weight that depends on their places;
+    it takes as long as reading them once.
+    """
     flat = weight.detach().flatten()
-    step = max(1, 8 // flat.element_size())  # words of eight bytes, where they come out even, are summed fastest
+    # words of eight bytes, where they come out even, are summed fastest
+    step = max(1, 8 // flat.element_size())
     even = flat.numel() % step == 0 and flat.storage_offset() % step == 0
     words = flat.view(torch.int64 if even else _INTEGERS[flat.element_size()])
     rows = len(words) // _SUMS

@@ -1,7 +1,8 @@
 """Processes that torchrun starts together ("ranks"): how they connect, agree, and fail together.
 
-To decode, each rank holds a part of the model; transformers makes the collectives of its passes. To train, each holds
-the whole model, and gradients are averaged. Small things go over a group on the CPU.
+To decode, each rank holds a part of the model; transformers makes the collectives of its passes. To
+train, each holds the whole model, and gradients are averaged. Small things go over a group on the
+CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Dist:
 
     rank: int = 0  # index of this one
     count: int = 1
-    device: torch.device | None = None  # where this one computes; None for a single process, which can choose
+    # where this one computes; None for a single process, which can choose
+    device: torch.device | None = None
     group: Any = None  # process group on the CPU, for small things
     store: Any = None  # key-value store of torchrun
 
@@ -83,7 +85,9 @@ class Dist:
         self.highest(0.0)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel | None:
-        """The module, wrapped so that gradients are averaged over ranks; None for a single process."""
+        """The module, wrapped so that gradients are averaged over ranks;
+        None for a single process.
+        """
         return DistributedDataParallel(module) if self.count > 1 else None
 
     @contextmanager
@@ -102,13 +106,23 @@ class Dist:
         errors: list[Any] = [None] * self.count
         if self.count > 1:
             # an error of input is told by its message and field, others by their words
-            mine = (own.message, own.field) if isinstance(own, InputError) else None if own is None else str(own)
+            mine = (
+                (own.message, own.field)
+                if isinstance(own, InputError)
+                else None
+                if own is None
+                else str(own)
+            )
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own
         for rank, theirs in enumerate(errors):
             if theirs is not None:
-                raise InputError(*theirs) if isinstance(theirs, tuple) else DecodeError(f"rank {rank}: {theirs}")
+                raise (
+                    InputError(*theirs)
+                    if isinstance(theirs, tuple)
+                    else DecodeError(f"rank {rank}: {theirs}")
+                )
 
     def report(self) -> None:
         """Let the others know that this rank prints what went wrong."""
@@ -127,7 +141,9 @@ class Dist:
         return True
 
     def disconnect(self) -> None:
-        """Disconnect after success; rank 0 may have found nothing to do while the others still wait."""
+        """Disconnect after success; rank 0 may have found nothing to do while the others still
+        wait.
+        """
         if self.first:
             self.store.set(_LEFT, "yes")
         dist.destroy_process_group()
@@ -171,7 +187,11 @@ def join(device: str = "auto", timeout: timedelta = _DECODING) -> Dist:
         Gone: they cannot connect.
     """
     rank, count = find_ranks()
-    own = _own_device(device, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    own = _own_device(
+        device,
+        int(os.environ.get("LOCAL_RANK", rank)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     cuda = own.type == "cuda"
     if cuda:
         torch.cuda.set_device(own)
@@ -193,7 +213,8 @@ def join(device: str = "auto", timeout: timedelta = _DECODING) -> Dist:
 
 @contextmanager
 def open_ranks(device: str) -> Iterator[Dist]:
-    """The processes of a training, connected as long as the context lasts; a single one without torchrun.
+    """The processes of a training, connected as long as the context lasts;
+    a single one without torchrun.
 
     Raises:
         InputError, Gone: as :func:`join`.
@@ -214,7 +235,11 @@ def _own_device(device: str, local: int, beside: int) -> torch.device:
     available = torch.cuda.device_count()
     kind = ("cuda" if available else "cpu") if device == "auto" else device
     if kind not in ("cpu", "cuda"):
-        raise InputError(f"every rank has a device of its own; give auto, cpu or cuda, got {device!r}", "device")
+        raise InputError(
+            f"every rank has a device of its own; give auto, cpu or cuda, got {device!r}", "device"
+        )
     if kind == "cuda" and max(beside, local + 1) > available:
-        raise InputError(f"PyTorch finds {available} CUDA devices here, {beside} ranks need one each", RANKS)
+        raise InputError(
+            f"PyTorch finds {available} CUDA devices here, {beside} ranks need one each", RANKS
+        )
     return torch.device(kind, local) if kind == "cuda" else _CPU

@@ -53,7 +53,8 @@ class MemoryEstimate:
     partial_bytes: int = 0  # the partial KV cache that drafting reads
     draft_kv_bytes: int = 0  # at least
     state_bytes: int = 0  # of recurrent layers: those committed, and those after the pass under way
-    recall_bytes: int = 0  # top logits kept for drafting, in the machine's own memory whatever the device
+    # top logits kept for drafting, in the machine's own memory whatever the device
+    recall_bytes: int = 0
     logits_bytes: int = 0  # of one pass
     workspace_bytes: int = 0  # temporary results, at least; 0 on the CPU
 
@@ -73,11 +74,22 @@ class MemoryEstimate:
         return sum(astuple(self)[1:])
 
     def held_bytes(self, device: torch.device) -> int:
-        """Bytes held on a device for all of the decode: caches, and on the CPU the logits kept for drafting."""
+        """Bytes held on a device for all of the decode: caches,
+        and on the CPU the logits kept for drafting.
+        """
         return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
-        names = ("weights", "heads", "draft model", "draft weights", "KV", "drafting KV", "draft model's KV", "states")
+        names = (
+            "weights",
+            "heads",
+            "draft model",
+            "draft weights",
+            "KV",
+            "drafting KV",
+            "draft model's KV",
+            "states",
+        )
         parts = zip((*names, "recall", "logits", "workspace"), astuple(self)[1:], strict=True)
         return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts if count)
 
@@ -90,7 +102,8 @@ class Demand:
     length: int  # new tokens
     method: str
     options: DraftOptions
-    flexible: bool = False  # nobody asked for this length: it gives way to the positions that there are
+    # nobody asked for this length: it gives way to the positions that there are
+    flexible: bool = False
 
     @property
     def nodes(self) -> int:
@@ -99,11 +112,15 @@ class Demand:
 
 
 def fitting(length: int, prompt: int, positions: int) -> int:
-    """As much of a length as a model has positions for behind a prompt; one token at least, which may be refused."""
+    """As much of a length as a model has positions for behind a prompt; one token at least,
+    which may be refused.
+    """
     return max(1, min(length, positions - prompt))
 
 
-def check(target: Target, demand: Demand, option: str | None = "length", draft: Target | None = None) -> MemoryEstimate:
+def check(
+    target: Target, demand: Demand, option: str | None = "length", draft: Target | None = None
+) -> MemoryEstimate:
     """Memory that a decode needs with a loaded model.
 
     Args:
@@ -112,21 +129,24 @@ def check(target: Target, demand: Demand, option: str | None = "length", draft: 
         draft: the draft model, if there is one.
 
     Raises:
-        InputError: more than the positions of the model or of its draft model, or than the free memory of its device;
-            or there is no draft model, and the method needs one.
+        InputError: more than the positions of the model or of its draft model, or than the free
+            memory of its device; or there is no draft model, and the method needs one.
     """
     if find_method(demand.method).draft and draft is None:
-        raise InputError(f"{demand.method} drafts with a smaller model, and none is loaded", "draft_model")
+        raise InputError(
+            f"{demand.method} drafts with a smaller model, and none is loaded", "draft_model"
+        )
     return _needed(target, draft, demand, option)
 
 
 def preflight(
     config: ModelConfig, demand: Demand, *, option: str = "length", params: SamplingParams = _PARAMS
 ) -> MemoryEstimate:
-    """Memory that a decode needs at least, weights included: as :func:`check`, before anything is loaded.
+    """Memory that a decode needs at least, weights included:
+    as :func:`check`, before anything is loaded.
 
-    It reads the model's configuration and the header of its heads. What it lets through may still be refused by
-    :func:`check`; what it refuses cannot be done.
+    It reads the model's configuration and the header of its heads. What it lets through may still
+    be refused by :func:`check`; what it refuses cannot be done.
 
     Args:
         config: what is to be loaded. A draft model that the method does not need is not read.
@@ -135,8 +155,8 @@ def preflight(
         params: sampling parameters, whose token ids are to be the model's.
 
     Raises:
-        InputError: as :func:`check`; no such model, heads of another model or none for a method that needs some, or
-            options that do not fit.
+        InputError: as :func:`check`; no such model, heads of another model or none for a method
+            that needs some, or options that do not fit.
     """
     spec = inspect_model(config)
     kind = find_method(demand.method)
@@ -154,7 +174,9 @@ def preflight(
 def _needed(
     model: Target | ModelSpec, draft: Target | ModelSpec | None, demand: Demand, option: str | None
 ) -> MemoryEstimate:
-    """Memory that a decode needs, of a model that is not loaded its weights included; more than there is is refused."""
+    """Memory that a decode needs, of a model that is not loaded its weights included;
+    more than there is is refused.
+    """
     kind = find_method(demand.method)
     options = demand.options
     nodes = demand.nodes
@@ -168,7 +190,8 @@ def _needed(
     if draft is not None and positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
     network = model.speculator_spec
-    token_bytes, states = model.kv_shape.bytes_per_token, model.kv_shape.states
+    token_bytes = model.kv_shape.bytes_per_token
+    states = model.kv_shape.states
     partial, small, window = cache_slots(kind, options, positions, network)
     draft_kv_bytes = 0 if draft is None else small * draft.kv_shape.bytes_per_token
     if network is not None:
@@ -179,7 +202,9 @@ def _needed(
         state_bytes=0 if states is None else 2 * states.nbytes,
         partial_bytes=partial * token_bytes,
         draft_kv_bytes=draft_kv_bytes,
-        recall_bytes=LogitHistory.bytes_for(positions, model.vocab_size, options.recall) if options.recall else 0,
+        recall_bytes=LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
+        if options.recall
+        else 0,
         logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
     )
     if model.device.type == "cuda":
@@ -189,7 +214,8 @@ def _needed(
             estimate,
             weight_bytes=model.weight_bytes,
             heads_bytes=model.heads_bytes,
-            draft_bytes=model.speculator_bytes + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
+            draft_bytes=model.speculator_bytes
+            + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
             copy_bytes=model.copy_bytes,
         )
     _refuse_memory(estimate, model.device, option)
@@ -199,15 +225,19 @@ def _needed(
 def _refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
     for name, ids in named.items():
         if not all(0 <= token < vocab_size for token in ids):
-            raise InputError(f"has token ids outside the model's vocabulary of {vocab_size:,}", name)
+            raise InputError(
+                f"has token ids outside the model's vocabulary of {vocab_size:,}", name
+            )
 
 
 def _workspace(estimate: MemoryEstimate, model: Target | ModelSpec, demand: Demand) -> int:
-    """Bytes of temporary results on CUDA: those of which an 8B model at 100,000 tokens has at least 40 MB.
+    """Bytes of temporary results on CUDA: those of which an 8B model at 100,000 tokens has at least
+    40 MB.
 
-    Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention (44 MB for 128 rows,
-    more for a long prompt's chunks), and what a selection copies of the keys, then of the values (268 MB for 4,096
-    tokens). Less are outputs of graphs (30 MB), the table of n-grams (16 MB), and the state of a step (1 MB).
+    Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention
+    (44 MB for 128 rows, more for a long prompt's chunks), and what a selection copies of the keys,
+    then of the values (268 MB for 4,096 tokens). Less are outputs of graphs (30 MB), the table of
+    n-grams (16 MB), and the state of a step (1 MB).
     """
     shape = model.kv_shape
     options = demand.options
@@ -225,7 +255,8 @@ def _workspace(estimate: MemoryEstimate, model: Target | ModelSpec, demand: Dema
             prefill = max(prefill, selection)
         if policy.renews and demand.length > budget:  # once more, beside the graphs
             step += selection
-    return max(step, prefill - estimate.logits_bytes, 0)  # there are no logits while the prompt is read
+    # there are no logits while the prompt is read
+    return max(step, prefill - estimate.logits_bytes, 0)
 
 
 def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
@@ -273,18 +304,30 @@ class Request:
             ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
             ("options", isinstance(self.options, DraftOptions), "DraftOptions"),
             ("written", _are_ids(self.written), "token ids"),
-            ("logprobs", self.logprobs is None or isinstance(self.logprobs, Integral), "an integer"),
-            ("stop_on_loop", self.stop_on_loop is None or _positive(self.stop_on_loop), "an integer above 0"),
+            (
+                "logprobs",
+                self.logprobs is None or isinstance(self.logprobs, Integral),
+                "an integer",
+            ),
+            (
+                "stop_on_loop",
+                self.stop_on_loop is None or _positive(self.stop_on_loop),
+                "an integer above 0",
+            ),
         ):
             value = getattr(self, name)
             if not fine or isinstance(value, bool):
                 raise InputError(f"must be {expected}, got {value!r:.60}", name)
 
     def check(self, vocab_size: int) -> None:
-        """Refuse what a model with such a vocabulary cannot decode: an empty prompt, no tokens to generate, ids."""
+        """Refuse what a model with such a vocabulary cannot decode: an empty prompt,
+        no tokens to generate, ids.
+        """
         if self.length <= len(self.written):
             so_far = f", as {len(self.written):,} tokens are there already" if self.written else ""
-            raise InputError(f"must be at least {len(self.written) + 1:,}, got {self.length:,}{so_far}", "length")
+            raise InputError(
+                f"must be at least {len(self.written) + 1:,}, got {self.length:,}{so_far}", "length"
+            )
         if not self.prompt:
             raise InputError("has no tokens", "prompt")
         named = {"banned": self.params.banned, "logit_bias": self.params.logit_bias}
@@ -333,29 +376,40 @@ class Generation:
     text: TextStream | None = None  # the text so far and its stop strings; None without any
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the decode; prefills first unless that was done (by all ranks or by none)."""
+        """The steps of the decode; prefills first unless that was done (by
+        all ranks or by none).
+        """
         steps = self.decoding.steps(self.stop, self.text)
         return steps if self.ranks.count == 1 else lockstep(steps, self.ranks)
 
 
-def ending(params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool) -> tuple[SamplingParams, tuple[int, ...]]:
-    """Sampling parameters and stop tokens: end at an end-of-text token, or at an exact length by never drawing one."""
+def ending(
+    params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool
+) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Sampling parameters and stop tokens: end at an end-of-text token,
+    or at an exact length by never drawing one.
+    """
     if stop_at_eos:
         return params, tuple(eos_ids)
     return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), ()
 
 
-def begin(model: LoadedModel, request: Request, accept: Callable[[int], AcceptFn] | None = None) -> Generation:
+def begin(
+    model: LoadedModel, request: Request, accept: Callable[[int], AcceptFn] | None = None
+) -> Generation:
     """Check a request, and allocate the caches.
 
-    Where ranks hold the model together, all of them have to call this, and what rank 0 asks for counts.
+    Where ranks hold the model together, all of them have to call this, and what rank 0 asks for
+    counts.
 
     Args:
-        accept: makes an ``accept`` for :class:`Decoding` from the maximum tokens drafted along a path.
+        accept: makes an ``accept`` for :class:`Decoding` from the maximum tokens drafted along a
+            path.
 
     Raises:
-        InputError: an empty prompt, a length that leaves nothing to generate, an unknown method, options that do not
-            fit the model, or more positions or memory than there are; on any rank.
+        InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
+            options that do not fit the model, or more positions or memory than there are; on any
+            rank.
     """
     ranks = model.ranks
     request = ranks.share(request)
@@ -369,18 +423,23 @@ def begin(model: LoadedModel, request: Request, accept: Callable[[int], AcceptFn
         target = model.target.reference() if method.reference else model.target
         resolved = resolve(request.method, target, model.heads, request.options)
         need = check(target, request.demand(resolved), draft=model.draft)
-    costs, draft_costs, drafting = NOMINAL, None, resolved
+    costs = NOMINAL
+    draft_costs = None
+    drafting = resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
         if model.drafting is not None and method.partial:
             draft_costs = costs_of(model.drafting, model.heads)
-    elif resolved.costs == MEASURED:  # by all ranks together, which must decide alike: their clocks differ
+    elif resolved.costs == MEASURED:
+        # by all ranks together, which must decide alike: their clocks differ
         drafting = replace(resolved, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
         copy = (model.drafting, draft_costs)
-        drafter = make_drafter(request.method, target, model.heads, drafting, model.draft, need.positions, costs, *copy)
+        drafter = make_drafter(
+            request.method, target, model.heads, drafting, model.draft, need.positions, costs, *copy
+        )
         if ranks.count > 1:
             agree(drafter, ranks)
         decoding = Decoding(
@@ -413,7 +472,9 @@ def generate(
     logprobs: int | None = None,
     stop_on_loop: int | None = None,
 ) -> Iterator[Step]:
-    """Continue a text. The tokens depend on model, prompt, params and seed; never on the method or its options.
+    """Continue a text.
+
+    The tokens depend on model, prompt, params and seed; never on the method or its options.
 
     Args:
         model: from :func:`tswift.load`.
@@ -422,19 +483,22 @@ def generate(
         method: one of ``tswift.drafting.options.METHODS``.
         params: how each token is drawn.
         seed: any integer.
-        options: how the method drafts; an option that it does not use is refused if it is not the default.
-        stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are never drawn.
-        written: the tokens that an earlier call with the same arguments has generated so far: the text goes on as that
-            call's would have. It must not have come to its end; that is not checked of end-of-text tokens.
-        stop: strings that end the text. The last token is the one that completes the first of them; see
-            :class:`tswift.decoding.text.TextStream` for the text up to there.
-        logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones (0 to 20):
-            ``Step.logprobs``, see :func:`tswift.sampling.rule.row_type`.
+        options: how the method drafts; an option that it does not use is refused if it is not the
+            default.
+        stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are
+            never drawn.
+        written: the tokens that an earlier call with the same arguments has generated so far: the
+            text goes on as that call's would have. It must not have come to its end; that is not
+            checked of end-of-text tokens.
+        stop: strings that end the text. The last token is the one that completes the first of them;
+            see :class:`tswift.decoding.text.TextStream` for the text up to there.
+        logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones
+            (0 to 20): ``Step.logprobs``, see :func:`tswift.sampling.rule.row_type`.
         stop_on_loop: end the text when the same so many tokens stand there thrice in a row.
 
     Returns:
-        An iterator of steps, each with one or more new tokens. The text so far is prefilled when the first is asked
-        for.
+        An iterator of steps, each with one or more new tokens. The text so far is prefilled when
+        the first is asked for.
 
     Raises:
         InputError: a wrong argument, named: as :func:`begin`, or one of another type.
@@ -461,7 +525,9 @@ def generate(
     return _with_text(run, length, written, TextStream(model.tokenizer, check_stop(stop)))
 
 
-def _with_text(run: Generation, length: int, written: Sequence[int], stream: TextStream) -> Iterator[Step]:
+def _with_text(
+    run: Generation, length: int, written: Sequence[int], stream: TextStream
+) -> Iterator[Step]:
     """The steps of a decode, each with its text; the last one's includes what was held back."""
     stream.add(written[-_KNOWN:])
     count = len(written)

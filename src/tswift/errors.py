@@ -1,4 +1,6 @@
-"""Errors that are told in one line, what the user can mend (exit code 2) and what broke (1); and files from outside."""
+"""Errors that are told in one line, what the user can mend (exit code 2) and what broke (1);
+and files from outside.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class InputError(ValueError):
 
     Args:
         message: what is wrong, in one line; other parameters that it names stand in backticks.
-        field: the parameter that caused it, such as ``min_p``. The command line says the option: ``--min-p``.
+        field: the parameter that caused it, such as ``min_p``. The command line says the option:
+            ``--min-p``.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -33,7 +36,8 @@ class InputError(ValueError):
 
 
 class DecodeError(RuntimeError):
-    """Something broke while a command worked: numbers that are none, memory or disk that ran out, a folder that went.
+    """Something broke while a command worked: numbers that are none, memory or disk that ran out,
+    a folder that went.
 
     Args:
         message: what broke and where, in one line, and what can be done about it.
@@ -41,7 +45,9 @@ class DecodeError(RuntimeError):
 
 
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
-    """The same error, about the parameter that the caller has in the place of the one that it names."""
+    """The same error, about the parameter that the caller has in the place of the one that it
+    names.
+    """
     return InputError(error.message, fields.get(error.field or "", error.field))
 
 
@@ -50,7 +56,8 @@ _LONGEST_REASON = 200
 
 
 def cause_of(error: BaseException) -> str:
-    """Why something failed that can be done without, in one line: the error's first, and where in the package it was.
+    """Why something failed that can be done without, in one line: the error's first,
+    and where in the package it was.
 
     With ``TSWIFT_TRACEBACK`` set the traceback is printed, too.
     """
@@ -58,7 +65,11 @@ def cause_of(error: BaseException) -> str:
         traceback.print_exception(error)
     line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
     package = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package in Path(frame.filename).parents]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if package in Path(frame.filename).parents
+    ]
     if not frames:
         return line
     return f"{line} ({Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})"
@@ -66,7 +77,9 @@ def cause_of(error: BaseException) -> str:
 
 @contextmanager
 def renaming(**fields: str) -> Iterator[None]:
-    """Have errors be about the parameters that the caller has in the place of those that they name."""
+    """Have errors be about the parameters that the caller has in the place
+    of those that they name.
+    """
     try:
         yield
     except InputError as error:
@@ -74,13 +87,17 @@ def renaming(**fields: str) -> Iterator[None]:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close."""
+    """``; did you mean X?`` for the choice that is closest to a name,
+    or nothing if none is close.
+    """
     close = get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def suggesting_names(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose TypeError for a keyword that it does not have says which one is meant."""
+    """The same function, whose TypeError for a keyword that it does not have says which one is
+    meant.
+    """
     names = [*signature(function).parameters]
 
     @wraps(function)
@@ -95,7 +112,9 @@ def suggesting_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
-    """A suggestion for a path that does not exist: what lies beside it, or one of some names if it is a name alone."""
+    """A suggestion for a path that does not exist: what lies beside it,
+    or one of some names if it is a name alone.
+    """
     beside: list[str] = []
     with suppress(OSError):
         beside = [match.relative_to(path.parent).parts[0] for match in path.parent.glob(pattern)]
@@ -103,10 +122,12 @@ def close_name(path: Path, pattern: str, names: Iterable[str]) -> str:
 
 
 def find_path(name: str | os.PathLike[str], option: str | None = None) -> Path:
-    """The path of a file or folder that the user named, whether it exists or not; a leading ``~`` is expanded.
+    """The path of a file or folder that the user named, whether it exists or not;
+    a leading ``~`` is expanded.
 
     Raises:
-        InputError: no file can have this name: there is no such home folder, or it is too long. It names ``option``.
+        InputError: no file can have this name: there is no such home folder, or it is too long. It
+            names ``option``.
     """
     short = str(name) if len(str(name)) <= _LONG_NAME else f"{str(name)[:_LONG_NAME]}..."
     try:
@@ -138,12 +159,18 @@ _KINDS = {
 
 
 def read_file(
-    path: Path, most: int, option: str | None = None, missing: str | None = None, follow: bool = True
+    path: Path,
+    most: int,
+    option: str | None = None,
+    missing: str | None = None,
+    follow: bool = True,
 ) -> bytes:
-    """All bytes of a file; InputError, naming ``option``, if it cannot be read, or has more than ``most`` bytes.
+    """All bytes of a file; InputError, naming ``option``, if it cannot be read,
+    or has more than ``most`` bytes.
 
-    A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell has opened already,
-    as for ``<(command)``, is read. ``missing`` is the error's message if there is no such file. Unless links are to be
+    A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell
+    has opened already, as for ``<(command)``, is read. ``missing`` is the error's message if there
+    is no such file. Unless links are to be
     followed, one is not opened either: it could point at anything.
     """
     try:
@@ -165,8 +192,12 @@ def read_file(
         raise InputError(f"invalid file name {path}", option) from None
 
 
-def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0) -> bytes:
-    """All bytes of an open file called ``name``, of at least ``size``; InputError if there are more than ``most``."""
+def read_stream(
+    file: BinaryIO, most: int, name: str, option: str | None = None, size: int = 0
+) -> bytes:
+    """All bytes of an open file called ``name``, of at least ``size``;
+    InputError if there are more than ``most``.
+    """
     data = b"" if size > most else file.read(most + 1)
     if max(size, len(data)) > most:
         raise InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
@@ -174,8 +205,11 @@ def read_stream(file: BinaryIO, most: int, name: str, option: str | None = None,
 
 
 def parse_json(data: bytes, name: object, option: str | None = None) -> Any:
-    """The value of JSON in UTF-8, from a file called ``name``; InputError if it is none, or nested too deeply."""
+    """The value of JSON in UTF-8, from a file called ``name``; InputError if it is none,
+    or nested too deeply.
+    """
     try:
         return json.loads(data)
-    except (ValueError, RecursionError):  # no UTF-8 is a ValueError too, and so is a number of too many digits
+    except (ValueError, RecursionError):
+        # no UTF-8 is a ValueError too, and so is a number of too many digits
         raise InputError(f"{name} is not JSON", option) from None

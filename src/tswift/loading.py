@@ -76,8 +76,22 @@ from tswift.models.checkpoint import (
     weights_hash,
 )
 from tswift.models.classes import class_of
-from tswift.models.config import DEMO, NO_HEADS, SHAPE_PREFIX, UNQUANTISED, ModelConfig, refuse_shape
-from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, give_back, kv_dtype_for
+from tswift.models.config import (
+    DEMO,
+    NO_HEADS,
+    SHAPE_PREFIX,
+    UNQUANTISED,
+    ModelConfig,
+    refuse_shape,
+)
+from tswift.models.devices import (
+    device_for,
+    dtype_for,
+    dtype_name,
+    dtype_note,
+    give_back,
+    kv_dtype_for,
+)
 from tswift.models.gguf import SUFFIX
 from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights, state_shape
 from tswift.native_build import cache_folder
@@ -107,39 +121,54 @@ class LoadedModel:
     target: Target  # the model, wrapped
     heads: Heads | None  # that draft for it, if it has any
     eos_ids: tuple[int, ...]  # token ids that end a text
-    heads_found: Path | None = None  # the heads' file, where nobody named it: installed for the model
+    # the heads' file, where nobody named it: installed for the model
+    heads_found: Path | None = None
     attention: str = "sdpa"  # the backend in use
     simulated: bool = False  # its weights are random: times mean something, texts do not
-    exact: str | None = None  # hash of the bits that passes of a fixed width have here; None without a fixed width
-    quantization: str | None = None  # how its weights were quantised; plain decoding is this model's own
+    # hash of the bits that passes of a fixed width have here; None without a fixed width
+    exact: str | None = None
+    # how its weights were quantised; plain decoding is this model's own
+    quantization: str | None = None
     ranks: Dist = ALONE  # those that hold it together
-    weights: str | None = None  # hash of all weights, where that took all ranks; None where it can be had at any time
-    draft: Target | None = None  # a smaller model that drafts for it; every rank holds the whole of it
+    # hash of all weights, where that took all ranks; None where it can be had at any time
+    weights: str | None = None
+    # a smaller model that drafts for it; every rank holds the whole of it
+    draft: Target | None = None
     draft_name: str | None = None  # as the user named that
-    drafting: Target | None = None  # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
-    drafter_name: str | None = None  # the published drafter at ``target.speculator``, as the user named it
+    # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
+    drafting: Target | None = None
+    # the published drafter at ``target.speculator``, as the user named it
+    drafter_name: str | None = None
     draft_weights: str | None = None  # its kind: ``fp8`` or ``int4``
     yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
-    held: torch.dtype | None = None  # 16 bits in which a CPU's program reads matrices; all else is float32
+    # 16 bits in which a CPU's program reads matrices; all else is float32
+    held: torch.dtype | None = None
 
     def __repr__(self) -> str:
-        device, dtype = self.target.device, dtype_name(self.held or self.target.dtype)
+        device = self.target.device
+        dtype = dtype_name(self.held or self.target.dtype)
         heads = "no heads" if self.heads is None else f"{self.heads.count} {self.heads.kind} heads"
         return f"<{self.name}: {device}, {dtype}, {self.target.max_positions:,} positions, {heads}>"
 
     @property
     def layers(self) -> str:
-        """``eager``, ``fused`` or ``one C program``, and why not what should be in use, by all passes so far."""
+        """``eager``, ``fused`` or ``one C program``, and why not what should be in use,
+        by all passes so far.
+        """
         return execution_note(self.target)
 
     def encode(self, text: str, bare: bool = False) -> list[int]:
         """The token ids of a prompt, with a beginning-of-text token if the model wants one."""
         with silence(), as_input_error(self.name, "its tokenizer: "):
-            ids = list(self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"])
+            ids = list(
+                self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"]
+            )
         size = self.target.vocab_size
         if ids and max(ids) >= size:
-            reason = f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {size:,}"
+            reason = (
+                f"has token id {max(ids):,} by the tokenizer of {self.name}, the model has {size:,}"
+            )
             raise InputError(reason, "prompt")
         return ids
 
@@ -152,7 +181,9 @@ class LoadedModel:
             "dtype": dtype_name(self.held or self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
-            "exact": None if self.exact is None else {"width": self.target.width, "bits": self.exact},
+            "exact": None
+            if self.exact is None
+            else {"width": self.target.width, "bits": self.exact},
             **({} if inexact is None else {"inexact": inexact}),
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
             **({} if self.heads_found is None else {"heads_found": str(self.heads_found)}),
@@ -176,16 +207,23 @@ class LoadedModel:
 
     def remarks(self) -> str:
         """What is out of the ordinary, to be printed after name, device and dtype."""
-        width, kv_dtype = self.target.width, self.about().get("kv_dtype")
+        width = self.target.width
+        kv_dtype = self.about().get("kv_dtype")
         inexact = self.target.fallbacks.get("exact")
         notes = [
             self.dtype_note,
             "" if self.yarn is None else f"{self.yarn:g} times its positions by YaRN",
             f"KV in {kv_dtype}" if kv_dtype else "",
-            "" if self.exact is None else "exact" if self.target.program else f"exact in passes of {width} rows",
+            ""
+            if self.exact is None
+            else "exact"
+            if self.target.program
+            else f"exact in passes of {width} rows",
             f"not exact, as {inexact}" if inexact else "",
             f"weights quantised ({self.quantization})" if self.quantization else "",
-            "" if self.heads_found is None else f"{self.about()['heads']} heads from {self.heads_found}",
+            ""
+            if self.heads_found is None
+            else f"{self.about()['heads']} heads from {self.heads_found}",
             "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
             f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
         ]
@@ -212,39 +250,49 @@ def load(
     """Load a model for decoding. Arguments are called as the options of the command line.
 
     Args:
-        model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are read, and no code from
-            the checkpoint is run. ``shape:NAME`` is a published model's shape with random weights, for timing. Or a
-            GGUF file, a folder with one, or ``REPO:FILE.gguf`` of the hub, whose weights stay in 4 or 8 bits.
+        model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are
+            read, and no code from the checkpoint is run. ``shape:NAME`` is a published model's
+            shape with random weights, for timing. Or a GGUF file, a folder with one, or
+            ``REPO:FILE.gguf`` of the hub, whose weights stay in 4 or 8 bits.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
-        dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or ``torch.bfloat16`` too; ``auto`` is
-            float32 on the CPU, the checkpoint's own on CUDA, and bfloat16 for a shape.
-        kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a CPU. ``auto`` is the
-            model's own, and int16 where a C program makes the passes of a model in float32; ``int8`` is coarser.
-        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn installed; bfloat16,
-            float16), ``native`` (x86 CPUs where there is a C compiler; float32, bfloat16, float16), ``sdpa``
-            (everything), or ``auto``: triton or native where they can serve, sdpa elsewhere. With triton what is
-            between the layers' products has kernels, too, and passes are replayed as CUDA graphs.
-        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model that carries heads; or
-            a kind (``chained``, ``conditioned``): that is ``heads-KIND.safetensors`` in the model's folder. None takes
-            ``heads.safetensors`` there, if it exists, or the heads that the model carries, or those that were installed
+        dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or
+            ``torch.bfloat16`` too; ``auto`` is float32 on the CPU, the checkpoint's own on CUDA,
+            and bfloat16 for a shape.
+        kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a
+            CPU. ``auto`` is the model's own, and int16 where a C program makes the passes of a
+            model in float32; ``int8`` is coarser.
+        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn
+            installed; bfloat16, float16), ``native`` (x86 CPUs where there is a C compiler;
+            float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton or native where
+            they can serve, sdpa elsewhere. With triton what is between the layers' products has
+            kernels, too, and passes are replayed as CUDA graphs.
+        heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model
+            that carries heads; or a kind (``chained``, ``conditioned``): that is
+            ``heads-KIND.safetensors`` in the model's folder. None takes ``heads.safetensors``
+            there, if it exists, or the heads that the model carries, or those that were installed
             for its weights; ``none`` takes none. A shape has random heads of either kind, chained
             if nothing is said.
-        weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to integers, on a CPU. What is
-            decoded is the rounded model. None leaves them as they are in the checkpoint.
-        draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the bundled one), a
-            folder or a hub id. It comes to the model's device, in its dtype, with the same attention.
-        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id; for a shape a kind
-            (``dspark``, ``dflash``, ``eagle3``) with random weights.
-        draft_weights: ``fp8`` or ``int4``, on CUDA in bfloat16: let drafting passes of the model run on a copy of it
-            whose linear layers have weights of 8 or 4 bits, all but the LM head, and which shares all else. What is
-            decoded is the model as it is. ``none`` is what None is.
-        yarn: how many times the positions that the model was made for it is to serve, by YaRN, which turns its rotary
-            embeddings more slowly; above 1. None leaves them as they are. What is decoded is that model.
-        exact: let a token's bits not depend on how it was forwarded, so that all methods give the same tokens in every
-            dtype. None does so in 16 bits, on CUDA, and where whole passes are one C program, if the model bears it;
-            ``fallbacks`` of ``LoadedModel.target`` says why it does not.
-        ranks: from :func:`tswift.distributed.join`, to hold the model together with other processes. All of them have
-            to call this; what rank 0 asks for counts.
+        weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to
+            integers, on a CPU. What is decoded is the rounded model. None leaves them as they are
+            in the checkpoint.
+        draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the
+            bundled one), a folder or a hub id. It comes to the model's device, in its dtype, with
+            the same attention.
+        drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id;
+            for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
+        draft_weights: ``fp8`` or ``int4``, on CUDA in bfloat16: let drafting passes of the model
+            run on a copy of it whose linear layers have weights of 8 or 4 bits, all but the LM
+            head, and which shares all else. What is decoded is the model as it is. ``none`` is what
+            None is.
+        yarn: how many times the positions that the model was made for it is to serve, by YaRN,
+            which turns its rotary embeddings more slowly; above 1. None leaves them as they are.
+            What is decoded is that model.
+        exact: let a token's bits not depend on how it was forwarded, so that all methods give the
+            same tokens in every dtype. None does so in 16 bits, on CUDA, and where whole passes are
+            one C program, if the model bears it; ``fallbacks`` of ``LoadedModel.target`` says why
+            it does not.
+        ranks: from :func:`tswift.distributed.join`, to hold the model together with other
+            processes. All of them have to call this; what rank 0 asks for counts.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
@@ -320,7 +368,9 @@ def _snapshot(model: str) -> str:
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """What is to be loaded, as far as it is known before any weights are read; what cannot be had has been refused."""
+    """What is to be loaded, as far as it is known before any weights are read;
+    what cannot be had has been refused.
+    """
 
     asked: ModelConfig
     device: torch.device
@@ -330,7 +380,8 @@ class _LoadPlan:
     drafter: SpeculatorFile | None = None
     heads: Path | str | None = None  # as heads_source() returns it
     held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
-    packed: bool = False  # whether matrices are held as a C program reads them, and not as PyTorch does
+    # whether matrices are held as a C program reads them, and not as PyTorch does
+    packed: bool = False
 
     @property
     def coded(self) -> str:
@@ -354,23 +405,29 @@ class _LoadPlan:
         Raises:
             InputError: it names the option.
         """
-        asked, own = self.asked, own_quantization(self.config)
+        asked = self.asked
+        own = own_quantization(self.config)
         if asked.weights is not None and (own is not None or gguf_of(asked.model) is not None):
             kind = own or "GGUF"
             raise InputError(
-                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}", "weights"
+                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
+                "weights",
             )
         if not self.coded:
             return
         if self.device.type != "cpu":
-            option, reason = "weights", f"integers are multiplied on a CPU only; the device is {self.device.type}"
+            option = "weights"
+            reason = f"integers are multiplied on a CPU only; the device is {self.device.type}"
             raise InputError(reason, option if asked.weights is not None else "model")
         if self.dtype != torch.float32:
             raise InputError(
-                f"is float32 with weights of integers ({self.coded}); got {dtype_name(self.dtype)}", "dtype"
+                f"is float32 with weights of integers ({self.coded}); got {dtype_name(self.dtype)}",
+                "dtype",
             )
         if asked.draft_weights is not None:
-            raise InputError(f"the model's weights are integers already ({self.coded})", "draft_weights")
+            raise InputError(
+                f"the model's weights are integers already ({self.coded})", "draft_weights"
+            )
 
     @property
     def simulated(self) -> bool:
@@ -378,7 +435,9 @@ class _LoadPlan:
         return self.asked.model.startswith(SHAPE_PREFIX)
 
     def cached(self, backend: str) -> torch.dtype | None:
-        """Dtype of the KV cache; None for the model's own, as stock operators would convert another in every pass."""
+        """Dtype of the KV cache; None for the model's own,
+        as stock operators would convert another in every pass.
+        """
         own = backend != "native" or self.kv_dtype == self.dtype
         return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
 
@@ -391,24 +450,29 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
         raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
     if asked.drafter is not None and ranks.count > 1:
         raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
-    device, config, simulated = (
-        device_for(asked.device, ranks),
-        read_config(asked.model),
-        asked.model.startswith(SHAPE_PREFIX),
-    )
+    device = device_for(asked.device, ranks)
+    config = read_config(asked.model)
+    simulated = asked.model.startswith(SHAPE_PREFIX)
     if _is_recurrent(config) and (reduced is not None or ranks.count > 1):
-        option, what = (RANKS, "split over ranks") if ranks.count > 1 else ("draft_weights", "copied in fewer bits")
+        option, what = (
+            (RANKS, "split over ranks")
+            if ranks.count > 1
+            else ("draft_weights", "copied in fewer bits")
+        )
         raise InputError(f"{asked.model} has recurrent layers, which cannot be {what} yet", option)
     if asked.yarn is not None:
         config = stretched(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32
-    serves, held, packed = device.type == "cpu" and may_serve(config), None, False
+    serves = device.type == "cpu" and may_serve(config)
+    held = None
+    packed = False
     if serves and ranks.count == 1 and _packs(asked, config):
         held = dtype if dtype in HALVES else None
         dtype = torch.float32 if held else dtype
-        # what learns through a model, whose rows need not be exact, needs its weights as PyTorch has them
+        # what learns through a model, whose rows need not be exact, needs its weights as PyTorch
+        # has them
         packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
     kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
@@ -427,29 +491,44 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def _packs(asked: ModelConfig, config: Any) -> bool:
-    """Whether a C program that serves a model can hold its matrices here: they are plain numbers."""
+    """Whether a C program that serves a model can hold its matrices here:
+    they are plain numbers.
+    """
     file = gguf_of(asked.model)
-    coded = asked.weights is not None or own_quantization(config) is not None or (file is not None and file.kinds)
+    coded = (
+        asked.weights is not None
+        or own_quantization(config) is not None
+        or (file is not None and file.kinds)
+    )
     if coded or asked.attention not in ("auto", "native"):
         return False
     return why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is None
 
 
 def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
-    """Of a smaller model, which comes as its target does; its own heads, if it has any, are not read."""
+    """Of a smaller model, which comes as its target does; its own heads, if it has any,
+    are not read.
+    """
     asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
     plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
     plan.refuse_unfit_codes()
     if _is_recurrent(plan.config):
-        raise InputError(f"{name} has recurrent layers, and what they have seen cannot be taken back", "draft_model")
+        raise InputError(
+            f"{name} has recurrent layers, and what they have seen cannot be taken back",
+            "draft_model",
+        )
     return plan
 
 
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
-def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None) -> Path | str | None:
-    """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones; None for no heads."""
+def heads_source(
+    model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None
+) -> Path | str | None:
+    """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones;
+    None for no heads.
+    """
     if model.startswith(SHAPE_PREFIX):
         kind = "chained" if heads is None else str(heads)
         return kind if kind in HEAD_TYPES else heads_path(kind, None)
@@ -464,7 +543,8 @@ def heads_source(model: str, config: PreTrainedConfig, heads: str | os.PathLike[
 
 def found_heads(model: str) -> Path | None:
     """Heads that were installed for a model's weights; None if there are none."""
-    name, folder = _heads_name(model), cache_folder()
+    name = _heads_name(model)
+    folder = cache_folder()
     path = None if name is None or folder is None else folder / name
     return path if path is not None and path.is_file() else None
 
@@ -475,9 +555,14 @@ def install_heads(model: str, heads: Path) -> Path:
     Raises:
         DecodeError: that cannot be done.
     """
-    name, folder = _heads_name(model), cache_folder()
+    name = _heads_name(model)
+    folder = cache_folder()
     if name is None or folder is None:
-        reason = f"the weights of {model} are not in files here" if name is None else "there is no folder for them"
+        reason = (
+            f"the weights of {model} are not in files here"
+            if name is None
+            else "there is no folder for them"
+        )
         raise DecodeError(f"the heads cannot be installed: {reason}")
     beside = folder / f"{name}.{os.getpid()}"
     try:
@@ -498,11 +583,17 @@ def _heads_name(model: str) -> str | None:
 def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
     if isinstance(source, Path):
         return attach_heads(source, target, any_model=simulated)
-    return None if source is None else random_heads(source, target.model.config, target.dtype, target.device)
+    return (
+        None
+        if source is None
+        else random_heads(source, target.model.config, target.dtype, target.device)
+    )
 
 
 def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
-    """Try a model's replayed and exact passes; returns the hash of their bits, None if they are not exact."""
+    """Try a model's replayed and exact passes; returns the hash of their bits,
+    None if they are not exact.
+    """
     target.fallbacks.note("attention", note)
     target.fallbacks.note("exact", set_width(target, attention, exact))
     try_graphs(target)
@@ -541,33 +632,46 @@ def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
     try_graphs(draft.target)
     _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
     if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
-        _refuse_other_tokens(name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab())
+        _refuse_other_tokens(
+            name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()
+        )
     return draft.target
 
 
 def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
     """Refuse a draft model with another number of tokens than its target."""
     if size != model_size:
-        raise InputError(f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model")
+        raise InputError(
+            f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model"
+        )
 
 
-def _refuse_other_tokens(name: str, ours: dict[str, int], model: str, theirs: dict[str, int]) -> None:
+def _refuse_other_tokens(
+    name: str, ours: dict[str, int], model: str, theirs: dict[str, int]
+) -> None:
     """Refuse a draft model with a token id that means something else than in its target."""
     if ours != theirs:
         token = min({*ours.items()} ^ {*theirs.items()}, key=lambda pair: (pair[1], pair[0]))[0]
         there, here = (f"id {ids[token]:,}" if token in ids else "no id" for ids in (ours, theirs))
-        reason = f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
+        reason = (
+            f"has another vocabulary than {model}: {token!r:.40} has {there} there, {here} here"
+        )
         raise InputError(f"{name} {reason}", "draft_model")
 
 
-def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False) -> tuple[LoadedModel, str]:
+def _open(
+    plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
+) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
     Returns:
-        The model without heads and ends of text, nothing compiled yet; why its attention is not the one that should
-        be.
+        The model without heads and ends of text, nothing compiled yet; why its attention is not the
+        one that should be.
     """
-    asked, model, config, device = plan.asked, plan.asked.model, plan.config, plan.device
+    asked = plan.asked
+    model = plan.asked.model
+    config = plan.config
+    device = plan.device
     if plan.simulated:
         backend, note = select_backend(asked.attention, plan.dtype, device, config)
         with silence(), as_input_error(model):
@@ -577,7 +681,13 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
                 network = random_rounded(config, asked.weights, model)
             if plan.packed:
                 pack(network)
-            target = wrap_model(network, model, backend, kv_dtype=plan.cached(backend), usual=asked.kv_dtype == "auto")
+            target = wrap_model(
+                network,
+                model,
+                backend,
+                kv_dtype=plan.cached(backend),
+                usual=asked.kv_dtype == "auto",
+            )
         made = LoadedModel(
             model,
             StandInTokenizer(),
@@ -591,7 +701,9 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         )
         return made, note
     source, folder = find_source(model)
-    quantization, options, tokenizer = plan.coded or own_quantization(config), dict[str, Any](), None
+    quantization = plan.coded or own_quantization(config)
+    options = dict[str, Any]()
+    tokenizer = None
     file = gguf_of(model)
     with silence(), hub(folder is None), as_input_error(model):
         if folder is not None and file is None:
@@ -606,11 +718,14 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
         backend, note = select_backend(asked.attention, plan.dtype, device, config)
         if not tokenizer_optional or folder is None or file is not None or has_tokenizer(folder):
             tokenizer = _load_tokenizer(source, model)
-        other_dtype = dtype_note(config, plan.held or plan.dtype)  # from_pretrained may overwrite the configuration's
+        # from_pretrained may overwrite the configuration's
+        other_dtype = dtype_note(config, plan.held or plan.dtype)
         if file is not None:
             network = load_gguf(file, config, plan.held or plan.dtype)
         elif asked.weights is not None or plan.packed:
-            files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
+            files = folder or Path(
+                snapshot_download(source, allow_patterns=["*.safetensors", INDEX])
+            )
             network = _packed_network(plan, stored_tensors(files), source)
         else:
             network = _from_safetensors(plan, source, options)
@@ -638,7 +753,9 @@ def _open(plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
     return loaded, note
 
 
-def _packed_network(plan: _LoadPlan, stored: Mapping[str, StoredTensor], source: str) -> PreTrainedModel:
+def _packed_network(
+    plan: _LoadPlan, stored: Mapping[str, StoredTensor], source: str
+) -> PreTrainedModel:
     """The model of a checkpoint whose matrices are packed, as codes or as floats."""
     asked, config = plan.asked, plan.config
     if asked.weights is not None:
@@ -655,22 +772,30 @@ def _packed_network(plan: _LoadPlan, stored: Mapping[str, StoredTensor], source:
 
 def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) -> PreTrainedModel:
     """The model that transformers reads; ``options`` are more of its own."""
-    asked, config, model = plan.asked, plan.config, plan.asked.model
+    asked = plan.asked
+    config = plan.config
+    model = plan.asked.model
     network, info = class_of(config).from_pretrained(
         source,
         config=config,
         # a configuration need not state the dtype: the weights do
-        dtype="auto" if asked.dtype == "auto" and plan.device.type == "cuda" else plan.held or plan.dtype,
+        dtype="auto"
+        if asked.dtype == "auto" and plan.device.type == "cuda"
+        else plan.held or plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
         **options,
     )
     if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
-        raise InputError(f"{model} is quantised in a way that transformers does not know here", "model")
+        raise InputError(
+            f"{model} is quantised in a way that transformers does not know here", "model"
+        )
     # transformers would fill what the file lacks with random numbers and only warn
     missing = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if missing:
-        raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
+        raise InputError(
+            f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
+        )
     return network
 
 
@@ -690,12 +815,16 @@ def _load_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise InputError(f"{model} has no tokenizer.json that the tokenizers library reads", "model")
+        raise InputError(
+            f"{model} has no tokenizer.json that the tokenizers library reads", "model"
+        )
     return tokenizer
 
 
 def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
-    """As transformers makes it of the file; in a folder of its own, as other files beside it would be preferred."""
+    """As transformers makes it of the file; in a folder of its own,
+    as other files beside it would be preferred.
+    """
     with TemporaryDirectory() as folder:
         Path(folder, path.name).symlink_to(path.resolve())
         return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
@@ -704,38 +833,64 @@ def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
 def _split(config: PreTrainedConfig, model: str, ranks: Dist) -> DistributedConfig:
     """How every rank reads its part, by transformers' own plan."""
     if find_spec("accelerate") is None:
-        raise InputError("to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS)
+        raise InputError(
+            "to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS
+        )
     if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
-        raise InputError("transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them", "device")
+        raise InputError(
+            "transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them",
+            "device",
+        )
     rules = skeleton(config).tp_plan or {}
     if not any("*" in name for name in rules):  # it may have one for the LM head alone
-        raise InputError(f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model")
+        raise InputError(
+            f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model"
+        )
     text = config.get_text_config()
     # some plans leave attention whole: every rank has all heads then
-    if any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise" for name in rules):
+    if any(
+        name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise"
+        for name in rules
+    ):
         queries = text.num_attention_heads
-        for name, heads in (("KV", getattr(text, "num_key_value_heads", None) or queries), ("query", queries)):
+        for name, heads in (
+            ("KV", getattr(text, "num_key_value_heads", None) or queries),
+            ("query", queries),
+        ):
             if heads % ranks.count:
                 counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
-                raise InputError(f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS)
+                raise InputError(
+                    f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS
+                )
     return DistributedConfig(tp_size=ranks.count)
 
 
 def adopt(network: PreTrainedModel) -> LoadedModel:
-    """A model that transformers has loaded, ready to decode, with the heads in its folder; its modules are changed.
+    """A model that transformers has loaded, ready to decode, with the heads in its folder;
+    its modules are changed.
 
     Raises:
         InputError: it cannot be served exactly.
     """
-    name, heads = str(network.config._name_or_path or type(network).__name__), None
+    name = str(network.config._name_or_path or type(network).__name__)
+    heads = None
     refuse_unsupported(network.config.get_text_config(), name)
     backend, note = select_backend("auto", network.dtype, network.device, network.config)
     with silence(), as_input_error(name):
-        target = wrap_model(network, name, backend, joined=False)  # its weights are not ours to move
+        # its weights are not ours to move
+        target = wrap_model(network, name, backend, joined=False)
     with suppress(InputError):  # heads of what the model once was
         source = heads_source(name, network.config, None) if Path(name).is_dir() else None
         heads = _load_heads(source, target, simulated=False)
-    return LoadedModel(name, None, target, heads, (), attention=backend, exact=_prepare(target, backend, note, None))
+    return LoadedModel(
+        name,
+        None,
+        target,
+        heads,
+        (),
+        attention=backend,
+        exact=_prepare(target, backend, note, None),
+    )
 
 
 def _eos_ids(
@@ -748,7 +903,10 @@ def _eos_ids(
         tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
-            reason = f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of {vocab_size:,}"
+            reason = (
+                f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of "
+                f"{vocab_size:,}"
+            )
             raise InputError(f"{model} {reason}", "model")
     return tuple(sorted(set(tokens)))
 
@@ -762,10 +920,12 @@ class ModelSpec:
     dtype: torch.dtype  # of its weights
     max_positions: int  # most tokens, prompt included
     vocab_size: int  # number of logits
-    kv_shape: KVShape  # of its keys and values, at least: one KV head where the configuration does not say
+    # of its keys and values, at least: one KV head where the configuration does not say
+    kv_shape: KVShape
     groups: int  # query heads per KV head; 1 where the configuration does not say
     attention: str  # its name; empty where it is not known yet
-    most_nodes: int | None  # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
+    # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
+    most_nodes: int | None
     weight_bytes: int  # of its weights without heads; 0 where it is not known
     copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
     heads: int | None  # tokens that its heads draft in a row; None where it is not known yet
@@ -775,7 +935,9 @@ class ModelSpec:
 
 
 def inspect_model(config: ModelConfig) -> ModelSpec:
-    """The sizes of what :func:`load_model` would load: from its configuration, and the headers of heads and drafter."""
+    """The sizes of what :func:`load_model` would load: from its configuration, and the headers of
+    heads and drafter.
+    """
     return _sizes(_plan(config))
 
 
@@ -788,15 +950,24 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
 
 
 def _by_layer(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
-    """What layers keep, as of :class:`KVShape`: empty where they are alike, as far as a configuration says."""
+    """What layers keep, as of :class:`KVShape`: empty where they are alike, as far as a
+    configuration says.
+    """
     text = config.get_text_config()
     differ = getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", None)
     return tuple(kept_by_layer(config)) if differ else ()
 
 
 def _sizes(plan: _LoadPlan) -> ModelSpec:
-    asked, config, dtype, source = plan.asked, plan.config, plan.dtype, plan.heads
-    text, most_nodes, name, count, parameters = config.get_text_config(), None, "", 0, 0
+    asked = plan.asked
+    config = plan.config
+    dtype = plan.dtype
+    source = plan.heads
+    text = config.get_text_config()
+    most_nodes = None
+    name = ""
+    count = 0
+    parameters = 0
     states = state_shape(config, dtype, plan.device)
     layers = text.num_hidden_layers - (0 if states is None else states.layers)
     if isinstance(source, Path):
@@ -806,7 +977,8 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
     elif source is not None and source != ON_HUB:
         with torch.device("meta"):
             weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
-        count, parameters = HEADS, sum(weight.numel() for weight in weights)
+        count = HEADS
+        parameters = sum(weight.numel() for weight in weights)
     kv_heads, groups, size = heads_of(config)
     if asked.attention != "auto":  # what that chooses may give way to another
         backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
@@ -822,7 +994,10 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
             network = skeleton(config)
             # a C program has a copy of the weights, too
             programmed = asked.attention in ("auto", "native") and may_serve(config)
-            weight_bytes = sum(weight.numel() for weight in network.parameters()) * (plan.held or dtype).itemsize
+            weight_bytes = (
+                sum(weight.numel() for weight in network.parameters())
+                * (plan.held or dtype).itemsize
+            )
             if not plan.packed:
                 copies = 1 + (programmed and dtype == torch.float32)
                 weight_bytes += copied_bytes(network, dtype, plan.device) * copies
@@ -834,7 +1009,15 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         dtype,
         max_positions(config),
         text.vocab_size,
-        KVShape(layers, kv_heads, size, plan.kv_dtype, plan.device, states=states, by_layer=_by_layer(config)),
+        KVShape(
+            layers,
+            kv_heads,
+            size,
+            plan.kv_dtype,
+            plan.device,
+            states=states,
+            by_layer=_by_layer(config),
+        ),
         groups,
         attention=name,
         most_nodes=most_nodes,

@@ -1,7 +1,8 @@
-"""C files of the package: compiled by the user's compiler when first needed, and kept for later processes.
+"""C files of the package: compiled by the user's compiler when first needed,
+and kept for later processes.
 
-What is loaded runs with the user's rights. So it is kept in a folder that nobody else can write to, beside a hash of
-its content, and a file that does not fit its hash is not loaded but made anew.
+What is loaded runs with the user's rights. So it is kept in a folder that nobody else can write to,
+beside a hash of its content, and a file that does not fit its hash is not loaded but made anew.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class Unbuilt(Exception):
 
 
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Compile a C file, which may use AVX2, FMA and F16C, to a library, unless that was done before, and load it.
+    """Compile a C file, which may use AVX2, FMA and F16C, to a library,
+    unless that was done before, and load it.
 
-    ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7 does those for
-    AVX-512, it is compiled without. What was compiled is kept in :func:`cache_folder`. Where there is none, it is
-    compiled anew in every process. What failed is not tried again in the same process.
+    ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7
+    does those for AVX-512, it is compiled without. What was compiled is kept in
+    :func:`cache_folder`. Where there is none, it is compiled anew in every process. What failed is
+    not tried again in the same process.
 
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
@@ -79,7 +82,9 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
             if file:
                 _keep(made, file)
     except OSError as error:
-        raise Unbuilt(f"fails: what the C compiler made does not load ({_first_line(str(error))})") from error
+        raise Unbuilt(
+            f"fails: what the C compiler made does not load ({_first_line(str(error))})"
+        ) from error
     return library
 
 
@@ -99,13 +104,16 @@ def _load(file: Path) -> ctypes.CDLL | None:
 
 
 def _keep(made: Path, file: Path) -> None:
-    """Move a new library into the cache, and its hash beside it; nothing where that fails, as on a full disk."""
+    """Move a new library into the cache, and its hash beside it; nothing where that fails,
+    as on a full disk.
+    """
     digest = made.with_suffix(".sha256")
     with contextlib.suppress(OSError):
         digest.write_bytes(_hash(made))
         for each in (made, digest):
             with each.open("rb") as written:
-                os.fsync(written.fileno())  # or a power cut could leave the new name with half of the content
+                # or a power cut could leave the new name with half of the content
+                os.fsync(written.fileno())
         made.replace(file)  # in one step: another process may do the same
         digest.replace(_hash_file(file))
 
@@ -120,7 +128,9 @@ def _hash(file: Path) -> bytes:
 
 @functools.cache
 def widest_vectors() -> tuple[str, ...]:
-    """The compiler's options for AVX-512, and for sums of products of integers, where the processor has them."""
+    """The compiler's options for AVX-512, and for sums of products of integers,
+    where the processor has them.
+    """
     features = Path("/proc/cpuinfo").read_text().split()
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return ("-mavxvnni",) if "avx_vnni" in features else ()
@@ -131,8 +141,8 @@ def widest_vectors() -> tuple[str, ...]:
 def cache_folder() -> Path | None:
     """A folder of the user's for what can be made anew; None if nothing can be kept.
 
-    It is ``tswift`` in ``XDG_CACHE_HOME``, else in ``~/.cache``. If others can write there, or it cannot be made, it is
-    ``tswift-<user id>`` in the system's folder of temporary files.
+    It is ``tswift`` in ``XDG_CACHE_HOME``, else in ``~/.cache``. If others can write there, or it
+    cannot be made, it is ``tswift-<user id>`` in the system's folder of temporary files.
     """
     with contextlib.suppress(OSError, RuntimeError):  # the latter if there is no home
         given = os.environ.get("XDG_CACHE_HOME")
@@ -147,13 +157,19 @@ def cache_folder() -> Path | None:
 
 
 def _make_private(folder: Path) -> bool:
-    """Whether a folder, which is made if it is missing, can be written to by this user and by nobody else."""
+    """Whether a folder, which is made if it is missing,
+    can be written to by this user and by nobody else.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    own, parent, user = folder.lstat(), folder.parent.stat(), os.geteuid()
+    own = folder.lstat()
+    parent = folder.parent.stat()
+    user = os.geteuid()
     private = stat.S_ISDIR(own.st_mode) and own.st_uid == user and not own.st_mode & _BY_OTHERS
     # who may rename it could put another folder in its place
-    stays = parent.st_uid in (user, 0) and (parent.st_mode & stat.S_ISVTX or not parent.st_mode & _BY_OTHERS)
+    stays = parent.st_uid in (user, 0) and (
+        parent.st_mode & stat.S_ISVTX or not parent.st_mode & _BY_OTHERS
+    )
     return bool(private and stays) and os.access(folder, os.W_OK)
 
 
@@ -167,12 +183,21 @@ def _compiler() -> list[str]:
     for command in candidates:
         if shutil.which(command[0]):
             return command
-    raise Unbuilt(f"needs a C compiler: {given[0]} (CC) is not there" if given else "needs a C compiler")
+    raise Unbuilt(
+        f"needs a C compiler: {given[0]} (CC) is not there" if given else "needs a C compiler"
+    )
 
 
 def _compile(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_PATIENCE)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_PATIENCE,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unbuilt(f"needs a C compiler: {_first_line(str(error))}") from error
     if done.returncode:

@@ -1,7 +1,7 @@
 """Options: frozen dataclasses whose fields carry their range, help and default.
 
-The command line, records and checks are made from the fields; nothing here imports torch, so that ``--help`` and bad
-values need not wait for it.
+The command line, records and checks are made from the fields; nothing here imports torch, so that
+``--help`` and bad values need not wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tswift.errors import InputError, did_you_mean
 _KEY, _PART, _GIVEN = "option", "part", "given"  # in a field's metadata
 T = TypeVar("T")
 Values = Mapping[str, Any]  # of options, by their names
-_BOUNDS = {"least": ("at least", ge), "above": ("above", gt), "most": ("at most", le), "below": ("below", lt)}
+_BOUNDS = {
+    "least": ("at least", ge),
+    "above": ("above", gt),
+    "most": ("at most", le),
+    "below": ("below", lt),
+}
 _TECHNICAL = 1 << 31  # upper bounds from here on only keep numbers from overflowing
 
 
@@ -31,19 +36,22 @@ class Option:
 
     help: str  # one sentence
     panel: str = ""  # where ``--help`` lists it
-    shown: str | None = None  # how the help says the default; None to say the default itself, empty to say nothing
+    # how the help says the default; None to say the default itself, empty to say nothing
+    shown: str | None = None
     least: float | None = None  # bounds of a number, or of each in a tuple: >=, >, <=, <
     above: float | None = None
     most: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()  # the values that a name may have
     off: Any = None  # the value with which a filter does nothing
-    parse: Callable[[str], Any] | None = None  # of what was typed, where it is more than a number, a name or a flag
+    # of what was typed, where it is more than a number, a name or a flag
+    parse: Callable[[str], Any] | None = None
     flag: str | None = None  # its name on the command line, where that is not the field's
     metavar: str | None = None  # what ``--help`` calls its value
     repeat: bool = False  # it may be given several times; what is parsed is joined by commas
     also: tuple[str, ...] = ()  # other names on the command line
-    free: bool = False  # a training that is resumed may change it: it changes no weight, or only by rounding
+    # a training that is resumed may change it: it changes no weight, or only by rounding
+    free: bool = False
 
 
 def option(default: Any, help: str, **carried: Any) -> Any:
@@ -57,7 +65,9 @@ def part(kind: type) -> Any:
 
 
 def given_names() -> Any:
-    """A dataclass field for the names of the options that were given, wherever they are; the rest are defaults."""
+    """A dataclass field for the names of the options that were given, wherever they are;
+    the rest are defaults.
+    """
     return field(default=frozenset(), compare=False, metadata={_GIVEN: True})
 
 
@@ -77,7 +87,9 @@ def changed(options: T, values: Values) -> T:
 def given_options(options: object, names: Collection[str] = ()) -> dict[str, object]:
     """The options of a dataclass, by name, that are among some names or are not the default."""
     values = ((each, getattr(options, each.name)) for each, _ in options_of(options))
-    return {each.name: value for each, value in values if each.name in names or value != each.default}
+    return {
+        each.name: value for each, value in values if each.name in names or value != each.default
+    }
 
 
 def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
@@ -96,7 +108,9 @@ def described(default: object, carried: Option) -> str:
     """An option's help with its default at the end."""
     shown = carried.shown
     if shown is None and default not in (None, MISSING):
-        shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else _number(default)
+        shown = (
+            {True: "yes", False: "no"}[default] if isinstance(default, bool) else _number(default)
+        )
     return f"{carried.help} (default: {shown})" if shown else carried.help
 
 
@@ -110,7 +124,9 @@ def type_of(kind: Hashable, name: str) -> tuple[Any, bool]:
 
 
 def check_options(options: Any) -> None:
-    """Check the type, range and choices of every option of a dataclass; InputError names the first wrong one."""
+    """Check the type, range and choices of every option of a dataclass;
+    InputError names the first wrong one.
+    """
     for each, carried in options_of(options):
         value = getattr(options, each.name)
         kind: Any = type(options)
@@ -129,7 +145,9 @@ def check_options(options: Any) -> None:
 def _fault(values: Sequence[Any], expected: type, carried: Option) -> str | None:
     """What the first wrong one of an option's values must be; None if all are right."""
     for value in values:
-        number = isinstance(value, Integral if expected is int else Real) and not isinstance(value, bool)
+        number = isinstance(value, Integral if expected is int else Real) and not isinstance(
+            value, bool
+        )
         if expected is bool:
             must = None if type(value) is bool else "be yes or no"
         elif expected in (int, float) and not number:
@@ -155,7 +173,9 @@ def _fault(values: Sequence[Any], expected: type, carried: Option) -> str | None
 
 
 def _range(value: object, carried: Option) -> str:
-    bounds = {name: getattr(carried, name) for name in _BOUNDS if getattr(carried, name) is not None}
+    bounds = {
+        name: getattr(carried, name) for name in _BOUNDS if getattr(carried, name) is not None
+    }
     if (most := bounds.get("most", 0)) >= _TECHNICAL:  # nobody wants to read it but who went beyond
         if value > most:
             return f"at most {_number(most)}"
@@ -166,7 +186,13 @@ def _range(value: object, carried: Option) -> str:
 
 
 def _number(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

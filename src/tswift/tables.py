@@ -1,4 +1,6 @@
-"""Tables for people, rendered for Markdown, for a terminal and for a pipe; and figures as short texts."""
+"""Tables for people, rendered for Markdown, for a terminal and for a pipe;
+and figures as short texts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Title, headings, rows of text, and notes below. The first ``left`` columns are words, the others numbers."""
+    """Title, headings, rows of text, and notes below.
+
+    The first ``left`` columns are words, the others numbers.
+    """
 
     title: str
     columns: Sequence[str]
@@ -40,16 +45,25 @@ class Table:
         aligned = []
         for i, column in enumerate(zip(*lines, strict=True)):
             width = max(map(len, column))
-            aligned.append([cell.ljust(width) if i < self.left else cell.rjust(width) for cell in column])
+            aligned.append(
+                [cell.ljust(width) if i < self.left else cell.rjust(width) for cell in column]
+            )
         table = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
         return "\n".join([self.title, *table, *self.notes]) + "\n"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """For ``console.print``: a narrow terminal folds between words."""
-        table = rich_table.Table(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.caption, table.caption_justify = Text("\n".join(self.notes)), "left"
+        table = rich_table.Table(
+            title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        table.caption = Text("\n".join(self.notes))
+        table.caption_justify = "left"
         for i, name in enumerate(self.columns):
-            longest = max(len(word) for text in (name, *(row[i] for row in self.rows)) for word in text.split() or [""])
+            longest = max(
+                len(word)
+                for text in (name, *(row[i] for row in self.rows))
+                for word in text.split() or [""]
+            )
             justify: Literal["left", "right"] = "left" if i < self.left else "right"
             table.add_column(Text(name), justify=justify, overflow="fold", min_width=longest)
         for row in self.rows:
@@ -65,7 +79,10 @@ def with_spread(mean: float | None, std: float | None, digits: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes with three significant digits; seconds if under a minute. Whole numbers keep all their digits."""
+    """Minutes with three significant digits; seconds if under a minute.
+
+    Whole numbers keep all their digits.
+    """
     if seconds is None:
         return NOTHING
     if abs(seconds) < 60:

@@ -1,4 +1,6 @@
-"""What attention has to compute, densely and in float64, and inputs laid out as models and caches give them."""
+"""What attention has to compute, densely and in float64,
+and inputs laid out as models and caches give them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ SPECS = {
 def dense(query, keys, values, ancestors, scale, spec=NOTHING, places=None, positions=None):
     """Expanded, masked, in float64: all that tree attention avoids.
 
-    With a window, ``places`` ``[kv heads, prefix]`` and ``positions`` ``[nodes]`` say where in the text keys and nodes
-    are; by default the keys are in order, and a node is as far behind them as it has ancestors.
+    With a window, ``places`` ``[kv heads, prefix]`` and ``positions`` ``[nodes]`` say where in the
+    text keys and nodes are; by default the keys are in order, and a node is as far behind them as
+    it has ancestors.
     """
     nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
     query, keys, values = query.double(), keys.double(), values.double()
@@ -40,7 +43,11 @@ def dense(query, keys, values, ancestors, scale, spec=NOTHING, places=None, posi
     sees = torch.cat([ancestors.new_ones(nodes, prefix), ancestors], 1).expand(kv_heads, -1, -1)
     if spec.window is not None:
         positions = prefix + ancestors.sum(1) - 1 if positions is None else positions
-        places = torch.arange(prefix, device=query.device).expand(kv_heads, -1) if places is None else places
+        places = (
+            torch.arange(prefix, device=query.device).expand(kv_heads, -1)
+            if places is None
+            else places
+        )
         where = torch.cat([places, positions.expand(kv_heads, -1)], 1)
         sees = sees & (positions[None, :, None] - where[:, None] < spec.window)
     scores = scores.masked_fill(~sees.repeat_interleave(group, 0), -torch.inf)
@@ -50,7 +57,9 @@ def dense(query, keys, values, ancestors, scale, spec=NOTHING, places=None, posi
 
 
 def case(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0, device="cpu"):
-    """Query, keys, values, ancestors and scale; the query is a transposed view, as models give it."""
+    """Query, keys, values, ancestors and scale; the query is a transposed view,
+    as models give it.
+    """
     made = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     capacity = prefix + nodes + 7  # what the caches give is a view into a larger buffer
     buffers = [torch.randn(2, kv_heads, capacity, dim, **made).to(dtype) for _ in range(2)]
@@ -66,7 +75,9 @@ def chain(nodes, device="cpu"):
 
 
 def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
-    """Ancestors in a tree whose parents are at most ``reach`` nodes before their children; 1 is a chain."""
+    """Ancestors in a tree whose parents are at most ``reach`` nodes before their children;
+    1 is a chain.
+    """
     random, ancestors = Random(seed), torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         ancestors[node] |= ancestors[max(0, node - random.randint(1, reach))]
@@ -74,7 +85,9 @@ def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
 
 
 def by(backend):
-    """A function that attends by a backend; the query's nodes are behind ``prefix`` keys, or the last of them."""
+    """A function that attends by a backend; the query's nodes are behind ``prefix`` keys,
+    or the last of them.
+    """
 
     def attend(query, keys, values, ancestors, scale, spec=NOTHING, prefix=None):
         nodes = query.shape[1]
@@ -91,11 +104,22 @@ def error(out, exact) -> float:
 
 
 def odd_nodes(
-    attend, ancestors, prefix, dtype, shape=(1, 1, 16), spec=NOTHING, sharp=1.0, nodes=None, made=case, tile=1
+    attend,
+    ancestors,
+    prefix,
+    dtype,
+    shape=(1, 1, 16),
+    spec=NOTHING,
+    sharp=1.0,
+    nodes=None,
+    made=case,
+    tile=1,
 ) -> list[int]:
-    """Nodes of a pass that have other bits than in passes of their own, their paths committed, as in plain decoding.
+    """Nodes of a pass that have other bits than in passes of their own, their paths committed,
+    as in plain decoding.
 
-    What is behind the pass is NaN, and so are, but for what shares a ``tile`` with others, the keys before all windows.
+    What is behind the pass is NaN, and so are, but for what shares a ``tile`` with others, the keys
+    before all windows.
 
     Args:
         attend: as :func:`by` gives it.

@@ -1,4 +1,6 @@
-"""Which attention can serve, and the line that says why not; flash-attn by a stand-in with its signature."""
+"""Which attention can serve, and the line that says why not;
+flash-attn by a stand-in with its signature.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import torch
 from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, case, chain, dense
 from tests.forward.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
-from tswift.attention.sdpa import AttentionSpec, FlashAttention, Layout, ReferenceAttention, TreeAttention
+from tswift.attention.sdpa import (
+    AttentionSpec,
+    FlashAttention,
+    Layout,
+    ReferenceAttention,
+    TreeAttention,
+)
 from tswift.errors import InputError
 
 
@@ -34,15 +42,28 @@ def installed(monkeypatch):
 def test_what_a_backend_can_take(monkeypatch) -> None:
     assert BACKENDS["sdpa"]() is TreeAttention
     for device in ("cpu", "cuda"):
-        assert all(why("sdpa", dtype, device) is None for dtype in (torch.float64, torch.float32, torch.bfloat16))
+        assert all(
+            why("sdpa", dtype, device) is None
+            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name, dtype, device, reason in (
-        ("triton", torch.float64, "cuda", "triton attention takes float32, bfloat16 and float16, not float64"),
+        (
+            "triton",
+            torch.float64,
+            "cuda",
+            "triton attention takes float32, bfloat16 and float16, not float64",
+        ),
         ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
         ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
         ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
         ("native", torch.float32, "cuda", "native attention is for the CPU"),
-        ("native", torch.float64, "cpu", "native attention takes float32, bfloat16 and float16, not float64"),
+        (
+            "native",
+            torch.float64,
+            "cpu",
+            "native attention takes float32, bfloat16 and float16, not float64",
+        ),
     ):
         line = why(name, dtype, device)
         assert line.startswith(reason)
@@ -50,7 +71,10 @@ def test_what_a_backend_can_take(monkeypatch) -> None:
 
 
 def test_what_is_not_installed(installed) -> None:
-    for name, module, package in (("triton", "triton", "triton"), ("flash", "flash_attn", "flash-attn")):
+    for name, module, package in (
+        ("triton", "triton", "triton"),
+        ("flash", "flash_attn", "flash-attn"),
+    ):
         installed(module, True)
         assert why(name) is None
         installed(module, False)
@@ -94,10 +118,20 @@ def test_the_backend_that_is_chosen(installed) -> None:
 def served(monkeypatch):
     """Why an attention cannot serve, on the CPU in float32."""
 
-    def tell(attention: type, heads: tuple[int, int] = (2, 3), spec: AttentionSpec | None = None, dtype=torch.float32):
+    def tell(
+        attention: type,
+        heads: tuple[int, int] = (2, 3),
+        spec: AttentionSpec | None = None,
+        dtype=torch.float32,
+    ):
         monkeypatch.setitem(BACKENDS, "own", lambda: attention)
         return fails(
-            "own", dtype, torch.device("cpu"), 16, heads, [AttentionSpec(), spec] if spec else [AttentionSpec()]
+            "own",
+            dtype,
+            torch.device("cpu"),
+            16,
+            heads,
+            [AttentionSpec(), spec] if spec else [AttentionSpec()],
         )
 
     return tell
@@ -114,7 +148,9 @@ def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
             raise RuntimeError("Failed to find C compiler.\nand more")
 
     said = served(Broken)
-    assert said.startswith("own attention fails here (Failed to find C compiler. (attention/backends.py:")
+    assert said.startswith(
+        "own attention fails here (Failed to find C compiler. (attention/backends.py:"
+    )
     assert "\n" not in said
 
 
@@ -132,7 +168,10 @@ def test_attention_that_lies_in_one_element(served) -> None:
             return out
 
     for nodes, wrong in ((1, torch.nan), (1, 1.001), (3, 1.001), (17, 1.001), (32, 1.001)):
-        assert "own attention failed its numerical check (relative error " in served(Lying), (nodes, wrong)
+        assert "own attention failed its numerical check (relative error " in served(Lying), (
+            nodes,
+            wrong,
+        )
 
 
 def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
@@ -141,7 +180,9 @@ def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
         class Misplaced(LengthOnDevice):
             @staticmethod
             def store(keys, values, new_keys, new_values, length, off=off) -> None:
-                LengthOnDevice.store(keys, values, new_keys, new_values, (length + off).clamp_min(0))
+                LengthOnDevice.store(
+                    keys, values, new_keys, new_values, (length + off).clamp_min(0)
+                )
 
         assert "failed its numerical check" in served(Misplaced)
 
@@ -154,7 +195,10 @@ class Wanting(LengthOnDevice):
     def __init__(self, layout, prefix, nodes, ancestors) -> None:
         super().__init__(layout, prefix, nodes, ancestors)
         self.prefix, self.static = int(prefix), isinstance(prefix, torch.Tensor)
-        self.ancestors, self.tree = chain(nodes) if ancestors is None else ancestors, ancestors is not None
+        self.ancestors, self.tree = (
+            chain(nodes) if ancestors is None else ancestors,
+            ancestors is not None,
+        )
 
     def understood(self, spec: AttentionSpec) -> AttentionSpec:
         return spec
@@ -163,7 +207,9 @@ class Wanting(LengthOnDevice):
         if not spec:
             return super().__call__(query, keys, values, scale)
         keys, values = keys[:, : self._end], values[:, : self._end]
-        return dense(query, keys, values, self.ancestors, scale, self.understood(spec)).to(query.dtype)
+        return dense(query, keys, values, self.ancestors, scale, self.understood(spec)).to(
+            query.dtype
+        )
 
 
 WIDE = AttentionSpec(600)
@@ -185,15 +231,27 @@ LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], Attentio
     "no window": (WIDE, lambda self, spec: AttentionSpec()),
     "no soft cap": (KINDS["a mild cap"], lambda self, spec: AttentionSpec()),
     "no sinks": (SPECS["sinks"], lambda self, spec: AttentionSpec()),
-    "a window that is wider by one": (KINDS["usual sizes"], lambda self, spec: replace(spec, window=129)),
-    "a window that is narrower by one": (KINDS["usual sizes"], lambda self, spec: replace(spec, window=127)),
-    "sinks of other heads": (SPECS["sinks"], lambda self, spec: replace(spec, sinks=spec.sinks.flip(0))),
+    "a window that is wider by one": (
+        KINDS["usual sizes"],
+        lambda self, spec: replace(spec, window=129),
+    ),
+    "a window that is narrower by one": (
+        KINDS["usual sizes"],
+        lambda self, spec: replace(spec, window=127),
+    ),
+    "sinks of other heads": (
+        SPECS["sinks"],
+        lambda self, spec: replace(spec, sinks=spec.sinks.flip(0)),
+    ),
     "in trees": (WIDE, lambda self, spec: AttentionSpec() if self.tree else spec),
     "in chains": (WIDE, lambda self, spec: spec if self.tree else AttentionSpec()),
     "in prompts": (WIDE, lambda self, spec: AttentionSpec() if len(self.ancestors) > 128 else spec),
     "in replayed passes": (WIDE, lambda self, spec: AttentionSpec() if self.static else spec),
     "in passes of their own": (WIDE, lambda self, spec: spec if self.static else AttentionSpec()),
-    "below the window": (WIDE, lambda self, spec: spec if self.prefix >= 600 else replace(spec, window=20)),
+    "below the window": (
+        WIDE,
+        lambda self, spec: spec if self.prefix >= 600 else replace(spec, window=20),
+    ),
     "above the window": (WIDE, lambda self, spec: AttentionSpec() if self.prefix > 600 else spec),
 }
 
@@ -220,18 +278,38 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 class StandIn:
-    """Computes what flash-attn's function documents, in float64, and insists on what it asks for."""
+    """Computes what flash-attn's function documents, in float64,
+    and insists on what it asks for.
+    """
 
     def __init__(self) -> None:
         self.calls: list[dict] = []
 
     def __call__(
-        self, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+        self,
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
         return_softmax_lse=False,
-    ):  # fmt: skip
-        """Parameters and defaults are those of flash-attn 2.7 and 2.8, flash_attn/flash_attn_interface.py."""
+    ):
+        """Parameters and defaults are those of flash-attn 2.7 and 2.8,
+        flash_attn/flash_attn_interface.py.
+        """
         given = {name: value for name, value in locals().items() if name != "self"}
         self.calls.append(given)
         batch, positions, heads, size = q.shape
@@ -242,7 +320,9 @@ class StandIn:
         assert return_softmax_lse
         used = {"q", "k_cache", "v_cache", "softmax_scale", "return_softmax_lse"}
         defaults = inspect.signature(self).parameters
-        assert all(value == defaults[name].default for name, value in given.items() if name not in used)
+        assert all(
+            value == defaults[name].default for name, value in given.items() if name not in used
+        )
         query, keys, values = (x.double().transpose(1, 2) for x in (q, k_cache, v_cache))
         scores = query @ keys.transpose(2, 3) * softmax_scale
         out = (scores.softmax(-1) @ values).transpose(1, 2)
@@ -266,7 +346,11 @@ def within(given, buffer) -> bool:
 @pytest.mark.parametrize("nodes", [1, 41])
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "prefix", "dtype"),
-    [(8, 4, 128, 1, torch.bfloat16), (4, 7, 64, 129, torch.float16), (2, 1, 96, 1000, torch.bfloat16)],
+    [
+        (8, 4, 128, 1, torch.bfloat16),
+        (4, 7, 64, 129, torch.float16),
+        (2, 1, 96, 1000, torch.bfloat16),
+    ],
 )
 def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes) -> None:
     query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype)
@@ -289,12 +373,18 @@ def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes)
 def test_a_chunk_and_a_text_without_a_prefix(flash) -> None:
     for prefix, calls in ((0, 0), (50, 1)):
         query, keys, values, _, scale = case(2, 2, 64, prefix, 70, torch.float16)
-        out = FlashAttention(Layout(2, 2, torch.float16, query.device), prefix, 70, None)(query, keys, values, scale)
-        assert (out.double() - dense(query, keys, values, chain(70), scale)).abs().max() < TOLERANCE[torch.float16]
+        out = FlashAttention(Layout(2, 2, torch.float16, query.device), prefix, 70, None)(
+            query, keys, values, scale
+        )
+        assert (
+            out.double() - dense(query, keys, values, chain(70), scale)
+        ).abs().max() < TOLERANCE[torch.float16]
         assert len(flash.calls) == calls
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
+)
 def test_the_signature_is_the_installed_one() -> None:
     from flash_attn import flash_attn_with_kvcache
 

@@ -1,4 +1,6 @@
-"""Attention with exact rows: the same bits in every pass, and right against a dense computation in float64."""
+"""Attention with exact rows: the same bits in every pass,
+and right against a dense computation in float64.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,32 @@ BORDERS = [0, *(border + MAX_WIDTH for border in (0, 256, 512, 768, 1024, 2048, 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 attend = by(BatchInvariantAttention)
-lengths = st.builds(lambda border, by: max(0, border + by), st.sampled_from(BORDERS), st.integers(-40, 40))
-windows = st.one_of(st.none(), st.integers(1, 200), st.sampled_from([255, 256, 320, 321, 1000, 2047, 2048, 4000]))
-shapes = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([16, 24, 64, 80]))
+lengths = st.builds(
+    lambda border, by: max(0, border + by), st.sampled_from(BORDERS), st.integers(-40, 40)
+)
+windows = st.one_of(
+    st.none(), st.integers(1, 200), st.sampled_from([255, 256, 320, 321, 1000, 2047, 2048, 4000])
+)
+shapes = st.tuples(
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([16, 24, 64, 80])
+)
 
 
 @st.composite
 def passes(draw: st.DrawFn):
-    """KV heads, groups and head size; dtype; keys before; what layers want; spread of the scores."""
+    """KV heads, groups and head size; dtype; keys before; what layers want;
+    spread of the scores.
+    """
     shape = draw(shapes)
     sinks = torch.linspace(-1, 2, shape[0] * shape[1]) if draw(st.booleans()) else None
     spec = AttentionSpec(draw(windows), draw(st.sampled_from([None, 2.0])), sinks)
-    return shape, draw(st.sampled_from(DTYPES)), draw(lengths), spec, draw(st.sampled_from([0.1, 1.0, 3.0]))
+    return (
+        shape,
+        draw(st.sampled_from(DTYPES)),
+        draw(lengths),
+        spec,
+        draw(st.sampled_from([0.1, 1.0, 3.0])),
+    )
 
 
 @given(passes(), st.sampled_from([1, 2, 7, 30, 64]), st.sampled_from([0, 1, 3, 64]))
@@ -41,11 +57,18 @@ def test_rows_have_the_same_bits_in_every_pass(drawn, nodes: int, reach: int) ->
 def test_a_path_of_the_greatest_depth_across_each_border(dtype: torch.dtype) -> None:
     for border in BORDERS:
         for tree in (MAX_WIDTH, tree_of(MAX_WIDTH, 2, border)):
-            assert odd_nodes(attend, tree, max(0, border - 30), dtype, (2, 3, 16), nodes=range(0, 64, 7)) == [], border
+            assert (
+                odd_nodes(
+                    attend, tree, max(0, border - 30), dtype, (2, 3, 16), nodes=range(0, 64, 7)
+                )
+                == []
+            ), border
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kv_heads", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 2, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 2, 3)]
+)
 def test_two_threads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -67,7 +90,9 @@ def test_sharp_rows_have_the_same_bits() -> None:
 
 def test_a_long_chain_is_cut_into_passes() -> None:
     spec = AttentionSpec(100, 3.0)
-    assert odd_nodes(attend, 200, 300, torch.float32, (2, 2, 16), spec, nodes=range(0, 200, 13)) == []
+    assert (
+        odd_nodes(attend, 200, 300, torch.float32, (2, 2, 16), spec, nodes=range(0, 200, 13)) == []
+    )
 
 
 def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
@@ -77,7 +102,9 @@ def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
         ancestors[-1, 1:-1] = False
         before = attend(query, keys, values, ancestors, scale, spec)
         keys[:, -1], values[:, -1] = torch.nan, torch.nan
-        assert torch.equal(attend(query, keys, values, ancestors, scale, spec)[:, :-1], before[:, :-1])
+        assert torch.equal(
+            attend(query, keys, values, ancestors, scale, spec)[:, :-1], before[:, :-1]
+        )
 
 
 def test_a_wide_tree_is_refused() -> None:
@@ -97,10 +124,14 @@ def test_against_a_dense_computation(drawn, nodes: int) -> None:
 
 @pytest.mark.parametrize("size", [1e4, -1e4, 3e37])
 def test_huge_scores(size: float) -> None:
-    """They rise and fall along the text, so that what was added up before has to shrink to nothing and to stay."""
+    """They rise and fall along the text, so that what was added up before has to shrink to nothing
+    and to stay.
+    """
     query, keys, values, ancestors, _ = case(1, 1, 16, 1000, 9, torch.float32)
     query, keys = torch.zeros_like(query), torch.zeros_like(keys)
     query[..., 0] = 1
     keys[..., 0] = torch.sin(torch.arange(keys.shape[1]) / 50) * size
     out = attend(query, keys, values, ancestors, 1.0)
-    torch.testing.assert_close(out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3)
+    torch.testing.assert_close(
+        out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3
+    )

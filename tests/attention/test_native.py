@@ -1,4 +1,6 @@
-"""The C kernel against the dense float64 oracle and, bit for bit, plain decoding; what it leaves to sdpa."""
+"""The C kernel against the dense float64 oracle and, bit for bit, plain decoding;
+what it leaves to sdpa.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ pytestmark = needs_program
 TOLERANCE = 4e-6  # as for TreeAttention in float32
 HALVES = (torch.bfloat16, torch.float16)
 # Each head size in each dtype is a library of its own, which takes the compiler two seconds.
-SIZES = [(16, torch.float32), (64, torch.float32), (16, torch.bfloat16), (80, torch.bfloat16), (16, torch.float16)]
+SIZES = [
+    (16, torch.float32),
+    (64, torch.float32),
+    (16, torch.bfloat16),
+    (80, torch.bfloat16),
+    (16, torch.float16),
+]
 INTEGERS = [(16, torch.int16), (80, torch.int16), (16, torch.int8), (80, torch.int8)]
 ALLOWED = {torch.int16: 4e-3, torch.int8: 4e-2}  # the query and weights are rounded, too
 BYTES = KVShape(1, 1, 16, torch.int8, torch.device("cpu"))  # whose rows have their steps behind
@@ -40,7 +48,9 @@ class Stepped(NativeAttention):
     def __call__(self, query, keys, values, scale, spec=NOTHING):
         self.spec = spec
         if keys.dtype == torch.int16:
-            self.steps = torch.tensor([KEY_STEP, STEP])[:, None, None].repeat(1, len(keys), keys.shape[-1])
+            self.steps = torch.tensor([KEY_STEP, STEP])[:, None, None].repeat(
+                1, len(keys), keys.shape[-1]
+            )
         return super().__call__(query, keys, values, scale)
 
 
@@ -59,7 +69,9 @@ def made(kv_heads, group, dim, prefix, nodes, dtype, seed=0, sharp=1.0):
     """A case; of integers, keys and values are some steps, with the query in float32."""
     if dtype not in ALLOWED:
         return case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
-    query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, torch.float32, seed, sharp)
+    query, keys, values, ancestors, scale = case(
+        kv_heads, group, dim, prefix, nodes, torch.float32, seed, sharp
+    )
     if dtype == torch.int8:
         return query, BYTES.narrowed(keys, 0, 0), BYTES.narrowed(values, 1, 0), ancestors, scale
     narrow = ((x / step).round().to(torch.int16) for x, step in ((keys, KEY_STEP), (values, STEP)))
@@ -98,28 +110,38 @@ def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
     st.integers(0, 1000),
     st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_a_row_has_the_bits_of_plain_decoding(kv_heads, group, size, prefix, nodes, reach, seed, sharp) -> None:
+def test_a_row_has_the_bits_of_plain_decoding(
+    kv_heads, group, size, prefix, nodes, reach, seed, sharp
+) -> None:
     dim, dtype = size
     shape = kv_heads, group, dim
-    assert odd_nodes(attend, tree_of(nodes, reach, seed), prefix, dtype, shape, sharp=sharp, made=made) == []
+    assert (
+        odd_nodes(attend, tree_of(nodes, reach, seed), prefix, dtype, shape, sharp=sharp, made=made)
+        == []
+    )
 
 
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize(
-    ("reach", "dtype"), first(1, [(1, torch.int8), (1, torch.float32), (3, torch.bfloat16), (2, torch.int16)])
+    ("reach", "dtype"),
+    first(1, [(1, torch.int8), (1, torch.float32), (3, torch.bfloat16), (2, torch.int16)]),
 )
 def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
     """Of blocks, of parts, and where tails begin."""
     for prefix in (0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), 183, 184, 240, 544, 7800):
         assert odd_nodes(attend, tree_of(64, reach, prefix), prefix, dtype, made=made) == [], prefix
-        assert odd_nodes(attend, tree_of(2, reach, prefix), prefix, dtype, (2, 2, 16), made=made) == [], prefix
+        assert (
+            odd_nodes(attend, tree_of(2, reach, prefix), prefix, dtype, (2, 2, 16), made=made) == []
+        ), prefix
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
 def test_the_bits_far_into_a_text() -> None:
     """Where parts become longer, and behind."""
-    for prefix, nodes, dtype in product((30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16, torch.int8)):
+    for prefix, nodes, dtype in product(
+        (30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16, torch.int8)
+    ):
         assert odd_nodes(attend, tree_of(nodes, 4, nodes), prefix, dtype, made=made) == []
 
 
@@ -148,7 +170,9 @@ def test_any_number_of_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float16), (256, torch.float32), (512, torch.float32)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, torch.float16), (256, torch.float32), (512, torch.float32)]
+)
 def test_head_sizes(width: int, dtype: torch.dtype) -> None:
     for nodes in (1, 2, 3, 5, 16, 21):
         check(2, 1, width, 130, nodes, seed=width, dtype=dtype)
@@ -175,7 +199,13 @@ def test_a_long_text() -> None:
         check(1, 1, 64, 40_001, nodes)
 
 
-WINDOWS = [AttentionSpec(1), AttentionSpec(9), AttentionSpec(200), AttentionSpec(1000), AttentionSpec(None, 1.5)]
+WINDOWS = [
+    AttentionSpec(1),
+    AttentionSpec(9),
+    AttentionSpec(200),
+    AttentionSpec(1000),
+    AttentionSpec(None, 1.5),
+]
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -186,21 +216,35 @@ def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
     for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):
         query, keys, values, ancestors, scale = made(2, 2, 16, prefix, nodes, dtype, sharp=2.0)
         out = attend(query, keys, values, ancestors, scale, spec)
-        apart = (out.double() - dense(query, *widened(keys, values), ancestors, scale, spec)).abs().max()
-        assert apart < (2e-5 if dtype == torch.float32 else 1e-1 if dtype == torch.int8 else 1e-2), (
+        apart = (
+            (out.double() - dense(query, *widened(keys, values), ancestors, scale, spec))
+            .abs()
+            .max()
+        )
+        assert apart < (
+            2e-5 if dtype == torch.float32 else 1e-1 if dtype == torch.int8 else 1e-2
+        ), (
             prefix,
             nodes,
             apart,
         )
     for prefix, reach in ((0, 3), (57, 2), (119, 1), (700, 5), (5003, 64)):
-        assert odd_nodes(attend, tree_of(33, reach, prefix), prefix, dtype, (1, 2, 16), spec, 2.0, made=made) == []
+        assert (
+            odd_nodes(
+                attend, tree_of(33, reach, prefix), prefix, dtype, (1, 2, 16), spec, 2.0, made=made
+            )
+            == []
+        )
         assert odd_nodes(attend, 9, prefix, dtype, (2, 1, 32), spec, made=made) == []
 
 
 @pytest.mark.usefixtures("never_stock")
 def test_a_long_windows_bits_far_into_a_text() -> None:
     for spec in (AttentionSpec(4096), AttentionSpec(1024, 50.0)):
-        assert odd_nodes(attend, tree_of(7, 3, 1), 40_003, torch.int16, (1, 2, 16), spec, made=made) == []
+        assert (
+            odd_nodes(attend, tree_of(7, 3, 1), 40_003, torch.int16, (1, 2, 16), spec, made=made)
+            == []
+        )
 
 
 @pytest.mark.usefixtures("never_stock")
@@ -219,19 +263,25 @@ def test_the_result_is_the_same_with_any_number_of_threads() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 def test_huge_scores() -> None:
-    """They rise and fall along the text, so that what was added up before has to shrink to nothing and to stay."""
+    """They rise and fall along the text, so that what was added up before has to shrink to nothing
+    and to stay.
+    """
     for nodes, size in product((1, 4, 5, 12, 30), (1e4, -1e4, 3e37)):
         query, keys, values, ancestors, _ = case(1, 1, 16, 1000, nodes, torch.float32)
         query, keys = torch.zeros_like(query), torch.zeros_like(keys)
         query[..., 0] = 1
         keys[..., 0] = torch.sin(torch.arange(keys.shape[1]) / 50) * size
         out = attend(query, keys, values, ancestors, 1.0)
-        torch.testing.assert_close(out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3)
+        torch.testing.assert_close(
+            out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3
+        )
 
 
 @pytest.mark.usefixtures("never_stock")
 def test_the_largest_integers() -> None:
-    """No sum of products overflows, whether one number is as large as all others or all are alike."""
+    """No sum of products overflows, whether one number is as large as all
+    others or all are alike.
+    """
     for nodes, (dims, many) in product((1, 5, 12), ((1, 1), (16, 1), (16, 1000))):
         query = torch.zeros(1, nodes, 16)
         query[..., :dims] = 1
@@ -244,13 +294,17 @@ def test_the_largest_integers() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 def test_bytes_of_every_size() -> None:
-    """A step of nothing, keys and values as large as can be, and those that are far larger than all others."""
+    """A step of nothing, keys and values as large as can be,
+    and those that are far larger than all others.
+    """
     for nodes, size in product((1, 5, 12), (0.0, 1e-30, 1e36)):
         query, keys, values, ancestors, scale = case(1, 1, 16, 500, nodes, torch.float32)
         keys, values = keys * size, values * size
         values[:, 300] *= 8
         query = query / max(size, 1e-30)
-        out = attend(query, BYTES.narrowed(keys, 0, 0), BYTES.narrowed(values, 1, 0), ancestors, scale)
+        out = attend(
+            query, BYTES.narrowed(keys, 0, 0), BYTES.narrowed(values, 1, 0), ancestors, scale
+        )
         apart = (out.double() - dense(query, keys, values, ancestors, scale)).abs().max()
         assert apart <= 4e-2 * size, (nodes, size)
 
@@ -277,7 +331,9 @@ def test_a_broken_key_is_not_hidden() -> None:
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
-    """In the newest node, which no other sees; and far behind, where not all nodes have it in their tails."""
+    """In the newest node, which no other sees; and far behind,
+    where not all nodes have it in their tails.
+    """
     for nodes, (group, prefix) in product((3, 6, 40), ((1, 30), (2, 230), (1, 300))):
         query, keys, values, _, scale = case(1, group, 16, prefix, nodes, torch.float32)
         ancestors = tree_of(nodes, 3, nodes)
@@ -300,16 +356,25 @@ def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
 def test_a_mask_may_be_laid_out_in_any_way() -> None:
     query, keys, values, ancestors, scale = case(1, 1, 16, 30, 9, torch.float32)
     turned = ancestors.T.contiguous().T
-    assert torch.equal(attend(query, keys, values, turned, scale), attend(query, keys, values, ancestors, scale))
+    assert torch.equal(
+        attend(query, keys, values, turned, scale), attend(query, keys, values, ancestors, scale)
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "width", "group", "nodes"),
-    [(torch.float64, 16, 1, 5), (torch.float32, 24, 1, 5), (torch.float32, 16, 2, 65), (torch.bfloat16, 16, 1, 129)],
+    [
+        (torch.float64, 16, 1, 5),
+        (torch.float32, 24, 1, 5),
+        (torch.float32, 16, 2, 65),
+        (torch.bfloat16, 16, 1, 129),
+    ],
 )
 def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, nodes: int) -> None:
     query, keys, values, ancestors, scale = case(2, group, width, 300, nodes, dtype)
-    assert torch.equal(attend(query, keys, values, ancestors, scale), stock(query, keys, values, ancestors, scale))
+    assert torch.equal(
+        attend(query, keys, values, ancestors, scale), stock(query, keys, values, ancestors, scale)
+    )
 
 
 def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> None:
@@ -332,7 +397,8 @@ def test_keys_that_are_no_rows_of_memory() -> None:
     query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(
-        attend(query, turned, values, ancestors, scale), attend(query, keys, values, ancestors, scale)
+        attend(query, turned, values, ancestors, scale),
+        attend(query, keys, values, ancestors, scale),
     )
 
 
@@ -343,7 +409,7 @@ def test_there_is_a_gradient() -> None:
     assert query.grad.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Threads that share work: all of it is done once, whoever helps
 
 
@@ -385,7 +451,10 @@ def test_whoever_calls_does_all_where_nobody_helps() -> None:
 
 def test_several_callers_at_a_time() -> None:
     found: list[list[int]] = []
-    callers = [threading.Thread(target=lambda: found.extend(share(30, 3)[0] for _ in range(50))) for _ in range(4)]
+    callers = [
+        threading.Thread(target=lambda: found.extend(share(30, 3)[0] for _ in range(50)))
+        for _ in range(4)
+    ]
     for caller in callers:
         caller.start()
     for caller in callers:

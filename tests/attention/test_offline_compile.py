@@ -1,4 +1,6 @@
-"""The Triton kernels, compiled for GPUs that are not here: the interpreter takes more than the compiler does."""
+"""The Triton kernels, compiled for GPUs that are not here:
+the interpreter takes more than the compiler does.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = pytest.mark.slow  # the compiler takes 20 s
 
-# compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see benchmarks/offline.py
+# compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see
+# benchmarks/offline.py
 PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, SINGLE, LARGE, *OTHERS = CASES = [
     "90,bfloat16,8,4,128,1,chain",
     "90,bfloat16,8,4,128,32,tree",
@@ -82,11 +85,18 @@ def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> Non
 
 
 @pytest.mark.parametrize("pair", [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:]])
-def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(kernels, pair: tuple[str, str]) -> None:
-    """Whatever the number of rows, and in a chain as in a tree; see :func:`tswift.attention.triton.configuration`."""
+def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(
+    kernels, pair: tuple[str, str]
+) -> None:
+    """Whatever the number of rows, and in a chain as in a tree;
+    see :func:`tswift.attention.triton.configuration`.
+    """
     for one, other in zip(kernels[pair[0]][:2], kernels[pair[1]][:2], strict=True):
         assert one["arithmetic"] == other["arithmetic"]
-        assert one["warps"] == other["warps"] or one["ROWS"] / one["warps"] == other["ROWS"] / other["warps"] == 16
+        assert (
+            one["warps"] == other["warps"]
+            or one["ROWS"] / one["warps"] == other["ROWS"] / other["warps"] == 16
+        )
     assert kernels[PLAIN][0]["arithmetic"] != kernels[OLDER][0]["arithmetic"]
 
 
@@ -100,7 +110,8 @@ WALKING = ["lay_out_node", "walk_tree", "keep_path", "append_path", "lay_out_nod
 def layers(lines: list[dict]) -> list[dict]:
     """The kernels of layers."""
     made = lines[3 * len(CASES) : -len(WALKING)]
-    hopper = [*BETWEEN, *PRODUCTS * 5, *BEHIND]  # over one row, 32 and 512 in bfloat16, over one and 32 in FP8
+    # over one row, 32 and 512 in bfloat16, over one and 32 in FP8
+    hopper = [*BETWEEN, *PRODUCTS * 5, *BEHIND]
     older = [*BETWEEN, *PRODUCTS * 3, *BEHIND]
     assert [kernel["kernel"] for kernel in made] == [*hopper * 2, *BETWEEN, *older, *BETWEEN]
     return made
@@ -115,7 +126,9 @@ def test_in_layers_nothing_spills_and_nothing_is_fused(layers: list[dict]) -> No
         assert kernel["fused"] == 0, kernel
 
 
-def test_products_of_layers_are_done_by_tensor_cores_and_weights_copied_ahead(layers: list[dict]) -> None:
+def test_products_of_layers_are_done_by_tensor_cores_and_weights_copied_ahead(
+    layers: list[dict],
+) -> None:
     for kernel in layers:
         if kernel["kernel"] in PRODUCTS:
             assert kernel["wgmma" if kernel["capability"] == 90 else "mma"] > 0, kernel
@@ -128,10 +141,17 @@ def test_trees_are_walked_without_spills(lines: list[dict]) -> None:
     assert not any(kernel["spills"] for kernel in made)
 
 
-def test_kernels_that_are_launched_early_wait_before_they_read_and_write(kernels, layers: list[dict]) -> None:
-    """Else they would take what the kernel before has not written yet. On older GPUs there is no such launch."""
+def test_kernels_that_are_launched_early_wait_before_they_read_and_write(
+    kernels, layers: list[dict]
+) -> None:
+    """Else they would take what the kernel before has not written yet.
+
+    On older GPUs there is no such launch.
+    """
     launched = [kernels[TREE][1], *(kernel for kernel in layers if kernel["kernel"] in PRODUCTS)]
-    behind = [kernel for kernel in layers if kernel["kernel"] in BEHIND and kernel["early"] is not None]
+    behind = [
+        kernel for kernel in layers if kernel["kernel"] in BEHIND and kernel["early"] is not None
+    ]
     assert len(behind) == 4
     for kernel in (*launched, *behind):
         assert kernel["early"] == ([] if kernel["capability"] == 90 else None), kernel

@@ -1,4 +1,6 @@
-"""Attention by stock operators, plain and with windows, soft caps and sinks, against a dense float64 oracle."""
+"""Attention by stock operators, plain and with windows, soft caps and sinks,
+against a dense float64 oracle.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from hypothesis import strategies as st
 
 from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense
 from tswift.attention import sdpa
-from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention, ReferenceAttention, TreeAttention
+from tswift.attention.sdpa import (
+    AttentionSpec,
+    Layout,
+    MaskedAttention,
+    ReferenceAttention,
+    TreeAttention,
+)
 
 attend = by(TreeAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
@@ -31,7 +39,12 @@ def test_prefixes_and_threads(threads: int) -> None:
     torch.set_num_threads(threads)  # decides into how many parts the prefix is cut
     try:
         for dtype, prefix in product(TOLERANCE, (0, 1, 2, 255, 256, 257, 1000)):
-            for kv_heads, group, dim, nodes in ((1, 1, 8, 1), (1, 8, 64, 5), (2, 3, 8, 41), (3, 2, 64, 2)):
+            for kv_heads, group, dim, nodes in (
+                (1, 1, 8, 1),
+                (1, 8, 64, 5),
+                (2, 3, 8, 41),
+                (3, 2, 64, 2),
+            ):
                 check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=prefix)
     finally:
         torch.set_num_threads(before)
@@ -90,15 +103,28 @@ class Cache:
         return max(0, self.length - window + 1) if self._places is None else 0
 
 
-def run(spec: AttentionSpec, prefix: int, nodes: int, dtype=torch.float64, tree: bool = True, places=None):
-    query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, dtype, sharp=3.0)
+def run(
+    spec: AttentionSpec,
+    prefix: int,
+    nodes: int,
+    dtype=torch.float64,
+    tree: bool = True,
+    places=None,
+):
+    query, keys, values, ancestors, scale = case(
+        KV_HEADS, GROUP, DIM, prefix, nodes, dtype, sharp=3.0
+    )
     ancestors = ancestors if tree else chain(nodes)
     positions = ancestors.sum(1) - 1 + (prefix if places is None else int(places.max()) + 1)
     layout = Layout(KV_HEADS, GROUP, dtype, CPU)
     cache = Cache(prefix, places)
-    ours = MaskedAttention(layout.dtype, [AttentionSpec(), spec], cache, positions, ancestors if tree else None)
+    ours = MaskedAttention(
+        layout.dtype, [AttentionSpec(), spec], cache, positions, ancestors if tree else None
+    )
     held = None if places is None else places[1]
-    return ours(1, query, keys, values, scale), dense(query, keys, values, ancestors, scale, spec, held, positions)
+    return ours(1, query, keys, values, scale), dense(
+        query, keys, values, ancestors, scale, spec, held, positions
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -106,13 +132,18 @@ def test_against_a_dense_computation(monkeypatch, name: str) -> None:
     for block, tree in product((7, 2048), (True, False)):
         monkeypatch.setattr(sdpa, "_MASKED_BLOCK", block)
         for prefix, nodes in ((0, 1), (0, 30), (5, 12), (60, 1), (60, 12), (61, 40)):
-            torch.testing.assert_close(*run(SPECS[name], prefix, nodes, tree=tree), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                *run(SPECS[name], prefix, nodes, tree=tree), rtol=0, atol=1e-12
+            )
 
 
 def test_a_cache_in_no_order() -> None:
     generator = torch.Generator().manual_seed(3)
     places = torch.stack(
-        [torch.stack([torch.randperm(50, generator=generator)[:20] for _ in range(KV_HEADS)]) for _ in "ab"]
+        [
+            torch.stack([torch.randperm(50, generator=generator)[:20] for _ in range(KV_HEADS)])
+            for _ in "ab"
+        ]
     )
     for name in ("window", "all"):
         torch.testing.assert_close(*run(SPECS[name], 20, 1, places=places), rtol=0, atol=1e-12)
@@ -127,8 +158,11 @@ def test_other_dtypes() -> None:
 
 def test_keys_before_the_window_are_not_read() -> None:
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 60, 3, torch.float64)
-    keys[:, :52] = values[:, :52] = torch.nan  # the first position in the window of the next token, at 60, is 52
-    ours = MaskedAttention(torch.float64, [SPECS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors)
+    # the first position in the window of the next token, at 60, is 52
+    keys[:, :52] = values[:, :52] = torch.nan
+    ours = MaskedAttention(
+        torch.float64, [SPECS["window"]], Cache(60), ancestors.sum(1) + 59, ancestors
+    )
     assert ours(0, query, keys, values, scale).isfinite().all()
 
 
@@ -143,4 +177,6 @@ def test_attention_of_reference_implementations(kv_heads: int, group: int, prefi
     query, keys, values, ancestors, scale = case(kv_heads, group, 8, prefix, 5, torch.float64)
     for told in (ancestors, None):
         slow = by(ReferenceAttention)(query, keys, values, told, scale)
-        torch.testing.assert_close(slow, dense(query, keys, values, told, scale), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            slow, dense(query, keys, values, told, scale), rtol=1e-10, atol=1e-12
+        )

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.architectures import ARCHITECTURES
-from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense, error, odd_nodes
+from tests.attention.oracle import (
+    DIM,
+    GROUP,
+    KV_HEADS,
+    SPECS,
+    by,
+    case,
+    chain,
+    dense,
+    error,
+    odd_nodes,
+)
 from tests.fuzzing import few
 from tests.helpers import first, random_tree
 from tswift.attention.backends import why_not
@@ -34,7 +45,9 @@ attend = by(backend.TritonAttention)
 
 @pytest.fixture(autouse=True)
 def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's products of matrices, which the interpreter takes, sum a row by its place on some processors."""
+    """numpy's products of matrices, which the interpreter takes,
+    sum a row by its place on some processors.
+    """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def dot(_self, a, b, added, *_how) -> TensorHandle:
@@ -48,7 +61,9 @@ def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, sharp=1.0) -> None:
-    query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
+    query, keys, values, ancestors, scale = case(
+        kv_heads, group, dim, prefix, nodes, dtype, seed, sharp
+    )
     out = attend(query, keys, values, ancestors, scale)
     assert out.shape == query.shape
     assert out.dtype == dtype
@@ -65,7 +80,13 @@ def test_prefixes(prefix: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_head_sizes(dtype: torch.dtype) -> None:
-    for dim in (8, 80, 256) if dtype == torch.float32 else (16, 128) if dtype == torch.float16 else (32, 96):
+    for dim in (
+        (8, 80, 256)
+        if dtype == torch.float32
+        else (16, 128)
+        if dtype == torch.float16
+        else (32, 96)
+    ):
         check(2, 2, dim, 150, 4, dtype, seed=dim)
 
 
@@ -83,7 +104,13 @@ def test_a_path_of_more_nodes_than_are_exact() -> None:
     query, keys, values, _, scale = case(1, 1, 64, 200, 80, torch.float16)
     ancestors = chain(80)
     ancestors[2:, 1] = False
-    assert error(attend(query, keys, values, ancestors, scale), dense(query, keys, values, ancestors, scale)) < 2e-3
+    assert (
+        error(
+            attend(query, keys, values, ancestors, scale),
+            dense(query, keys, values, ancestors, scale),
+        )
+        < 2e-3
+    )
 
 
 @pytest.mark.slow
@@ -91,14 +118,27 @@ def test_any_mask() -> None:
     """Also one that no tree has, where the root is not everyone's ancestor."""
     for nodes in (5, 40):
         query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float32)
-        seen = torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(nodes)).lt(0.5).fill_diagonal_(True)
-        assert error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale)) < 4e-6
+        seen = (
+            torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(nodes))
+            .lt(0.5)
+            .fill_diagonal_(True)
+        )
+        assert (
+            error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale))
+            < 4e-6
+        )
 
 
 @pytest.mark.slow
 def test_chunks_need_no_ancestors() -> None:
     half, single = torch.bfloat16, torch.float32
-    for prefix, nodes, dtype in ((0, 1, single), (129, 1, half), (0, 20, half), (129, 20, single), (129, 75, half)):
+    for prefix, nodes, dtype in (
+        (0, 1, single),
+        (129, 1, half),
+        (0, 20, half),
+        (129, 20, single),
+        (129, 75, half),
+    ):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
         out = attend(query, keys, values, None, scale)
         assert error(out, dense(query, keys, values, None, scale)) < TOLERANCE[dtype]
@@ -129,7 +169,9 @@ def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
+)
 def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype) -> None:
     """One pass serves every length; slots past it may hold anything, NaN included."""
     length = torch.zeros((), dtype=kind)
@@ -152,7 +194,9 @@ def test_the_check_sees_a_wrong_bit() -> None:
     for row, column in ((8, 3), (8, 6), (5, 8)):
         wrong = ancestors.clone()
         wrong[row, column] ^= True
-        differs = (attend(query, keys, values, wrong, scale).double() - exact).abs().amax((0, 2)) > 1e-3
+        differs = (attend(query, keys, values, wrong, scale).double() - exact).abs().amax(
+            (0, 2)
+        ) > 1e-3
         assert differs.nonzero().flatten().tolist() == [row]
 
 
@@ -162,10 +206,13 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum() -> None:
-    """A warp has 16 rows and all keys of a tile, or there is one layout only; tests/attention/test_offline_compile.py
-    looks at the code."""
+    """A warp has 16 rows and all keys of a tile, or there is one layout only;
+    tests/attention/test_offline_compile.py looks at the code."""
     for width, itemsize, generation in product((16, 64, 128, 256), (2, 4), (0, 8, 9, 10, 12)):
-        found = {backend.configuration(rows, width, itemsize, generation) for rows in (*range(1, 300), 1024, 2048)}
+        found = {
+            backend.configuration(rows, width, itemsize, generation)
+            for rows in (*range(1, 300), 1024, 2048)
+        }
         (keys,) = {each.keys for each in found}
         assert 256 % keys == 0  # chunks begin with a tile
         assert len(found) == 1 or all(each.rows == 16 * each.warps for each in found)
@@ -177,7 +224,9 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def comb(nodes: int) -> torch.Tensor:
-    """Ancestors in a path of every second node, each with a leaf beside its successor: nothing but gaps."""
+    """Ancestors in a path of every second node, each with a leaf beside its successor:
+    nothing but gaps.
+    """
     ancestors = torch.eye(nodes, dtype=torch.bool)
     for node in range(2, nodes):
         ancestors[node] |= ancestors[(node - 1) // 2 * 2]
@@ -185,7 +234,10 @@ def comb(nodes: int) -> torch.Tensor:
     return ancestors
 
 
-RANDOM, FILLED = random_tree(7, Random(5)).ancestors(), torch.block_diag(comb(4), torch.eye(3)).bool()
+RANDOM, FILLED = (
+    random_tree(7, Random(5)).ancestors(),
+    torch.block_diag(comb(4), torch.eye(3)).bool(),
+)
 SHAPE = 1, GROUP, 64
 
 
@@ -212,11 +264,18 @@ def slow(*case):
         ),
         *(slow(317, nodes, dtype, (2, 2, 64)) for nodes, dtype in ((17, SINGLE), (33, HALF))),
         # in other layouts
-        *(slow(575, comb(5), *layout) for layout in ((SINGLE, (2, 1, 80)), (HALF, (2, 4, 128)), (BRAIN, (2, 7, 256)))),
+        *(
+            slow(575, comb(5), *layout)
+            for layout in ((SINGLE, (2, 1, 80)), (HALF, (2, 4, 128)), (BRAIN, (2, 7, 256)))
+        ),
     ],
 )
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(prefix: int, tree, dtype: torch.dtype, shape) -> None:
-    """In trees and chains across the border of a tile or chunk, as where all of its path is committed."""
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(
+    prefix: int, tree, dtype: torch.dtype, shape
+) -> None:
+    """In trees and chains across the border of a tile or chunk,
+    as where all of its path is committed.
+    """
     assert odd_nodes(attend, tree, prefix, dtype, shape) == []
 
 
@@ -234,7 +293,11 @@ def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
 @SLOW
 @pytest.mark.parametrize(("prefix", "dtype"), [(126, HALF), (318, BRAIN)])
 def test_so_it_has_whatever_a_layer_wants(prefix: int, dtype: torch.dtype) -> None:
-    for spec in (*SPECS.values(), AttentionSpec(100), AttentionSpec(200, 1.5, SPECS["sinks"].sinks)):
+    for spec in (
+        *SPECS.values(),
+        AttentionSpec(100),
+        AttentionSpec(200, 1.5, SPECS["sinks"].sinks),
+    ):
         shape = (1, 6 if spec.sinks is not None else GROUP, 64)
         assert odd_nodes(attend, comb(9), prefix, dtype, shape, spec, tile=128) == [], spec
 
@@ -246,11 +309,17 @@ def test_so_it_has_where_the_length_is_on_the_device() -> None:
     for room in (1, 900):
         wholes = torch.full((2, 1, 325 + room, 64), torch.nan, dtype=torch.float16)
         wholes[0, :, :325], wholes[1, :, :325] = keys, values
-        assert torch.equal(attend(query, *wholes, ancestors, scale, prefix=torch.tensor(318)), expected)
+        assert torch.equal(
+            attend(query, *wholes, ancestors, scale, prefix=torch.tensor(318)), expected
+        )
 
 
 def test_store() -> None:
-    for nodes, dim, dtype in ((1, 64, torch.float32), (5, 80, torch.bfloat16), (41, 8, torch.float16)):
+    for nodes, dim, dtype in (
+        (1, 64, torch.float32),
+        (5, 80, torch.bfloat16),
+        (41, 8, torch.float16),
+    ):
         keys, values = torch.randn(2, 3, 2, 60, dim).to(dtype)  # three layers each
         new = torch.randn(2, nodes, 2, dim).to(dtype).transpose(1, 2)
         for length in (torch.tensor(0), torch.tensor(13, dtype=torch.int32)):
@@ -264,7 +333,9 @@ def test_store() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
-    """By the kernel as by PyTorch; the nodes behind the accepted ones and all else stay where they are."""
+    """By the kernel as by PyTorch; the nodes behind the accepted ones and all else stay where they
+    are.
+    """
     keys, values = torch.randn(2, 3, 2, 60, 80).bfloat16()  # three layers
     values = values.transpose(0, 1).contiguous().transpose(0, 1)
     expected = [each.clone() for each in (keys, values)]
@@ -280,7 +351,10 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
     """By the kernel as by PyTorch, but for the last slot, which is scratch."""
-    full, own = torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(), torch.randn(2, 3, 2, 20, 80).bfloat16()
+    full, own = (
+        torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(),
+        torch.randn(2, 3, 2, 20, 80).bfloat16(),
+    )
     own[1] = own[1].transpose(0, 1).contiguous().transpose(0, 1)
     places, slots = torch.arange(31, 35), torch.tensor([17, 4, 18, 5])
     left = []
@@ -329,14 +403,20 @@ LONG = AttentionSpec(window=270)
 @pytest.mark.parametrize(
     ("prefix", "nodes", "tree"),
     [
-        (327, 3, True),  # chunks in a window, beside the nodes' own paths; one window begins with a tile's last key
-        *(pytest.param(*case, marks=SLOW) for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]),
+        # chunks in a window, beside the nodes' own paths; one window begins with a tile's last key
+        (327, 3, True),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [(0, 1, True), (61, 5, False), (300, 1, False), (600, 3, True)]
+        ),
     ],
 )
 @pytest.mark.parametrize("name", first(1, [*SPECS, "a long window"]))
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     spec = SPECS.get(name, LONG)
-    query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0)
+    query, keys, values, ancestors, scale = case(
+        KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0
+    )
     ancestors = ancestors if tree else chain(nodes)
     layout = Layout(KV_HEADS, GROUP, torch.float32, CPU)
     wholes = torch.full((2, KV_HEADS, prefix + nodes + 50, DIM), torch.nan)

@@ -11,7 +11,8 @@ from typing import Any
 from tswift.benchmarking.record import Machine, Measurement, parse, workload_hash
 
 MACHINE = Machine(bandwidth=2e10, flops=1e11)
-# what each method drafts along a path and accepts of it, and its seconds per token over plain decoding's
+# what each method drafts along a path and accepts of it, and its seconds per token over plain
+# decoding's
 _METHODS = {
     "ar": (0, 0.0, 0.0, 1.0),
     "ar-reference": (0, 0.0, 0.0, 1.9),
@@ -19,9 +20,15 @@ _METHODS = {
     "tokenswift": (4, 0.60, 0.05, 0.55),
 }
 _SAMPLING = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "eta": 0.0,
-    "penalty": 1.2, "window": 1024, "banned": [0],
-}  # fmt: skip
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.1,
+    "eta": 0.0,
+    "penalty": 1.2,
+    "window": 1024,
+    "banned": [0],
+}
 _ENVIRONMENT = {
     "python": "3.11.9",
     "torch": "2.13.0",
@@ -61,7 +68,9 @@ def make_measurement(
             return tokens * (1 + tokens / 100_000 + prefill / 50_000) * 0.01 * of
 
         def point(length: int) -> dict[str, Any]:
-            own, ar_seconds, floor = (seconds(length, of) for of in (share, 1.0, 0.4 if depth else 0.8))
+            own, ar_seconds, floor = (
+                seconds(length, of) for of in (share, 1.0, 0.4 if depth else 0.8)
+            )
             passes = round(length / (1 + depth * alpha))
             return {
                 "len": length,
@@ -96,7 +105,9 @@ def make_measurement(
             "explained": None,
             "first_difference": None,
             "compared_tokens": lens[-1] if compared else 0,
-            "slices": [[tokens, seconds(tokens, share)] for tokens in range(step, max(lens) + 1, step)],
+            "slices": [
+                [tokens, seconds(tokens, share)] for tokens in range(step, max(lens) + 1, step)
+            ],
             "probes": [[prefill, [0.01, 0.011]]] if estimated else None,
             "points": [point(length) for length in lens],
         }
@@ -127,9 +138,15 @@ def make_measurement(
         "ended": "2026-11-21T06:30:00+00:00",
         "command": ["tswift", "bench", "--prompts", "two words.txt"],
         "environment": dict(_ENVIRONMENT),
-        **({"machine": {"bandwidth": MACHINE.bandwidth, "flops": MACHINE.flops}} if roofline else {}),
+        **(
+            {"machine": {"bandwidth": MACHINE.bandwidth, "flops": MACHINE.flops}}
+            if roofline
+            else {}
+        ),
         "workload": {"hash": workload_hash(workload), **workload},
-        "samples": [sample(*axes) for axes in product(range(repeats), prompts, prefills, seeds, methods)],
+        "samples": [
+            sample(*axes) for axes in product(range(repeats), prompts, prefills, seeds, methods)
+        ],
     }
 
 
@@ -140,7 +157,9 @@ def typed(measurement: dict[str, Any]) -> Measurement:
     return record
 
 
-def changed(measurement: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def changed(
+    measurement: dict[str, Any], change: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """A copy of a measurement with something changed, its workload's hash brought up to date."""
     other = copy.deepcopy(measurement)
     change(other)
@@ -150,4 +169,9 @@ def changed(measurement: dict[str, Any], change: Callable[[dict[str, Any]], obje
 
 def points_of(measurement: dict[str, Any], method: str) -> Iterator[dict[str, Any]]:
     """The points of a method's samples."""
-    return (point for sample in measurement["samples"] if sample["method"] == method for point in sample["points"])
+    return (
+        point
+        for sample in measurement["samples"]
+        if sample["method"] == method
+        for point in sample["points"]
+    )

@@ -1,4 +1,6 @@
-"""The gate, one change of a measurement a row: which comparisons fail and which do not; the files that it reads."""
+"""The gate, one change of a measurement a row: which comparisons fail and which do not;
+the files that it reads.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ from tests.benchmarking.helpers import changed, make_measurement, points_of, typ
 from tests.rows import every_row
 from tswift.benchmarking import gate
 from tswift.benchmarking.gate import Verdict, changes_table, parse_rule, refuse_foreign
-from tswift.benchmarking.record import Measurement, encode, load_measurement, read, to_json, workload_hash
+from tswift.benchmarking.record import (
+    Measurement,
+    encode,
+    load_measurement,
+    read,
+    to_json,
+    workload_hash,
+)
 from tswift.errors import InputError
 
-BASE = make_measurement()  # tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
-GOOD = make_measurement(prefills=(8,), lens=(20, 40), seeds=(0,), repeats=2, ar="sampled", roofline=True)
+# tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
+BASE = make_measurement()
+GOOD = make_measurement(
+    prefills=(8,), lens=(20, 40), seeds=(0,), repeats=2, ar="sampled", roofline=True
+)
 SIMULATED = make_measurement(repeats=2, simulated={"weights": False, "alpha": 0.6})
 RESULTS = Path(__file__).parents[2] / "results"
 COUNTERS = ("alpha", "beta", "tokens_per_step", "passes")
@@ -35,17 +47,22 @@ def compare(ours: dict[str, Any], baseline: dict[str, Any], *rules: str) -> list
 
 
 def scaled(name: str, *factors: float, method: str = "tokenswift") -> Change:
-    """Scale a figure of a method, by one factor or by one for each of its four points: seed by seed."""
+    """Scale a figure of a method, by one factor or by one for each of its four points:
+    seed by seed.
+    """
 
     def scale(measurement: dict[str, Any]) -> None:
         for index, point in enumerate(points_of(measurement, method)):
-            point[name] = type(point[name])(point[name] * factors[index % len(factors)])  # passes are whole
+            # passes are whole
+            point[name] = type(point[name])(point[name] * factors[index % len(factors)])
 
     return scale
 
 
 def blanked(name: str, *methods: str) -> Change:
-    return lambda m: [point.update({name: None}) for method in methods for point in points_of(m, method)]
+    return lambda m: [
+        point.update({name: None}) for method in methods for point in points_of(m, method)
+    ]
 
 
 def shortened(measurement: dict[str, Any]) -> None:
@@ -90,7 +107,8 @@ def unchanged(measurement: dict[str, Any]) -> None:
         ("passes:4.8%", scaled("passes", 1.05), 4),
         # one rule looks at one metric
         ("beta", scaled("alpha", 0.5), 0),
-        # one seed's gain does not make up for another's loss, but for times, which are compared as means
+        # one seed's gain does not make up for another's loss, but for times, which are compared as
+        # means
         ("alpha", scaled("alpha", 0.9, 1, 1.1, 1), 1),
         ("speedup:1%", scaled("speedup", 0.8, 1, 1.2, 1, method="medusa"), 0),
         # what is missing has regressed
@@ -122,38 +140,102 @@ TWICE = make_measurement(repeats=2)
 @every_row(
     ("ours", "rule", "change", "force", "message"),
     [
-        (BASE, "alpha", lambda m: m["workload"].update(seeds=[0], ar="sampled"), True, "workload: ar, seeds differ"),
-        (BASE, "alpha", lambda m: m["workload"].update(heads=None), True, "another workload: heads differs"),
+        (
+            BASE,
+            "alpha",
+            lambda m: m["workload"].update(seeds=[0], ar="sampled"),
+            True,
+            "workload: ar, seeds differ",
+        ),
+        (
+            BASE,
+            "alpha",
+            lambda m: m["workload"].update(heads=None),
+            True,
+            "another workload: heads differs",
+        ),
         (BASE, "alpha", environment(cpu="another"), False, None),
         (TWICE, "speedup:10%", environment(gpu="NVIDIA H200"), False, FOREIGN),
-        (TWICE, "tokens_per_s:10%", environment(threads=64), False, "--force compares it all the same"),
+        (
+            TWICE,
+            "tokens_per_s:10%",
+            environment(threads=64),
+            False,
+            "--force compares it all the same",
+        ),
         (TWICE, "speedup:10%", environment(cpu="another"), True, None),
-        (TWICE, "speedup:10%", blanked("speedup", "ar", "medusa", "tokenswift"), False, "baseline holds no speedup"),
+        (
+            TWICE,
+            "speedup:10%",
+            blanked("speedup", "ar", "medusa", "tokenswift"),
+            False,
+            "baseline holds no speedup",
+        ),
         (BASE, "alpha:0.62", unchanged, False, None),
-        (BASE, "alpha:0.63", unchanged, False, "alpha can never fall by more than 0.63, the baseline has 0.63 at most"),
+        (
+            BASE,
+            "alpha:0.63",
+            unchanged,
+            False,
+            "alpha can never fall by more than 0.63, the baseline has 0.63 at most",
+        ),
         (TWICE, "speedup:10", unchanged, False, "a share of it is written speedup:10%"),
         (BASE, "passes:1000000", unchanged, False, None),
         (SIMULATED, "alpha", unchanged, False, "fail_on: alpha follows from --simulate-alpha"),
         (SIMULATED, "speedup:10%", unchanged, False, None),
         # times want repeats
-        (BASE, "speedup:10%", unchanged, False, "repeats: speedup varies from run to run and wants at least 2 repeats"),
-        (TWICE, "speedup:10%", lambda m: m.update(samples=m["samples"][:6]), False, "repeats, the baseline has 1"),
+        (
+            BASE,
+            "speedup:10%",
+            unchanged,
+            False,
+            "repeats: speedup varies from run to run and wants at least 2 repeats",
+        ),
+        (
+            TWICE,
+            "speedup:10%",
+            lambda m: m.update(samples=m["samples"][:6]),
+            False,
+            "repeats, the baseline has 1",
+        ),
     ],
 )
 def test_which_baselines_are_refused(
     ours: dict[str, Any], rule: str, change: Change, force: bool, message: str | None
 ) -> None:
-    arguments = (typed(ours), typed(changed(ours, change)), [parse_rule(rule)], 1 if ours is BASE else 2, force)
+    arguments = (
+        typed(ours),
+        typed(changed(ours, change)),
+        [parse_rule(rule)],
+        1 if ours is BASE else 2,
+        force,
+    )
     if message is None:
         return refuse_foreign(*arguments)
     with pytest.raises(InputError, match=re.escape(message)):
         refuse_foreign(*arguments)
 
 
-BAD_TOLERANCES = ["", "%", "-1", "-0.1%", "nan", "inf", "1e999", "1_0", "x", "0:0", " 1 2", "250%", "100%"]
+BAD_TOLERANCES = [
+    "",
+    "%",
+    "-1",
+    "-0.1%",
+    "nan",
+    "inf",
+    "1e999",
+    "1_0",
+    "x",
+    "0:0",
+    " 1 2",
+    "250%",
+    "100%",
+]
 
 
-@every_row("rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"])
+@every_row(
+    "rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"]
+)
 def test_rules_that_are_refused(rule: str) -> None:
     with pytest.raises(InputError, match=r"^fail_on: "):
         parse_rule(rule)
@@ -173,8 +255,20 @@ def test_the_table_has_the_draw_that_moved_most_and_says_simulated() -> None:
     assert table.title == "4 of 13 comparisons regressed"
     assert table.notes == ["Unchanged: 9."]
     assert [row[:5] for row in table.rows] == [
-        ["same_as_ar", "medusa", "REGRESSED: prompt novel, seed 0: other tokens than AR from token 321", "1,024", "-"],
-        ["alpha", "tokenswift", "REGRESSED: prompt novel, seed 1; and 1 other draw", "1,024", "500"],
+        [
+            "same_as_ar",
+            "medusa",
+            "REGRESSED: prompt novel, seed 0: other tokens than AR from token 321",
+            "1,024",
+            "-",
+        ],
+        [
+            "alpha",
+            "tokenswift",
+            "REGRESSED: prompt novel, seed 1; and 1 other draw",
+            "1,024",
+            "500",
+        ],
         ["alpha", "tokenswift", "REGRESSED: prompt novel, seed 0", "1,024", "1,000"],
     ]
     assert table.rows[1][5:] == ["0.63", "0.504", "-0.126", "0.63"]
@@ -194,8 +288,15 @@ def test_written_and_read_back(tmp_path: Path) -> None:
 
 def test_the_hash_is_of_the_content() -> None:
     workload = GOOD["workload"]
-    assert workload_hash(workload) == workload["hash"] == workload_hash(dict(reversed(workload.items())))
-    assert workload_hash({**workload, "hash": "another", "lens": tuple(workload["lens"])}) == workload["hash"]
+    assert (
+        workload_hash(workload)
+        == workload["hash"]
+        == workload_hash(dict(reversed(workload.items())))
+    )
+    assert (
+        workload_hash({**workload, "hash": "another", "lens": tuple(workload["lens"])})
+        == workload["hash"]
+    )
     for name in workload.keys() - {"hash"}:
         assert workload_hash({**workload, name: "another"}) != workload["hash"]
 
@@ -207,13 +308,21 @@ def test_the_hash_is_of_the_content() -> None:
         (b"[1]", "is not a bench.json"),
         (b'{"schema": 1}', "is not a bench.json"),
         (b'{"kind": "bench", "schema": 2}', "schema version 2, this tswift reads 1"),
-        (lambda m: m["samples"][1]["points"][0].pop("passes"), r"\$.samples\[1\].points\[0\].passes: Field required"),
+        (
+            lambda m: m["samples"][1]["points"][0].pop("passes"),
+            r"\$.samples\[1\].points\[0\].passes: Field required",
+        ),
         *[
             (lambda m, name=name: m.pop(name), rf"\$.{name}: Field required")
             for name in ("environment", "samples", "simulated", "state")
         ],
         *[
-            (lambda m, name=name, value=value: m["samples"][1]["points"][0].update({name: value}), rf"\[0\].{name}: ")
+            (
+                lambda m, name=name, value=value: m["samples"][1]["points"][0].update(
+                    {name: value}
+                ),
+                rf"\[0\].{name}: ",
+            )
             for name in ("seconds", "tokens", "of_floor", "newer")
             for value in (math.nan, math.inf, 10**400, True, "1", None)
             if value is not None or name in ("seconds", "tokens")
@@ -235,15 +344,23 @@ def test_the_hash_is_of_the_content() -> None:
                 lambda m: m.update(machine={"bandwidth": 0, "flops": 1e9}),
             )
         ],
-        (lambda m: m["workload"]["sampling"].update(min_p=math.nan), r"\$.workload.sampling.min_p: is not of the type"),
-        (lambda m: m["workload"]["sampling"].update(banned=[None]), r"\$.workload.sampling.banned: is not of the type"),
+        (
+            lambda m: m["workload"]["sampling"].update(min_p=math.nan),
+            r"\$.workload.sampling.min_p: is not of the type",
+        ),
+        (
+            lambda m: m["workload"]["sampling"].update(banned=[None]),
+            r"\$.workload.sampling.banned: is not of the type",
+        ),
         (lambda m: m["samples"].clear(), "holds no samples"),
         (lambda m: m.update(state="running"), "did not run to its end"),
     ],
 )
 def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "baseline.json"
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(changed(GOOD, content)).encode())
+    path.write_bytes(
+        content if isinstance(content, bytes) else json.dumps(changed(GOOD, content)).encode()
+    )
     with pytest.raises(InputError, match=f"^against: .*baseline.json .*{message}") as caught:
         load_measurement(path)
     assert "\n" not in str(caught.value)
@@ -257,7 +374,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 RECORDS = sorted(
     path
     for path in RESULTS.rglob("*.json")
-    if path.name in ("baseline.json", "suite.json", "unfinished.json") or path.name.startswith("bench")
+    if path.name in ("baseline.json", "suite.json", "unfinished.json")
+    or path.name.startswith("bench")
 )
 
 
@@ -266,9 +384,12 @@ def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path
     content, record = json.loads(path.read_text()), read(path, "against")
     written = to_json(record)
     if isinstance(record, Measurement):
-        assert json.dumps(written, sort_keys=True) == json.dumps(content, sort_keys=True)  # an integer stays one
+        # an integer stays one
+        assert json.dumps(written, sort_keys=True) == json.dumps(content, sort_keys=True)
         if record.state == "finished":
-            verdicts = gate.compare(record, load_measurement(path), [parse_rule("alpha"), parse_rule("speedup:0%")])
+            verdicts = gate.compare(
+                record, load_measurement(path), [parse_rule("alpha"), parse_rule("speedup:0%")]
+            )
             assert verdicts
             assert {verdict.change for verdict in verdicts} <= {0, None}
     else:  # what follows from the measurements is not read

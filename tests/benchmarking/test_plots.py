@@ -16,7 +16,9 @@ from matplotlib.figure import Figure
 from tests.benchmarking.helpers import make_measurement, typed
 from tswift.benchmarking.plots import acceptance_figure, files, time_figure
 
-SEEDS = typed(make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2)))
+SEEDS = typed(
+    make_measurement(methods=("ar", "ar-reference", "medusa", "tokenswift"), seeds=(0, 1, 2))
+)
 SINGLE = typed(make_measurement(seeds=(0,)))
 NAMES = ["AR", "AR, reference style", "medusa", "tokenswift"]
 
@@ -42,14 +44,17 @@ def test_images_open(images: dict[str, bytes]) -> None:
         pixels = matplotlib.image.imread(io.BytesIO(images[f"{name}.png"]), format="png")
         assert min(pixels.shape[:2]) > 500
         assert pixels.std() > 0.05  # not blank
-        assert ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
+        assert (
+            ElementTree.fromstring(images[f"{name}.svg"]).tag == "{http://www.w3.org/2000/svg}svg"
+        )
 
 
 @pytest.mark.slow
 def test_the_same_bytes_whatever_the_users_configuration_says(
     images: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would take over the user's windows
+    # it would take over the user's windows
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.hashsalt": None}):
         assert files(SEEDS)["time.svg"] == images["time.svg"]
         assert matplotlib.rcParams["font.size"] == 30
@@ -63,7 +68,9 @@ def test_time_has_a_line_per_method() -> None:
     assert {line.get_linestyle() for line in axes.lines} == {"-"}
     assert len({line.get_color() for line in axes.lines}) == 4
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("generated tokens", "decoding time, seconds")
-    assert "demo, Intel(R) Xeon(R) Processor @ 2.80GHz, 2 threads, 2026-11-21" in figure.get_suptitle()
+    assert (
+        "demo, Intel(R) Xeon(R) Processor @ 2.80GHz, 2 threads, 2026-11-21" in figure.get_suptitle()
+    )
 
 
 def test_time_is_the_mean_over_runs() -> None:
@@ -93,20 +100,39 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
 
 @pytest.mark.slow
 def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
-    simulated = typed(make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9}))
+    simulated = typed(
+        make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9})
+    )
     for build in (time_figure, acceptance_figure):
         figure = build(simulated)
         assert "(simulated)" in figure.get_suptitle()
-        assert legend_of(figure) == ["AR (simulated, sampled)", "medusa (simulated)", "tokenswift (simulated)"]
+        assert legend_of(figure) == [
+            "AR (simulated, sampled)",
+            "medusa (simulated)",
+            "tokenswift (simulated)",
+        ]
         assert [line.get_linestyle() for line in figure.axes[-1].lines] == ["--", "-", "-"]
     assert [*files(simulated)][::2] == ["time-simulated.png", "acceptance-simulated.png"]
 
 
 def test_each_prefill_and_each_kind_of_prompts_has_its_panels() -> None:
     record = make_measurement(prompts=("a", "bb"), seeds=(0,), prefills=(8, 16))
-    assert [axes.get_title() for axes in time_figure(typed(record)).axes] == ["prefill 8 tokens", "prefill 16 tokens"]
+    assert [axes.get_title() for axes in time_figure(typed(record)).axes] == [
+        "prefill 8 tokens",
+        "prefill 16 tokens",
+    ]
     for prompt, kind in zip(record["workload"]["prompts"], ("prose", "log"), strict=True):
         prompt.update(kind=kind, tokens=16)
     measurement = typed(record)
-    assert [axes.get_title() for axes in time_figure(measurement).axes] == ["prose", "prose", "log", "log"]
-    assert [axes.get_title() for axes in acceptance_figure(measurement).axes[::3]] == ["prose", "prose", "log", "log"]
+    assert [axes.get_title() for axes in time_figure(measurement).axes] == [
+        "prose",
+        "prose",
+        "log",
+        "log",
+    ]
+    assert [axes.get_title() for axes in acceptance_figure(measurement).axes[::3]] == [
+        "prose",
+        "prose",
+        "log",
+        "log",
+    ]

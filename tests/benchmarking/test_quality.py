@@ -11,7 +11,14 @@ import pytest
 
 from tests.benchmarking.helpers import make_measurement, typed
 from tswift.benchmarking.record import Group, SuiteRecord, SuiteText
-from tswift.benchmarking.suite_run import compression, quality, repeated, self_bleu, spans, texts_html
+from tswift.benchmarking.suite_run import (
+    compression,
+    quality,
+    repeated,
+    self_bleu,
+    spans,
+    texts_html,
+)
 from tswift.benchmarking.summary import QUALITY, from_source
 
 
@@ -52,13 +59,17 @@ def test_figures_are_what_their_definitions_say(length: int) -> None:
         return
     before = sum(gram in grams(tokens, 4)[:i] for i, gram in enumerate(grams(tokens, 4)))
     assert figures["seq_rep_4"] == pytest.approx(before / (length - 3))
-    assert figures["distinct"] == pytest.approx(sum(figures[f"distinct_{n}"] for n in range(1, 5)) / 4)
+    assert figures["distinct"] == pytest.approx(
+        sum(figures[f"distinct_{n}"] for n in range(1, 5)) / 4
+    )
     assert (figures["self_bleu"] is None) == (length < 128)
 
 
 def test_the_same_piece_twice_is_a_bleu_of_one() -> None:
     assert self_bleu(list(range(64)) * 2) == pytest.approx(1)
-    assert self_bleu(list(range(128))) == pytest.approx(math.prod(0.1 / (65 - n) for n in range(1, 5)) ** 0.25)
+    assert self_bleu(list(range(128))) == pytest.approx(
+        math.prod(0.1 / (65 - n) for n in range(1, 5)) ** 0.25
+    )
     assert self_bleu(list(range(127))) is None
 
 
@@ -83,7 +94,13 @@ def shown(*texts: SuiteText) -> str:
     times = {"started": "2026-11-23T14:00:00", "ended": "2026-11-23T14:10:00", "state": "finished"}
     groups = [Group("", typed(make_measurement()))]
     record = SuiteRecord(
-        suite="case-study", title="A & B", **times, command=["x"], missing=[], groups=groups, texts=list(texts)
+        suite="case-study",
+        title="A & B",
+        **times,
+        command=["x"],
+        missing=[],
+        groups=groups,
+        texts=list(texts),
     )
     return texts_html(record, "demo <x>")
 
@@ -105,7 +122,10 @@ def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
     assert "".join(part for part, _ in spans(stale)) == "".join(stale.pieces)
     html = shown(fresh, stale)
     columns = re.findall(r"<section><h2>(.*?)</h2><p>(.*?)</p></section>", html, re.DOTALL)
-    assert [heading for heading, _ in columns] == ["with penalty: 0% repeated", "without: 45% repeated"]
+    assert [heading for heading, _ in columns] == [
+        "with penalty: 0% repeated",
+        "without: 45% repeated",
+    ]
     for text, (_, body) in zip((fresh, stale), columns, strict=True):
         assert unescape(re.sub(r"</?mark>", "", body)) == "".join(text.pieces)
     assert re.findall("<mark>(.*?)</mark>", columns[1][1]) == [

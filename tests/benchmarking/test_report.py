@@ -40,7 +40,10 @@ MEASUREMENTS = {
     "paper": PAPER,
 }
 TEXTS = {
-    **{f"{name}.md": markdown(typed(one), paper=name == "paper") for name, one in MEASUREMENTS.items()},
+    **{
+        f"{name}.md": markdown(typed(one), paper=name == "paper")
+        for name, one in MEASUREMENTS.items()
+    },
     **{f"{name}.csv": csv_text(typed(one)) for name, one in MEASUREMENTS.items()},
 }
 
@@ -64,7 +67,8 @@ def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
 def test_times_count_every_sample_and_counters_every_draw_once() -> None:
     figure = cell_with("speedup", [1.0, 2.0, 4.0], seeds=(0, 1, 2)).figures["speedup"]
     assert figure.n == 3
-    assert (figure.mean, figure.std) == pytest.approx((7 / 3, math.sqrt(7 / 3)))  # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
+    # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
+    assert (figure.mean, figure.std) == pytest.approx((7 / 3, math.sqrt(7 / 3)))
     repeated = cell_with("seconds", [1.0, 2.0, 3.0], seeds=(0,), repeats=3)
     assert (repeated.runs, repeated.varies, repeated.exact) == (3, ("repeats",), True)
     assert repeated.figures["seconds"].std == 1.0
@@ -73,13 +77,16 @@ def test_times_count_every_sample_and_counters_every_draw_once() -> None:
     assert both.varies == ("seeds", "repeats")
     assert (both.figures["alpha"].n, both.figures["speedup"].n) == (2, 4)
     assert both.figures["alpha"].std == pytest.approx(math.sqrt(0.02))
-    noisy = cell_with("passes", [200, 202], seeds=(0,), repeats=2)  # repeats that count differently all count
+    # repeats that count differently all count
+    noisy = cell_with("passes", [200, 202], seeds=(0,), repeats=2)
     assert not noisy.exact
     assert (noisy.figures["passes"].n, noisy.figures["passes"].mean) == (2, 201)
 
 
 def test_values_that_are_missing_do_not_count() -> None:
-    assert cell_with("speedup", [None, 2.0], seeds=(0, 1)).figures["speedup"] == Figure(1, 2.0, None)
+    assert cell_with("speedup", [None, 2.0], seeds=(0, 1)).figures["speedup"] == Figure(
+        1, 2.0, None
+    )
     nothing = cell_with("ar_seconds", [None, None], seeds=(0, 1)).figures
     assert nothing["ar_seconds"] == nothing["delta"] == Figure(0, None, None)
 
@@ -88,7 +95,9 @@ def test_cells_are_ordered_whatever_the_samples_are() -> None:
     measurement = make_measurement(prefills=(4096, 1024), prompts=("a", "bb"))
     random.Random(0).shuffle(measurement["samples"])
     cells, methods = summarise(typed(measurement)), ["ar", "medusa", "tokenswift"]
-    places = [(method, prefill, n) for prefill in (1024, 4096) for n in (500, 1000) for method in methods]
+    places = [
+        (method, prefill, n) for prefill in (1024, 4096) for n in (500, 1000) for method in methods
+    ]
     assert [(cell.axis, *cell.place) for cell in cells] == places
     assert all(set(cell.draws) == {("a", 0), ("a", 1), ("bb", 0), ("bb", 1)} for cell in cells)
 
@@ -117,22 +126,34 @@ OVER = "Mean ± sample standard deviation over"
         ),
         (changed(SMALL, lambda m: m["samples"].pop()), "n: 1 to 2 runs per cell."),
         (
-            changed(make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3)),
+            changed(
+                make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3)
+            ),
             "Repeats did not all count the same.",
         ),
-        (changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)), "medusa 3, tokenswift 4 or 5."),
+        (
+            changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)),
+            "medusa 3, tokenswift 4 or 5.",
+        ),
         (
             changed(SMALL, differing),
-            "Same tokens as AR: 2 of 4 runs. Not: medusa (prompt novel, prefill 1,024, seed 0, from token 77, NOT "
-            "rounding); medusa (prompt novel, prefill 1,024, seed 1, from token 77, NOT rounding).",
+            "Same tokens as AR: 2 of 4 runs. Not: medusa (prompt novel, prefill 1,024, seed 0, "
+            "from token 77, NOT rounding); medusa (prompt novel, prefill 1,024, seed 1, from "
+            "token 77, NOT rounding).",
         ),
         (changed(make_measurement(seeds=range(8)), differing), "; and 3 more."),
-        (make_measurement(simulated=GIVEN), "Same tokens as AR, simulated acceptance apart: not compared."),
+        (
+            make_measurement(simulated=GIVEN),
+            "Same tokens as AR, simulated acceptance apart: not compared.",
+        ),
         (
             make_measurement(methods=("ar", "ar-reference", "medusa"), seeds=(0,), simulated=GIVEN),
             "Same tokens as AR, simulated acceptance apart: yes (1 run).",
         ),
-        (changed(SMALL, lambda m: m.update(state="interrupted")), "The measurement did not run to its end"),
+        (
+            changed(SMALL, lambda m: m.update(state="interrupted")),
+            "The measurement did not run to its end",
+        ),
     ],
 )
 def test_notes(measurement: dict[str, Any], note: str) -> None:
@@ -178,7 +199,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", fail)
-    with pytest.raises(InputError, match=r"^out: .* cannot be written to \(No space left on device\)"):
+    with pytest.raises(
+        InputError, match=r"^out: .* cannot be written to \(No space left on device\)"
+    ):
         write_report(typed(SMALL), tmp_path)
     assert (tmp_path / "bench.json").read_text() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
@@ -225,11 +248,18 @@ def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
     ("shown", "text"),
     [
         *[(duration(None), "-"), (duration(0.0123), "0.0123 s"), (duration(9.999), "10.0 s")],
-        *[(duration(59.94), "59.9 s"), (duration(60.0), "1.00 min"), (duration(-90.0), "-1.50 min")],
+        *[
+            (duration(59.94), "59.9 s"),
+            (duration(60.0), "1.00 min"),
+            (duration(-90.0), "-1.50 min"),
+        ],
         (duration(74040.0), "1,234 min"),
         *[(quantity(2.04e12, "B/s"), "2.04 TB/s"), (quantity(999_600.0, "B/s"), "1.00 MB/s")],
         *[(quantity(999_000.0, "B/s"), "999 kB/s"), (quantity(0.0, "B/s"), "0.00 B/s")],
-        *[(with_spread(0.6254, 0.0071, 3), "0.625 ± 0.007"), (with_spread(0.6254, None, 2), "0.63")],
+        *[
+            (with_spread(0.6254, 0.0071, 3), "0.625 ± 0.007"),
+            (with_spread(0.6254, None, 2), "0.63"),
+        ],
         (with_spread(None, None, 2), "-"),
         (METRICS["seconds"].text(Figure(2, 90.0, 3.0)), "1.50 min"),
     ],

@@ -1,4 +1,6 @@
-"""The roofline: rates, floors of passes, of decodes, of what a benchmark ran, and what is predicted."""
+"""The roofline: rates, floors of passes, of decodes, of what a benchmark ran,
+and what is predicted.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ from tswift.models.checkpoint import shape_config, skeleton
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import widest_vectors
 
-SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20)
+SMALL = Shape(
+    120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20
+)
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)
 LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
 A100 = MACHINES["a100-80g"]
@@ -55,22 +59,34 @@ A100 = MACHINES["a100-80g"]
 def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Any:
     found = predict(LLAMA, machine, RooflineQuery(**query), positions)
     return SimpleNamespace(
-        passes=found.passes, decodes=found.decodes, record=found.as_dict(), tables=tables(found, "label")
+        passes=found.passes,
+        decodes=found.decodes,
+        record=found.as_dict(),
+        tables=tables(found, "label"),
     )
 
 
 def test_the_papers_table_2() -> None:
-    text = (files("tswift.benchmarking") / "paper" / "table2_roofline.csv").read_text(encoding="utf-8")
+    text = (files("tswift.benchmarking") / "paper" / "table2_roofline.csv").read_text(
+        encoding="utf-8"
+    )
     paper = {line["quantity"]: float(line["value"]) for line in csv.DictReader(text.splitlines())}
     assert Machine(paper["memory bandwidth"], paper["bf16 peak"]) == A100
     assert round(LLAMA.weight_bytes / 1e9, 1) == paper["model weights"]
-    assert LLAMA.flops(131_072) / 1e9 == pytest.approx(paper["max operations (128K context)"], rel=0.01)
+    assert LLAMA.flops(131_072) / 1e9 == pytest.approx(
+        paper["max operations (128K context)"], rel=0.01
+    )
     assert round(1e3 * loading_seconds(LLAMA, A100, 0), 1) == paper["loading time"]
     assert round(1e3 * computing_seconds(LLAMA, A100, 131_072, 1), 1) == paper["max computing time"]
 
 
 def test_a_pass_takes_the_longer_of_loading_and_computing() -> None:
-    assert (SMALL.weight_bytes, SMALL.kv_bytes, SMALL.flops(0), SMALL.flops(1)) == (200, 16, 200, 232)
+    assert (SMALL.weight_bytes, SMALL.kv_bytes, SMALL.flops(0), SMALL.flops(1)) == (
+        200,
+        16,
+        200,
+        232,
+    )
     assert loading_seconds(SMALL, MACHINE, 10) == (200 + 160) / 100
     assert loading_seconds(SMALL, MACHINE, 10, extra_bytes=40) == 4.0
     assert computing_seconds(SMALL, MACHINE, 10, 5) == 5 * 520 / 1000
@@ -82,13 +98,16 @@ def test_a_pass_takes_the_longer_of_loading_and_computing() -> None:
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_plain_decoding_is_the_sum_over_its_passes(context: int, length: int) -> None:
     one_by_one = sum(pass_seconds(SMALL, MACHINE, context + token, 1) for token in range(length))
-    assert decode_seconds(SMALL, MACHINE, context, length, length, length) == pytest.approx(one_by_one)
+    assert decode_seconds(SMALL, MACHINE, context, length, length, length) == pytest.approx(
+        one_by_one
+    )
 
 
 # four steps of three tokens from 6 on, 20 nodes each; drafting sees 8 tokens at most
 STEPS = (SMALL, MACHINE, 6, 12, 4, 80)
 VERIFIED = sum(max((200 + 16 * c) / 100, 20 * (200 + 32 * c) / 1000) for c in (6, 9, 12, 15))
-READ = [16 * min(c, 8) for c in (6, 9, 12, 15)]  # bytes of KV by each drafting pass; it is bound by loading
+# bytes of KV by each drafting pass; it is bound by loading
+READ = [16 * min(c, 8) for c in (6, 9, 12, 15)]
 
 
 @every_row(
@@ -96,7 +115,8 @@ READ = [16 * min(c, 8) for c in (6, 9, 12, 15)]  # bytes of KV by each drafting 
     [
         (None, 0.0),
         (Drafting(8, 30), sum(200 + 30 + kv for kv in READ) / 100),
-        (Drafting(8, 30, 2), sum(2 * (200 + kv) + 30 for kv in READ) / 100),  # the second reads no heads
+        # the second reads no heads
+        (Drafting(8, 30, 2), sum(2 * (200 + kv) + 30 for kv in READ) / 100),
         (Drafting(None, 30), 4 * 0.3),
         # of 200 B of weights 40 are the LM head's; at 4 bits the rest are 40 B, at 8 bits 80 B
         (Drafting(8, 30, bits=4), sum(80 + 30 + kv for kv in READ) / 100),
@@ -118,13 +138,19 @@ def test_a_floor_is_the_sum_of_its_stretches() -> None:
     second = decode_seconds(SMALL, MACHINE, 27, 30, 10, 200, drafting)
     marks = [mark(20, 10, 100), mark(50, 20, 300)]
     assert floor.seconds("tokenswift", 7, marks) == pytest.approx([first, first + second])
-    assert floor.seconds("ar", 7, [mark(20, 20, 20)]) == [decode_seconds(SMALL, MACHINE, 7, 20, 20, 20)]
+    assert floor.seconds("ar", 7, [mark(20, 20, 20)]) == [
+        decode_seconds(SMALL, MACHINE, 7, 20, 20, 20)
+    ]
 
 
 @needs_program
-def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_method_reads_while_drafting(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     methods = ("ar", "medusa", "tokenswift", "reuse", "magicdec", "cascade", "recall", "auto")
-    config = configure(BenchOptions.of({}, {"methods": methods, "budget": 128, "model": str(checkpoint)}))
+    config = configure(
+        BenchOptions.of({}, {"methods": methods, "budget": 128, "model": str(checkpoint)})
+    )
     floor, heads = floor_of(config, RATES), config.model.heads
     assert floor is not None
     assert heads is not None
@@ -141,9 +167,17 @@ def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: py
     }
     network = config.model.target.model
     embeddings = network.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
-    assert floor.shape.weight_bytes == sum(weight.nbytes for weight in network.parameters()) - embeddings
+    assert (
+        floor.shape.weight_bytes
+        == sum(weight.nbytes for weight in network.parameters()) - embeddings
+    )
     whole = floor_of(
-        configure(BenchOptions.of({}, {"methods": ("ar", "tokenswift"), "kv": "full", "model": str(checkpoint)})), RATES
+        configure(
+            BenchOptions.of(
+                {}, {"methods": ("ar", "tokenswift"), "kv": "full", "model": str(checkpoint)}
+            )
+        ),
+        RATES,
     )
     assert whole is not None
     assert (whole.drafting["tokenswift"].budget or 0) > 10**9
@@ -153,7 +187,9 @@ def test_what_each_method_reads_while_drafting(checkpoint: Path, monkeypatch: py
 
 def test_a_row_for_each_context_and_number_of_nodes() -> None:
     result = ask(contexts=(100, 50_000), nodes=(1, 8, 41), prefill=10, length=500)
-    assert [(row.context, row.nodes) for row in result.passes] == [(c, n) for c in (100, 50_000) for n in (1, 8, 41)]
+    assert [(row.context, row.nodes) for row in result.passes] == [
+        (c, n) for c in (100, 50_000) for n in (1, 8, 41)
+    ]
     for row in result.passes:
         assert row.read_bytes == LLAMA.weight_bytes + row.context * 131_072
         assert row.floor_seconds == max(row.loading_seconds, row.computing_seconds)
@@ -172,9 +208,12 @@ def test_the_papers_job_at_the_papers_alpha() -> None:
     assert ours.tokens_per_step == 4.6
     assert ours.passes == 21_740  # 100,000 / 4.6, rounded up
     drafting = Drafting(4096, 3 * 4096**2 * 2)
-    assert ours.floor_seconds == decode_seconds(LLAMA, A100, 4096, 100_000, 21_740, 41 * 21_740, drafting)
+    assert ours.floor_seconds == decode_seconds(
+        LLAMA, A100, 4096, 100_000, 21_740, 41 * 21_740, drafting
+    )
     assert ours.speedup == plain.floor_seconds / ours.floor_seconds
-    # by the cost model: 4.6 plain passes of weights and 54K of KV, for one such pass and one of weights and 4K
+    # by the cost model: 4.6 plain passes of weights and 54K of KV, for one such pass and one of
+    # weights and 4K
     middle = LLAMA.weight_bytes + 54_096 * LLAMA.kv_bytes
     draft = LLAMA.weight_bytes + 4096 * LLAMA.kv_bytes + drafting.head_bytes
     assert ours.speedup == pytest.approx(4.6 * middle / (middle + draft), rel=0.01)
@@ -194,14 +233,21 @@ def test_the_query_shapes_the_draft() -> None:
 
 
 @pytest.mark.slow
-def test_rates_are_those_of_what_a_pass_reads_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of as many bytes, which a cache may hold, and of the narrowest numbers."""
     read, multiplied = list[int](), list[int]()
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(module, "ask_for_huge_pages", lambda numbers: read.append(numbers.nbytes))
     monkeypatch.setattr(module, "_multiplied", lambda bits: multiplied.append(bits) or 1e16)
     shape = Shape(3_000_000, 2_000_000, 64, 2, 4, 2, 16, itemsize=4)
-    for each in (shape, replace(shape, kv_itemsize=2), replace(shape, coded_bytes=1), replace(shape, read=1 << 40)):
+    for each in (
+        shape,
+        replace(shape, kv_itemsize=2),
+        replace(shape, coded_bytes=1),
+        replace(shape, read=1 << 40),
+    ):
         assert module.measure_machine(torch.device("cpu"), torch.float32, each).flops == 1e16
     assert multiplied == [32, 16, 8, 32]
     assert read == [8_000_000, 8_000_000, module._LEAST_READ, module._READ_BYTES["cpu"]]
@@ -223,17 +269,33 @@ def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
 @pytest.mark.slow
 @needs_program
 @pytest.mark.parametrize("weights", first(1, ["int4", None]))
-def test_no_method_beats_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None) -> None:
+def test_no_method_beats_its_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None
+) -> None:
     """On the bundled model, whose weights the processor's caches hold."""
     monkeypatch.setattr(run_module, "machine_for", module.machine_for)
     methods = [name for name, kind in METHODS.items() if not kind.networks]
     if weights is not None:
         methods = ["auto", "medusa", "recall"]
-    words = ["bench", "--prefill", "300", "--lens", "20,60", "--methods", ",".join(methods), "--warmup", "8"]
+    words = [
+        "bench",
+        "--prefill",
+        "300",
+        "--lens",
+        "20,60",
+        "--methods",
+        ",".join(methods),
+        "--warmup",
+        "8",
+    ]
     words += [] if weights is None else ["--weights", weights]
     assert main([*words, "--no-plots", "--quiet", "--out", str(tmp_path / "a")]) == 0
     samples = json.loads((tmp_path / "a" / "bench.json").read_text())["samples"]
-    shares = {(each["method"], point["len"]): point["of_floor"] for each in samples for point in each["points"]}
+    shares = {
+        (each["method"], point["len"]): point["of_floor"]
+        for each in samples
+        for point in each["points"]
+    }
     assert {method for method, _ in shares} >= {*methods}
     assert {place: share for place, share in shares.items() if share < 1} == {}
 
@@ -241,19 +303,27 @@ def test_no_method_beats_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_cheaper_draft_stands_beside_that_of_the_models_own_bits() -> None:
     result = ask(alpha=0.9, draft_weights="int4")
     plain, own, cheap = result.decodes
-    assert [(row.draft_weights, row.draft_bits) for row in result.decodes] == [(None, None), (None, 16), ("int4", 4)]
+    assert [(row.draft_weights, row.draft_bits) for row in result.decodes] == [
+        (None, None),
+        (None, 16),
+        ("int4", 4),
+    ]
     eight = ask(alpha=0.9, draft_weights="fp8").decodes[2]
     assert cheap.step_seconds < eight.step_seconds < own.step_seconds
     spared = (LLAMA.read - 128_256 * 4096) * 1.5  # bytes; the LM head keeps its 16 bits
     assert own.step_seconds - cheap.step_seconds == pytest.approx(spared / A100.bandwidth)
     for row in (plain, own, cheap):
         assert row.step_seconds * row.passes == pytest.approx(row.floor_seconds)
-        assert row.needed == pytest.approx(row.tokens_per_step / row.speedup, rel=1e-4)  # passes are rounded up
+        # passes are rounded up
+        assert row.needed == pytest.approx(row.tokens_per_step / row.speedup, rel=1e-4)
     assert own.even_alpha is None
     even = ask(alpha=cheap.even_alpha, draft_weights="int4").decodes[2]
     assert even.speedup == pytest.approx(own.speedup, rel=1e-4)
-    assert f"at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in result.tables[2].notes[-1]
-    assert ask(alpha=0.0, draft_weights="int4").decodes[2].even_alpha == 0.0  # never right: nothing to lose
+    assert (
+        f"at alpha {cheap.even_alpha:.2f} as one of 16 bits at 0.9." in result.tables[2].notes[-1]
+    )
+    # never right: nothing to lose
+    assert ask(alpha=0.0, draft_weights="int4").decodes[2].even_alpha == 0.0
 
 
 def test_contexts_go_as_far_as_the_model() -> None:
@@ -269,8 +339,14 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ({"contexts": (10, 60_000)}, "context: 60,000 is more than the model's 50,000 positions$"),
         ({"nodes": (10**10,)}, "nodes: must be between 1 and 1,000,000,000"),
         *[({name: 0}, f"{name}: must be") for name in ("prefill", "length", "depth", "budget")],
-        ({"given": frozenset({"length"})}, "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions"),
-        ({"alpha": 0.5, "draft_weights": "int5"}, "draft_weights: must be one of fp8, int4, got 'int5'"),
+        (
+            {"given": frozenset({"length"})},
+            "length: 4,096 prompt tokens and 100,000 new ones need 104,096 positions",
+        ),
+        (
+            {"alpha": 0.5, "draft_weights": "int5"},
+            "draft_weights: must be one of fp8, int4, got 'int5'",
+        ),
         ({"alpha": float("nan")}, "alpha: must be between 0 and 1, got nan"),
     ],
 )
@@ -283,7 +359,8 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "available_bytes", lambda device: 4_000_000)
     monkeypatch.setattr(module, "_SIZES", (8, 16))
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
-    seconds = iter([9.0, 2, 1, 4, 4, 4, *[0.001] * 6, *[5.0] * 6])  # a first try that does not count, then five
+    # a first try that does not count, then five
+    seconds = iter([9.0, 2, 1, 4, 4, 4, *[0.001] * 6, *[5.0] * 6])
     readings = [0.0]
 
     def clock() -> float:

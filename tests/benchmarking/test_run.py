@@ -1,4 +1,6 @@
-"""Runs side by side: the grid and its record, probes of plain decoding, simulated acceptance, comparisons."""
+"""Runs side by side: the grid and its record, probes of plain decoding, simulated acceptance,
+comparisons.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import typed
-from tests.helpers import PLAIN, drafter_of, first, needs_program, random_prompt, random_tree, tiny_target
+from tests.helpers import (
+    PLAIN,
+    drafter_of,
+    first,
+    needs_program,
+    random_prompt,
+    random_tree,
+    tiny_target,
+)
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking import workloads
@@ -59,14 +69,23 @@ PROMPTS = [Prompt("p", list(range(1, 9)))]
 
 
 def options(checkpoint, *methods: str, trees=None, **changes) -> BenchOptions:
-    return BenchOptions.of(trees or {}, {"methods": ("ar", *methods), "model": str(checkpoint), **changes})
+    return BenchOptions.of(
+        trees or {}, {"methods": ("ar", *methods), "model": str(checkpoint), **changes}
+    )
 
 
 def run_of(method: str, length: int, seed: int = 3) -> Run:
-    target, drafting = tiny_target(), DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
+    target, drafting = (
+        tiny_target(),
+        DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None),
+    )
     drafter = drafter_of(method, target, drafting)
     decoding = Decoding(target, random_prompt(40), PLAIN, seed, drafter, length)
-    run = Run(method, method, Generation(decoding, drafter.depth, (), PLAIN, drafting, MemoryEstimate(0, 0, 0)))
+    run = Run(
+        method,
+        method,
+        Generation(decoding, drafter.depth, (), PLAIN, drafting, MemoryEstimate(0, 0, 0)),
+    )
     run.prefill()
     return run
 
@@ -101,7 +120,8 @@ def test_probes_change_no_text_and_draw_what_plain_decoding_draws():
 def test_a_differing_token_is_found_at_its_index():
     probes = [Probe(11, (5, 6, 7), (0.1, 0.1)), Probe(3, (1, 2, 3), (0.1, 0.1))]
     text = [0, 0, 1, 2, 3, 0, 0, 0, 0, 0, 5, 6, 7]
-    assert probes_differ(text, probes) is probes_differ(text[:11], probes) is None  # a text need not get that far
+    # a text need not get that far
+    assert probes_differ(text, probes) is probes_differ(text[:11], probes) is None
     assert probes_differ([*text[:11], 9, 7], probes) == 11
     assert probes_differ([*text[:4], 9, *text[5:11], 9, 7], probes) == 4
 
@@ -118,7 +138,11 @@ def test_a_text_is_compared_with_the_probes_of_its_run():
     for token, differs in ((10, None), (11, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
         _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), [run], [20]).samples()
-        assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (differs is None, differs, 1)
+        assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (
+            differs is None,
+            differs,
+            1,
+        )
 
 
 def test_plain_decodings_time_is_for_as_many_tokens():
@@ -159,7 +183,9 @@ def test_what_a_shallow_tree_could_not_give_later_ones_do() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 30), st.floats(0.01, 1))
-def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(seed: int, nodes: int, alpha: float) -> None:
+def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(
+    seed: int, nodes: int, alpha: float
+) -> None:
     tree = random_tree(nodes, random.Random(seed))
     path = SimulatedWalk(alpha, 5)(tree, [])
     assert [tree.parents[node] for node in path[1:]] == path[:-1]
@@ -187,7 +213,10 @@ def measured(checkpoint, plan: Plan, *methods: str, **changes):
 def grids(checkpoint):
     """The same grid with plain decoding run and sampled."""
     methods = ("tokenswift", "reuse", "ar-reference")
-    plans = [Plan((4, 7), (10, 40), (1,), ar=ar, repeats=n, warmup=2 * n) for ar, n in ((FULL, 2), (SAMPLED, 1))]
+    plans = [
+        Plan((4, 7), (10, 40), (1,), ar=ar, repeats=n, warmup=2 * n)
+        for ar, n in ((FULL, 2), (SAMPLED, 1))
+    ]
     return {plan.ar: measured(checkpoint, plan, *methods) for plan in plans}
 
 
@@ -199,20 +228,28 @@ def test_every_cell_is_measured_and_its_counters_do_not_depend_on_how_ar_is_time
     counted = {}
     for ar, record in grids.items():
         samples = record["samples"]
-        keys = {tuple(s[name] for name in ("prompt", "prefill", "seed", "repeat", "method")) for s in samples}
+        keys = {
+            tuple(s[name] for name in ("prompt", "prefill", "seed", "repeat", "method"))
+            for s in samples
+        }
         assert len(keys) == len(samples) == 2 * 4 * len({sample["repeat"] for sample in samples})
         for sample in samples:
             plain = sample["method"] == "ar"
             assert sample["estimated"] is (plain and ar == SAMPLED)
             assert sample["same_as_ar"] is (None if plain else True)
             assert sample["explained"] is (True if ar == SAMPLED and not plain else None)
-            assert bool(sample["probes"]) is (ar == SAMPLED and sample["method"] in ("tokenswift", "reuse"))
+            assert bool(sample["probes"]) is (
+                ar == SAMPLED and sample["method"] in ("tokenswift", "reuse")
+            )
             assert [point["len"] for point in sample["points"]] == [10, 40]
             for point in sample["points"]:
                 assert point["len"] <= point["tokens"] < point["len"] + 6
                 assert point["speedup"] == pytest.approx(point["ar_seconds"] / point["seconds"])
                 accepted = sum(count * steps for count, steps in enumerate(point["accepted"]))
-                assert (sum(point["accepted"]), accepted + point["passes"]) == (point["passes"], point["tokens"])
+                assert (sum(point["accepted"]), accepted + point["passes"]) == (
+                    point["passes"],
+                    point["tokens"],
+                )
                 assert point["of_floor"] == pytest.approx(point["seconds"] / point["floor_seconds"])
                 if plain:
                     assert (point["passes"], point["speedup"]) == (point["len"], 1.0)
@@ -229,13 +266,18 @@ def test_every_cell_is_measured_and_its_counters_do_not_depend_on_how_ar_is_time
 
 
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint):
-    config, plan = configure(options(checkpoint, "reuse")), Plan((4,), (20, 60, 90), (1, 2), warmup=0)
+    config, plan = (
+        configure(options(checkpoint, "reuse")),
+        Plan((4,), (20, 60, 90), (1, 2), warmup=0),
+    )
 
     def press(number, trials, case, run):
         if number == 1 and run.label == "reuse" and run.stats.tokens > 70:
             raise KeyboardInterrupt
 
-    record = finish(begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan, on_progress=press)
+    record = finish(
+        begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan, on_progress=press
+    )
     assert record["state"] == "interrupted"
     assert [len(sample["points"]) for sample in record["samples"]] == [3, 3, 2, 2]
 
@@ -269,7 +311,9 @@ def skip_the_penalty(generation) -> None:
 def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
     patched(monkeypatch, "reuse", skip_the_penalty)
     for ar in (FULL, SAMPLED):
-        plain, drafted = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), "reuse")["samples"]
+        plain, drafted = measured(checkpoint, Plan((4,), (80,), ar=ar, warmup=0), "reuse")[
+            "samples"
+        ]
         assert plain["explained"] is (True if ar == FULL else None)
         assert (drafted["same_as_ar"], drafted["explained"]) == (ar == SAMPLED, False)
 
@@ -278,7 +322,9 @@ def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
     config = configure(options(checkpoint))
     plan, about = Plan((4,), (5,), warmup=0), config.model.about()
     assert "exact" not in to_json(begin_measurement(config, PROMPTS, plan, ["tswift"]).workload)
-    monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}})
+    monkeypatch.setattr(
+        type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}}
+    )
     assert begin_measurement(config, PROMPTS, plan, ["tswift"]).workload.exact == 8
     monkeypatch.setattr(type(config.model), "about", lambda self: {**about, "kv_dtype": "float16"})
     record = begin_measurement(config, PROMPTS, plan, ["tswift"])
@@ -288,11 +334,17 @@ def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
 
 @needs_program
 def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
-    """The workload of ``make gate`` has the hash in ``results/baseline.json``, or the gate would refuse to compare."""
-    baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())["workload"]
+    """The workload of ``make gate`` has the hash in ``results/baseline.json``,
+    or the gate would refuse to compare.
+    """
+    baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())[
+        "workload"
+    ]
     methods = ("ar", "medusa", "tokenswift", "cascade", "recall", "standalone", "triforce")
     config = configure(
-        BenchOptions.of({}, {"methods": methods, "costs": "nominal", "dtype": "float64", "device": "cpu"})
+        BenchOptions.of(
+            {}, {"methods": methods, "costs": "nominal", "dtype": "float64", "device": "cpu"}
+        )
     )
     prompts = encode(read_texts([]), config.model, 1024)
     plan = Plan((1024,), (500, 1000), (0, 1), warmup=0)
@@ -303,22 +355,35 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
 def test_a_simulated_acceptance_is_compared_with_nothing(checkpoint, monkeypatch, ar):
     plan = Plan((4,), (60,), ar=ar, warmup=0)
     if ar == SAMPLED:  # of plain decoding as references do it, texts are still what they should be
-        monkeypatch.setattr(run_module, "audit", lambda *arguments: pytest.fail("a simulated text was audited"))
+        monkeypatch.setattr(
+            run_module, "audit", lambda *arguments: pytest.fail("a simulated text was audited")
+        )
         record = measured(checkpoint, plan, "tokenswift", simulate_alpha=0.6)
     else:
         record = measured(checkpoint, plan, "tokenswift", "ar-reference", simulate_alpha=0.6)
-    assert (record["simulated"], record["workload"]["simulated"]) == (True, {"weights": False, "alpha": 0.6})
-    assert [sample["same_as_ar"] for sample in record["samples"]] == [None, None, True][: len(record["samples"])]
+    assert (record["simulated"], record["workload"]["simulated"]) == (
+        True,
+        {"weights": False, "alpha": 0.6},
+    )
+    assert [sample["same_as_ar"] for sample in record["samples"]] == [None, None, True][
+        : len(record["samples"])
+    ]
     assert all(sample["simulated"] for sample in record["samples"])
     drafted = record["samples"][1]
-    assert [drafted[name] for name in ("explained", "first_difference", "compared_tokens")] == [None, None, 0]
+    assert [drafted[name] for name in ("explained", "first_difference", "compared_tokens")] == [
+        None,
+        None,
+        0,
+    ]
     assert drafted["points"][0]["alpha"] == pytest.approx(0.6, abs=0.05)
 
 
 def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
     config, plan = configure(options(checkpoint, "tokenswift")), Plan((4,), (30, 60), warmup=4)
     plain, drafts = config.contenders
-    narrow = Contender("narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0))
+    narrow = Contender(
+        "narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0)
+    )
     config = dataclasses.replace(config, contenders=(plain, drafts, narrow))
     record = finish(begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan)
     assert record["workload"]["methods"] == ["ar", "tokenswift", "narrow"]
@@ -340,21 +405,34 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         (lambda: Plan(ar="guess"), "ar: must be one of full, sampled, got 'guess'"),
         (lambda: Plan(shard=(0, 2)), "shard: must be at least 1, got 0"),
         (lambda: Plan(shard=(3, 2)), "shard: there are 2 shards, got number 3"),
-        (lambda: Plan(workload=("prose",), prompts=("x.txt",)), "workload: cannot be given together with --prompts"),
+        (
+            lambda: Plan(workload=("prose",), prompts=("x.txt",)),
+            "workload: cannot be given together with --prompts",
+        ),
         (lambda: parse_methods("ar,ar"), "methods: names a method twice: ar,ar"),
         (lambda: parse_methods("nope"), "methods: no method 'nope'"),
         (lambda: parse_shard("3"), "shard: wants I/N, the Ith of N shards, got '3'"),
         (lambda: parse_trees(["1,2", "3"]), "tree: is given twice for all methods"),
         (lambda: parse_trees(["=1,2"]), "tree: names no method before the =, got '=1,2'"),
         *[
-            (lambda methods=methods, changes=changes: options("unread", *methods, **changes).check(), message)
+            (
+                lambda methods=methods, changes=changes: options(
+                    "unread", *methods, **changes
+                ).check(),
+                message,
+            )
             for methods, changes, message in [
                 ((), {"budget": 100}, "budget: ar does not use it"),
                 (("medusa",), {"ngrams": 3}, "ngrams: none of ar, medusa uses it"),
-                (("medusa",), {"ngrams": 20}, "ngrams: none of ar, medusa uses it"),  # its default, but it was typed
+                # its default, but it was typed
+                (("medusa",), {"ngrams": 20}, "ngrams: none of ar, medusa uses it"),
                 (("reuse",), {"trees": {"": (2, 2)}}, "tree: none of ar, reuse uses it"),
                 (("medusa",), {"trees": {"tokenswift": (2, 2)}}, "tree: is given for tokenswift"),
-                (("tokenswift",), {"ngrams": 20, "trees": {"": "auto"}}, "ngrams: none of .* with tree"),
+                (
+                    ("tokenswift",),
+                    {"ngrams": 20, "trees": {"": "auto"}},
+                    "ngrams: none of .* with tree",
+                ),
                 (
                     ("tokenswift",),
                     {"ngrams": 20, "trees": {"tokenswift": "auto"}},
@@ -363,7 +441,11 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
                 (("reuse",), {"heads": "chained"}, "heads: none of ar, reuse uses it"),
                 (("medusa",), {"min_p": 3.0}, "min_p: must be between"),
                 ((), {"simulate_alpha": 0.5}, "simulate_alpha: none of the methods drafts"),
-                (("recall",), {"simulate_alpha": 0.5}, "simulate_alpha: goes with trees of one shape; recall chooses"),
+                (
+                    ("recall",),
+                    {"simulate_alpha": 0.5},
+                    "simulate_alpha: goes with trees of one shape; recall chooses",
+                ),
                 (
                     ("medusa", "tokenswift"),
                     {"trees": {"tokenswift": "auto"}, "simulate_alpha": 0.5},
@@ -381,7 +463,9 @@ def test_what_is_refused_before_a_model_is_loaded(make, message):
 def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypatch):
     for methods in ((), ("ar-reference",)):
         config = configure(options(checkpoint, *methods))
-        with pytest.raises(InputError, match="ar: sampled takes its samples while another method runs"):
+        with pytest.raises(
+            InputError, match="ar: sampled takes its samples while another method runs"
+        ):
             begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
     with pytest.raises(InputError, match=r"lens: .* need 5,0"):
         begin_measurement(config, PROMPTS, Plan((4,), (10, 5000)), ["tswift"])
@@ -394,17 +478,29 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
         with pytest.raises(InputError, match="methods: 2 methods side by side need"):
             open_runs(config, [1, 2, 3], 50, 0)
     monkeypatch.setattr("tswift.loading.load_model", lambda config: pytest.fail("it was loaded"))
-    with pytest.raises(InputError, match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
+    with pytest.raises(
+        InputError,
+        match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions",
+    ):
         configure(options(checkpoint, "reuse"), 100, 4000, "lens")
 
 
 def test_a_tree_goes_to_its_method(checkpoint):
     mixed = {"tokenswift": (1, 3), "medusa": "auto"}
     config = configure(options(checkpoint, *mixed, ngrams=20, trees=mixed))
-    assert {contender.label: contender.options.tree for contender in config.contenders} == {"ar": None, **mixed}
+    assert {contender.label: contender.options.tree for contender in config.contenders} == {
+        "ar": None,
+        **mixed,
+    }
     assert "ngrams" in config.drafting()["tokenswift"]
-    drafting = configure(options(checkpoint, "medusa", "reuse", ngrams=7, trees={"": (2, 2)})).drafting()
-    assert (drafting["ar"], drafting["medusa"]["tree"], drafting["reuse"]["ngrams"]) == ({}, (2, 2), 7)
+    drafting = configure(
+        options(checkpoint, "medusa", "reuse", ngrams=7, trees={"": (2, 2)})
+    ).drafting()
+    assert (drafting["ar"], drafting["medusa"]["tree"], drafting["reuse"]["ngrams"]) == (
+        {},
+        (2, 2),
+        7,
+    )
 
 
 def test_prompts_from_files_and_folders(tmp_path, checkpoint):
@@ -414,7 +510,9 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
     (tmp_path / "c.md").write_text("not a prompt")
     texts = read_texts([str(tmp_path)])
     assert [text.name for text in texts] == ["a.txt", "b.txt"]
-    assert [prompt.tokens for prompt in encode(texts, model, 1)] == [model.encode(text.text) for text in texts]
+    assert [prompt.tokens for prompt in encode(texts, model, 1)] == [
+        model.encode(text.text) for text in texts
+    ]
     assert [text.name for text in read_texts([])] == ["bundled"]
     with pytest.raises(InputError, match=r"prefill: asks for 4,000 tokens, a.txt has"):
         encode(texts, model, 4000)
@@ -443,23 +541,39 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
     import pyarrow.parquet
 
     for split, titles in (("train", ["no"]), ("test", ["one book", "another", "a third"])):
-        table = pyarrow.table({"short_book_title": titles, "text": [f"text of {title}" for title in titles]})
+        table = pyarrow.table(
+            {"short_book_title": titles, "text": [f"text of {title}" for title in titles]}
+        )
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-00000.parquet")
     monkeypatch.setattr(workloads, "PG19", str(tmp_path))
-    assert read_texts(["pg19:2"]) == [Text("pg19:0", "text of one book"), Text("pg19:1", "text of another")]
+    assert read_texts(["pg19:2"]) == [
+        Text("pg19:0", "text of one book"),
+        Text("pg19:1", "text of another"),
+    ]
     with pytest.raises(InputError, match=r"asks for 4 books, the test split of .* has 3"):
         read_texts(["pg19:4"])
 
 
 def compared(config: BenchConfig, length: int = LENGTH):
-    return compare(config, config.model.encode("The ship had lain"), length, 5, lambda run: None, lambda *_: None)
+    return compare(
+        config,
+        config.model.encode("The ship had lain"),
+        length,
+        5,
+        lambda run: None,
+        lambda *_: None,
+    )
 
 
 def test_all_methods_write_the_same_text(checkpoint):
     comparison = compared(configure(options(checkpoint, "tokenswift", "ar-reference")))
     assert (comparison.ok, comparison.audits) == (True, {})
     plain, drafted, reference = comparison.as_dict()["outcomes"]
-    assert [outcome["method"] for outcome in (plain, drafted, reference)] == ["ar", "tokenswift", "ar-reference"]
+    assert [outcome["method"] for outcome in (plain, drafted, reference)] == [
+        "ar",
+        "tokenswift",
+        "ar-reference",
+    ]
     assert {outcome["first_difference"] for outcome in (plain, drafted, reference)} == {None}
     assert plain["speedup"] == reference["speedup_over_reference"] == 1.0
     assert plain["speedup_over_reference"] == pytest.approx(1 / reference["speedup"])
@@ -484,7 +598,9 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
     weight[half : 2 * half] = weight[:half]  # every token has a twin that is exactly as likely
 
     class Nudged:
-        """The same target, but for the twins' last bit, once: if it were always, that would be no rounding."""
+        """The same target, but for the twins' last bit, once: if it were always,
+        that would be no rounding.
+        """
 
         nudges = 1
 

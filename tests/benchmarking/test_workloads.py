@@ -1,4 +1,6 @@
-"""Workloads: what is bundled, generated and read; tables by kind; transformers' generate beside ours."""
+"""Workloads: what is bundled, generated and read; tables by kind;
+transformers' generate beside ours.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ PLAN = Plan((9,), (12, 30), warmup=2)
 def test_the_bundled_ones() -> None:
     found = read_workloads(["prose", "reasoning", "structured"])
     assert Counter(text.kind for text in found) == {"prose": 5, "reasoning": 6, "structured": 3}
-    assert [text.name for text in found][-3:] == ["structured/diary-0", "structured/building-0", "structured/log-0"]
+    assert [text.name for text in found][-3:] == [
+        "structured/diary-0",
+        "structured/building-0",
+        "structured/log-0",
+    ]
     assert len({text.text for text in found}) == len(found)
 
 
@@ -38,7 +44,10 @@ def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
     entries = [entry.split("\n", 1) for entry in texts["structured/diary-1"].split("\n\n")[1:-1]]
     assert [title for title, _ in entries] == [f"Week {number}" for number in range(1, 17)]
     assert len({content for _, content in entries}) == 16
-    assert len({tuple(line.split(":")[0] for line in content.split("\n")) for _, content in entries}) == 1
+    assert (
+        len({tuple(line.split(":")[0] for line in content.split("\n")) for _, content in entries})
+        == 1
+    )
     # the same with every Python: results from elsewhere are of the same prompts
     digest = sha256("".join(texts.values()).encode()).hexdigest()
     assert digest == "1a6934dfd41f7b8ab967735b1aeef158b15190b12eb491d4f56579ce891a68b5"
@@ -46,7 +55,10 @@ def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
 
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "aime.jsonl"
-    lines = [{"ID": "2024-I-1", "Problem": "Find x.", "Answer": 7}, {"question_content": "Sort.", "kind": "code"}]
+    lines = [
+        {"ID": "2024-I-1", "Problem": "Find x.", "Answer": 7},
+        {"question_content": "Sort.", "kind": "code"},
+    ]
     path.write_text("\n\n".join(map(json.dumps, lines)))
     found = [(text.name, text.kind, text.text) for text in read_workloads([str(path)])]
     assert found == [("aime/2024-I-1", "aime", "Find x."), ("aime/3", "code", "Sort.")]
@@ -63,7 +75,12 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
             "id": None,
             "messages": None,
         },
-        {"id": "b", "category": "code", "messages": [{"role": "user", "content": "Sort."}], "turns": None},
+        {
+            "id": "b",
+            "category": "code",
+            "messages": [{"role": "user", "content": "Sort."}],
+            "turns": None,
+        },
     ]
     (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, rows)))
     parquet.write_table(Table.from_pylist(rows), tmp_path / "s.parquet")
@@ -84,7 +101,8 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
         (
             ["poems"],
             "",
-            "no workload 'poems'; there are prose, reasoning, structured and files, FILE.jsonl or FILE.parquet",
+            "no workload 'poems'; there are prose, reasoning, structured and files, FILE.jsonl or "
+            "FILE.parquet",
         ),
         (["pros"], "", "did you mean prose?"),
         (["prose:9"], "", "asks for 9 prompts, prose has 5"),
@@ -93,9 +111,17 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
         (["nowhere.jsonl"], "", "there is no file nowhere.jsonl"),
         (["FILE"], "{", "line 1 of x.jsonl is not JSON"),
         (["FILE"], "[]", "line 1 of x.jsonl is no object"),
-        (["FILE"], '{"prompt": 7}', "line 1 of x.jsonl has no messages, turns, or text called prompt, problem, "),
+        (
+            ["FILE"],
+            '{"prompt": 7}',
+            "line 1 of x.jsonl has no messages, turns, or text called prompt, problem, ",
+        ),
         (["FILE"], '{"turns": []}', "line 1 of x.jsonl: its turns are no texts"),
-        (["FILE"], '{"messages": [{"role": "system", "content": "a"}]}', "line 1 of x.jsonl: its messages are no"),
+        (
+            ["FILE"],
+            '{"messages": [{"role": "system", "content": "a"}]}',
+            "line 1 of x.jsonl: its messages are no",
+        ),
         (["FILE"], '{"prompt": " "}', "line 1 of x.jsonl has nothing but white space"),
         (["FILE"], '{"prompt": "a", "kind": 1}', "line 1 of x.jsonl: its kind or id is no text"),
     ],
@@ -109,7 +135,9 @@ def test_what_is_no_workload(tmp_path: Path, words: list[str], line: str, messag
 
 
 def test_a_table_by_kind() -> None:
-    record = make_measurement(methods=("ar", "medusa"), prompts=("a", "bb", "c"), seeds=(0,), lens=(500,))
+    record = make_measurement(
+        methods=("ar", "medusa"), prompts=("a", "bb", "c"), seeds=(0,), lens=(500,)
+    )
     for prompt, kind, tokens in zip(
         record["workload"]["prompts"], ("prose", "prose", "log"), (90, 1024, 40), strict=True
     ):
@@ -138,7 +166,12 @@ def small(tmp_path_factory):
 
 def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
     """The record of a tiny benchmark with all peers, as a file has it, and its texts by label."""
-    asked = {"model": str(checkpoint), "draft_model": str(small), "dtype": "float64", "peers": PEERS}
+    asked = {
+        "model": str(checkpoint),
+        "draft_model": str(small),
+        "dtype": "float64",
+        "peers": PEERS,
+    }
     options = BenchOptions.of({}, {"methods": ("ar", "reuse"), **asked, **sampling})
     config, texts = configure(options), {}
     prompts = [Prompt("a/1", list(range(1, 9)), "a"), Prompt("b/1", list(range(3, 12)), "b")]
@@ -163,8 +196,13 @@ def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: 
         assert sample["explained"] is None
         assert [point["len"] for point in sample["points"]] == [12, 30]
         for point in sample["points"]:
-            assert sum(count * steps for count, steps in enumerate(point["accepted"], 1)) == point["tokens"]
-            assert (point["passes"] == point["tokens"]) >= (sample["method"] in ("ar", "transformers"))
+            assert (
+                sum(count * steps for count, steps in enumerate(point["accepted"], 1))
+                == point["tokens"]
+            )
+            assert (point["passes"] == point["tokens"]) >= (
+                sample["method"] in ("ar", "transformers")
+            )
     assert record["workload"]["peers"]["assisted"]["assistant_model"] == str(small)
     notes = " ".join(tables(typed(record))[0].notes)
     assert "10 tokens looked up: the text of AR in 2 of 2 runs." in notes
@@ -176,11 +214,15 @@ def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path)
     record, texts = beside(checkpoint, small, temperature=1.0)
     again, others = beside(checkpoint, small, Plan((9,), (12, 30), warmup=0), temperature=1.0)
     for name in PEERS:  # whatever else draws between its slices
-        assert [found[name] for found in texts.values()] == [found[name] for found in others.values()]
+        assert [found[name] for found in texts.values()] == [
+            found[name] for found in others.values()
+        ]
         assert texts["a/1"][name] != texts["a/1"]["ar"]
     assert all(one["same_as_ar"] is None for one in record["samples"] if one["method"] in PEERS)
     assert again["workload"] == record["workload"]
-    assert "samples with torch's random numbers, so a text of its own" in " ".join(tables(typed(record))[0].notes)
+    assert "samples with torch's random numbers, so a text of its own" in " ".join(
+        tables(typed(record))[0].notes
+    )
 
 
 def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
@@ -193,7 +235,12 @@ def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
 
 
 def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
-    asked = {"model": str(checkpoint), "draft_model": str(small), "dtype": "float64", "peers": PEERS}
+    asked = {
+        "model": str(checkpoint),
+        "draft_model": str(small),
+        "dtype": "float64",
+        "peers": PEERS,
+    }
     options = BenchOptions.of({}, {"methods": ("ar",), **asked})
     config, prompts = configure(options), [Prompt("a", list(range(1, 9)))]
     record = begin_measurement(config, prompts, PLAN, ["tswift"])
@@ -209,18 +256,28 @@ def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
 
 def test_what_no_peer_can_do() -> None:
     assert parse_peers("assisted, transformers,assisted") == ("assisted", "transformers")
-    with pytest.raises(InputError, match=r"peers: knows transformers, prompt-lookup, assisted, got 'vllm'"):
+    with pytest.raises(
+        InputError, match=r"peers: knows transformers, prompt-lookup, assisted, got 'vllm'"
+    ):
         parse_peers("vllm")
     for changes, message in (
-        ({"simulate_alpha": 0.5}, "peers: transformers' generate is not measured with simulated acceptance"),
-        ({"model": "shape:tiny"}, "peers: transformers' generate is not measured with random weights"),
+        (
+            {"simulate_alpha": 0.5},
+            "peers: transformers' generate is not measured with simulated acceptance",
+        ),
+        (
+            {"model": "shape:tiny"},
+            "peers: transformers' generate is not measured with random weights",
+        ),
         (
             {"model": "a-folder", "peers": ("assisted",)},
             "draft_model: is required: assisted drafts with a smaller model",
         ),
         ({"logit_bias": {3: 1.0}}, "logit_bias: is not handed to transformers' generate"),
     ):
-        options = BenchOptions.of({}, {"methods": ("ar", "reuse"), "peers": ("transformers",), **changes})
+        options = BenchOptions.of(
+            {}, {"methods": ("ar", "reuse"), "peers": ("transformers",), **changes}
+        )
         with pytest.raises(InputError, match=message):
             options.check()
 
@@ -244,7 +301,9 @@ def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
     assert [prompt.tokens for prompt in encode(texts, model, 7, chat=True)] == [[1] * 7, [1] * 3]
     with pytest.raises(InputError, match="of 6 tokens would cut a/1, which has 7 in its template"):
         encode(texts, model, 6, chat=True)
-    with pytest.raises(InputError, match="a/2 has messages, which only --chat puts into a template"):
+    with pytest.raises(
+        InputError, match="a/2 has messages, which only --chat puts into a template"
+    ):
         encode(texts, model, 9)
     with pytest.raises(InputError, match="goes with --workload"):
         Plan(chat=True)

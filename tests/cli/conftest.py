@@ -49,7 +49,9 @@ def tswift(
 
 @pytest.fixture(scope="module")
 def load_once() -> Iterator[Callable[..., LoadedModel]]:
-    """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it: what loads them."""
+    """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it:
+    what loads them.
+    """
     import tswift.jobs.job
     import tswift.jobs.verification
     import tswift.models.devices
@@ -64,10 +66,13 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
             return real(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in [module for name, module in sys.modules.items() if name.startswith("tswift.")]:
+        for module in [
+            module for name, module in sys.modules.items() if name.startswith("tswift.")
+        ]:
             if getattr(module, "load_model", None) is real:
                 patch.setattr(module, "load_model", cached)
-        patch.setattr(tswift.models.devices, "_output", lambda command: None)  # asks git, which takes longer
+        # asks git, which takes longer
+        patch.setattr(tswift.models.devices, "_output", lambda command: None)
         yield cached
 
 

@@ -19,7 +19,10 @@ def on_terminal(code: str, columns: int) -> bytes:
     child, terminal = pty.fork()
     if child == 0:
         os.environ.update(COLUMNS=str(columns), LINES="40", TERM="xterm", NO_COLOR="1")
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
         try:
             exec(compile(code, "code", "exec"), {"__name__": "__main__"})
         except BaseException:

@@ -1,4 +1,6 @@
-"""Every bad input of the tables, each refused in one clear line, with nothing touched or left behind."""
+"""Every bad input of the tables, each refused in one clear line,
+with nothing touched or left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tswift.loading import LoadedModel
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, load_once: Callable[..., LoadedModel]) -> Iterator[World]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, load_once: Callable[..., LoadedModel]
+) -> Iterator[World]:
     """What cases start from; no case may change it."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "here").mkdir()

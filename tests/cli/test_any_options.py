@@ -1,4 +1,6 @@
-"""Any combination of options: a run whose tokens are plain decoding's, or a refusal in one line that leaves nothing."""
+"""Any combination of options: a run whose tokens are plain decoding's,
+or a refusal in one line that leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,14 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "--eta": (["0", "1e-4", "0.3", "0.999"], ["-1", "1"]),
     "--penalty": (["1", "1.1", "3", "1e100"], ["0.9", "nan", "inf"]),
     "--window": (["0", "1", "5", "1024", str(2**40)], ["-1", str(2**41)]),
-    "--logit-bias": (["5=-100", "7=3,9=-2.5", "0=0"], ["", "5", "5=x", "5=nan", "5=101", "-1=2", "320=1", "1=1,1=2"]),
-    "--method": (["ar", "medusa", "tokenswift", "reuse", "magicdec", "ar-reference"], ["", "none", "standalone"]),
+    "--logit-bias": (
+        ["5=-100", "7=3,9=-2.5", "0=0"],
+        ["", "5", "5=x", "5=nan", "5=101", "-1=2", "320=1", "1=1,1=2"],
+    ),
+    "--method": (
+        ["ar", "medusa", "tokenswift", "reuse", "magicdec", "ar-reference"],
+        ["", "none", "standalone"],
+    ),
     "--kv": (["full", "partial", "dynamic", "streaming", "snapkv"], ["", "none"]),
     "--tree": (["1", "3", "1,1", "1,2", "2,3,2", "1,2,2,2"], ["0", "", "1,,1", "1,1,1,1,1"]),
     "--gamma": (["0", "1", "2", "3"], ["-1", "4", "x"]),
@@ -48,7 +56,13 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "--out": (["new", "deep/er/run"], ["mine", "mine/theirs"]),
 }
 SWITCHES = (
-    *("--stop-at-eos", "--reuse-recent", "--no-reuse-recent", "--shared-noise", "--no-shared-noise"),
+    *(
+        "--stop-at-eos",
+        "--reuse-recent",
+        "--no-reuse-recent",
+        "--shared-noise",
+        "--no-shared-noise",
+    ),
     *("--quiet", "--no-progress", "--verify"),
 )
 SAMPLING = ("temperature", "top-k", "top-p", "min-p", "eta", "penalty", "window", "logit-bias")
@@ -56,14 +70,19 @@ SAMPLING = ("temperature", "top-k", "top-p", "min-p", "eta", "penalty", "window"
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> dict[str, str | None]:
-    """Options and their values; None for a switch. Half of the command lines have no value that is bad alone."""
+    """Options and their values; None for a switch.
+
+    Half of the command lines have no value that is bad alone.
+    """
     options: dict[str, str | None] = {}
     chosen = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=9))
     spoilt = draw(st.booleans())
     for option in chosen:
         good, bad = VALUES[option]
         options[option] = draw(st.sampled_from([*good, *good, *bad] if spoilt else good))
-    return options | dict.fromkeys(draw(st.lists(st.sampled_from(SWITCHES), unique=True, max_size=2)))
+    return options | dict.fromkeys(
+        draw(st.lists(st.sampled_from(SWITCHES), unique=True, max_size=2))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +112,9 @@ def plain_tokens(model: LoadedModel, ids: list[int], options: dict[str, str | No
 
 
 @pytest.mark.slow
-def test_a_run_or_a_refusal(model: LoadedModel, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_or_a_refusal(
+    model: LoadedModel, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("any")
     prompt = folder / "prompt.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
@@ -107,9 +128,21 @@ def test_a_run_or_a_refusal(model: LoadedModel, checkpoint: Path, tmp_path_facto
         here = Path(tempfile.mkdtemp(dir=folder))
         (here / "mine").write_text("mine")
         out = options.get("--out", "run")
-        whole = {"--prompt": "PROMPT", "--len": str(LONGEST), "--dtype": "float64", "--out": "run", **options}
-        words = [word for option, value in whole.items() for word in ((option,) if value is None else (option, value))]
-        found = run(["generate", "--model", checkpoint, *(names.get(word, word) for word in words)], here)
+        whole = {
+            "--prompt": "PROMPT",
+            "--len": str(LONGEST),
+            "--dtype": "float64",
+            "--out": "run",
+            **options,
+        }
+        words = [
+            word
+            for option, value in whole.items()
+            for word in ((option,) if value is None else (option, value))
+        ]
+        found = run(
+            ["generate", "--model", checkpoint, *(names.get(word, word) for word in words)], here
+        )
         assert not found.traceback, found.err
         codes.append(found.code or 0)
         if found.code == 2:

@@ -21,7 +21,9 @@ from tswift.models.config import SHAPES
 
 @pytest.mark.slow
 def test_help_does_not_import_torch() -> None:
-    code = "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
+    code = (
+        "import sys; from tswift.cli import main; main(['--help']); main(['generate', '--help']); "
+    )
     code += "main(['verify', '--help']); main(['bench', '--help']); main(['roofline', '--help']); "
     code += "main(['train', '--help']); "
     code += "sys.exit('torch' in sys.modules)"
@@ -32,7 +34,8 @@ def test_help_does_not_import_torch() -> None:
     assert "first 1,024 tokens" in " ".join(done.stdout.split())
 
 
-# every option and argument that takes the name of a file or a folder, by command; what is said of it names it
+# every option and argument that takes the name of a file or a folder, by command; what is said of
+# it names it
 NAMED = {
     "generate": (
         "--out",
@@ -46,7 +49,14 @@ NAMED = {
     "compare": ("--json", "--prompt", "--heads", "--prompt-text hi --model"),
     "runs": ("", "--json"),
     "verify": ("", "--tokens", "--json"),
-    "bench": ("--out", "--resume", "--merge x", "--fail-on auto=9% --against", "--prompts", "--workload"),
+    "bench": (
+        "--out",
+        "--resume",
+        "--merge x",
+        "--fail-on auto=9% --against",
+        "--prompts",
+        "--workload",
+    ),
     "roofline": ("--json", "--model"),
     "env": ("--json",),
     "export-generate": ("",),
@@ -54,7 +64,10 @@ NAMED = {
     "train-draft": ("--out", "--resume", "--corpus"),
     "heads inspect": ("", "x --json"),
 }
-NO_NAMES = {"~nobody-at-all/x": "lies in a home folder that does not exist", "x" * 300: "is too long (30"}
+NO_NAMES = {
+    "~nobody-at-all/x": "lies in a home folder that does not exist",
+    "x" * 300: "is too long (30",
+}
 
 
 @pytest.mark.parametrize("command", NAMED)
@@ -73,12 +86,17 @@ def test_a_name_that_no_file_can_have(tswift: Tswift, command: str, name: str) -
 
 
 def test_a_run_to_resume_that_is_not_there(tswift: Tswift) -> None:
-    assert tswift("generate", "--resume", "nope").err == "tswift: error: --resume: there is no folder nope\n"
+    assert (
+        tswift("generate", "--resume", "nope").err
+        == "tswift: error: --resume: there is no folder nope\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["bench", "roofline"])
 def test_the_help_lists_every_shape(tswift: Tswift, command: str) -> None:
-    said = "".join(character for character in tswift(command, "--help").out.decode() if character.isprintable())
+    said = "".join(
+        character for character in tswift(command, "--help").out.decode() if character.isprintable()
+    )
     assert all(name in "".join(said.replace("│", "").split()) for name in SHAPES)
 
 

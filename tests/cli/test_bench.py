@@ -22,7 +22,13 @@ LENS = ("--lens", "10,25")
 @pytest.fixture
 def bench(tswift, checkpoint, prompt):
     return lambda *words: tswift(
-        *WORDS, *(() if "--lens" in words else LENS), "--model", checkpoint, "--prompts", prompt, *words
+        *WORDS,
+        *(() if "--lens" in words else LENS),
+        "--model",
+        checkpoint,
+        "--prompts",
+        prompt,
+        *words,
     )
 
 
@@ -30,13 +36,28 @@ def test_outputs_and_the_gate(bench):
     result = bench("--out", "b", "--seeds", "1,2")
     assert result.code == 0
     plots = {f"{name}.{kind}" for name in ("time", "acceptance") for kind in ("png", "svg")}
-    assert {path.name for path in Path("b").iterdir()} >= {"bench.json", "bench.csv", "bench.md", *plots}
+    assert {path.name for path in Path("b").iterdir()} >= {
+        "bench.json",
+        "bench.csv",
+        "bench.md",
+        *plots,
+    }
     assert "tokenswift alpha" in result.out.decode()
     assert "T_method / floor" in result.out.decode()
-    assert "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
+    assert (
+        "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
+    )
     baseline = json.loads(Path("b/bench.json").read_text())
     assert baseline["workload"]["seeds"] == [1, 2]
-    words = ("--no-plots", "--against", "b/bench.json", "--fail-on", "alpha:0", "--fail-on", "passes")
+    words = (
+        "--no-plots",
+        "--against",
+        "b/bench.json",
+        "--fail-on",
+        "alpha:0",
+        "--fail-on",
+        "passes",
+    )
     same = bench("--out", "c", *words, "--seeds", "1,2")
     assert same.code == 0
     assert "0 of 16 comparisons regressed" in same.out.decode()
@@ -49,24 +70,47 @@ def test_outputs_and_the_gate(bench):
     Path("b/bench.json").write_text(json.dumps(baseline))
     worse = bench("--out", "d", *words, "--seeds", "1,2")
     assert worse.code == 1
-    regressed = [line.split()[:2] for line in worse.out.decode().splitlines() if "REGRESSED" in line]
+    regressed = [
+        line.split()[:2] for line in worse.out.decode().splitlines() if "REGRESSED" in line
+    ]
     assert regressed == [["passes", "tokenswift"]] * 2
 
 
 @pytest.mark.slow
 def test_a_workload_beside_transformers_is_resumed(tswift, checkpoint, tmp_path):
-    lines = ({"id": 1, "prompt": "The ship had lain three days."}, {"id": 2, "prompt": "Nobody spoke of it."})
+    lines = (
+        {"id": 1, "prompt": "The ship had lain three days."},
+        {"id": 2, "prompt": "Nobody spoke of it."},
+    )
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = ("--workload", tmp_path / "own.jsonl", "--workload", "structured:1", "--peer", "transformers")
+    words = (
+        "--workload",
+        tmp_path / "own.jsonl",
+        "--workload",
+        "structured:1",
+        "--peer",
+        "transformers",
+    )
     refused = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--prompts", "x.txt")
     assert "--workload: cannot be given together with --prompts" in refused.err
     result = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--out", "b", "--no-plots")
     assert result.code == 0, result.err
-    lines = [line.split()[:4] for line in result.out.decode().splitlines() if line.startswith("transformers ")]
-    assert lines == [["transformers", kind, n, "4"] for kind, n in (("own", "2"), ("structured", "1")) for _ in "ab"]
+    lines = [
+        line.split()[:4]
+        for line in result.out.decode().splitlines()
+        if line.startswith("transformers ")
+    ]
+    assert lines == [
+        ["transformers", kind, n, "4"]
+        for kind, n in (("own", "2"), ("structured", "1"))
+        for _ in "ab"
+    ]
     record = json.loads(Path("b/bench.json").read_text())
     assert [len(session["cells"]) for session in record["sessions"]] == [3]
-    record.update(state="running", sessions=[{**record["sessions"][0], "cells": record["sessions"][0]["cells"][:1]}])
+    record.update(
+        state="running",
+        sessions=[{**record["sessions"][0], "cells": record["sessions"][0]["cells"][:1]}],
+    )
     Path("b/bench.json").write_text(json.dumps(record))
     assert tswift("bench", "--resume", "b").code == 0
     again = json.loads(Path("b/bench.json").read_text())
@@ -135,8 +179,9 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     assert "Not: tokenswift" in result.out.decode()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a metric is added in two places: where it is computed, and its entry in METRICS; everything else follows
+# -------------------------------------------------------------------------------------------------
+# a metric is added in two places: where it is computed, and its entry in METRICS;
+# everything else follows
 
 
 WASTE = Metric(
@@ -148,7 +193,18 @@ WASTE = Metric(
     column=True,
     plot="nodes / token",
 )
-MEASURED = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "medusa", "--warmup", 0, "--no-plots")
+MEASURED = (
+    "bench",
+    "--prefill",
+    4,
+    "--lens",
+    "10,25",
+    "--methods",
+    "medusa",
+    "--warmup",
+    0,
+    "--no-plots",
+)
 
 
 @pytest.mark.slow
@@ -157,23 +213,34 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
         return tswift(*MEASURED, "--model", checkpoint, "--prompts", prompt, *words)
 
     assert bench("--out", "before").code == 0
-    monkeypatch.setattr(DecodeStats, "waste", property(lambda stats: stats.nodes / stats.tokens), raising=False)
+    monkeypatch.setattr(
+        DecodeStats, "waste", property(lambda stats: stats.nodes / stats.tokens), raising=False
+    )
     monkeypatch.setitem(METRICS, "waste", WASTE)
     lacking = bench("--out", "a", "--against", "before/bench.json", "--fail-on", "waste")
-    assert (lacking.code, lacking.err) == (2, "tswift: error: --against: the baseline holds no waste\n")
+    assert (lacking.code, lacking.err) == (
+        2,
+        "tswift: error: --against: the baseline holds no waste\n",
+    )
     first = bench("--out", "a")
     assert first.code == 0, first.err
     record = json.loads(Path("a/bench.json").read_text())
     points = [point for sample in record["samples"] for point in sample["points"]]
-    assert [point["waste"] for point in points] == [point["nodes"] / point["tokens"] for point in points]
+    assert [point["waste"] for point in points] == [
+        point["nodes"] / point["tokens"] for point in points
+    ]
     lines = list(csv.DictReader(Path("a/bench.csv").read_text().splitlines()))
     by_length = [points[0], points[2], points[1], points[3]]
-    assert [line["waste_mean"] for line in lines] == [f"{point['waste']:.9g}" for point in by_length]
+    assert [line["waste_mean"] for line in lines] == [
+        f"{point['waste']:.9g}" for point in by_length
+    ]
     rows = [line.split() for line in first.out.decode().splitlines()]
     assert ["method", "prefill", "length", "tokens/step", "alpha", "x"] in [
         row[:6] for row in rows if row and row[-1] == "waste"
     ]
-    assert [row[-1] for row in rows if row and row[0] == "medusa"][-2:] == [f"{p['waste']:.3f}" for p in points[2:]]
+    assert [row[-1] for row in rows if row and row[0] == "medusa"][-2:] == [
+        f"{p['waste']:.3f}" for p in points[2:]
+    ]
     assert "nodes / token" in [
         axes.get_ylabel() for axes in acceptance_figure(load_measurement(Path("a/bench.json"))).axes
     ]
@@ -186,12 +253,23 @@ def test_a_made_up_metric_is_everywhere(tswift, checkpoint, prompt, monkeypatch)
     assert "4 of 4 comparisons regressed" in failed.out.decode()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # ``tswift compare``
 
 
 def test_table_and_json(tswift, checkpoint, prompt):
-    words = ("compare", "--len", 30, "--model", checkpoint, "--prompt", prompt, "--methods", "reuse", "--quiet")
+    words = (
+        "compare",
+        "--len",
+        30,
+        "--model",
+        checkpoint,
+        "--prompt",
+        prompt,
+        "--methods",
+        "reuse",
+        "--quiet",
+    )
     result = tswift(*words, "--with-reference-ar")
     assert (result.code, result.err) == (0, "")
     lines = result.out.decode().splitlines()
@@ -207,6 +285,8 @@ def test_table_and_json(tswift, checkpoint, prompt):
 
 def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
     penalise_not(monkeypatch, "medusa")
-    result = tswift("compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa")
+    result = tswift(
+        "compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa"
+    )
     assert result.code == 1
     assert "NOT rounding" in result.out.decode()

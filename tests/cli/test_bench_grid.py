@@ -1,4 +1,6 @@
-"""``tswift bench`` stopped, killed and resumed; its grid in shards on several machines, and merged."""
+"""``tswift bench`` stopped, killed and resumed; its grid in shards on several machines,
+and merged.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ from tswift.cli import main
 
 GRID = ("--warmup", 0, "--seeds", "1,2", "--no-plots")
 WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "reuse", *GRID)
-SUITE = ("bench", "--suite", "case-study", "--prefill", 4, "--lens", "6,12", "--warmup", 0, "--seeds", "1,2")
+SUITE = (
+    "bench",
+    "--suite",
+    "case-study",
+    "--prefill",
+    4,
+    "--lens",
+    "6,12",
+    "--warmup",
+    0,
+    "--seeds",
+    "1,2",
+)
 COUNTERS = ("tokens", "passes", "nodes", "accepted", "reused", "depth")
 
 
@@ -45,7 +59,15 @@ def whole(checkpoint, tmp_path_factory, load_once):
     @functools.cache
     def of(words):
         out = folder / words[1][2:]
-        assert main([str(word) for word in (*words, "--quiet", "--model", checkpoint, *texts, "--out", out)]) == 0
+        assert (
+            main(
+                [
+                    str(word)
+                    for word in (*words, "--quiet", "--model", checkpoint, *texts, "--out", out)
+                ]
+            )
+            == 0
+        )
         return counted(out)
 
     return of
@@ -62,7 +84,11 @@ def read(folder: str | Path) -> dict:
 
 
 def parts(record: dict) -> list[dict]:
-    return [group["measurement"] for group in record["groups"]] if record["kind"] == "suite" else [record]
+    return (
+        [group["measurement"] for group in record["groups"]]
+        if record["kind"] == "suite"
+        else [record]
+    )
 
 
 def counted(folder: str | Path) -> list:
@@ -71,12 +97,20 @@ def counted(folder: str | Path) -> list:
     assert record["state"] == "finished"
     for part in parts(record):
         assert part["state"] == "finished"
-    samples = [(part["workload"]["hash"], sample) for part in parts(record) for sample in part["samples"]]
-    places = [
-        [h, *(sample[name] for name in ("repeat", "prompt", "prefill", "seed", "method"))] for h, sample in samples
+    samples = [
+        (part["workload"]["hash"], sample) for part in parts(record) for sample in part["samples"]
     ]
-    figures = [[[point[name] for name in COUNTERS] for point in sample["points"]] for _, sample in samples]
-    texts = [(text["label"], text["prompt"], text["seed"], text["tokens"]) for text in record.get("texts", ())]
+    places = [
+        [h, *(sample[name] for name in ("repeat", "prompt", "prefill", "seed", "method"))]
+        for h, sample in samples
+    ]
+    figures = [
+        [[point[name] for name in COUNTERS] for point in sample["points"]] for _, sample in samples
+    ]
+    texts = [
+        (text["label"], text["prompt"], text["seed"], text["tokens"])
+        for text in record.get("texts", ())
+    ]
     return [places, figures, texts]
 
 
@@ -90,7 +124,8 @@ def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
         return open_runs(*arguments, **named)
 
     def stopped(self, goal):
-        if len(cells) > after + 1 and self.stats.tokens > 10:  # the first one was opened to see that all fits
+        if len(cells) > after + 1 and self.stats.tokens > 10:
+            # the first one was opened to see that all fits
             raise error
         advance(self, goal)
 
@@ -118,15 +153,23 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
     opened = []
     with pytest.MonkeyPatch.context() as patch:
         open_runs = run_module.open_runs
-        patch.setattr(run_module, "open_runs", lambda *at, **named: opened.append(1) or open_runs(*at, **named))
+        patch.setattr(
+            run_module,
+            "open_runs",
+            lambda *at, **named: opened.append(1) or open_runs(*at, **named),
+        )
         result = tswift("bench", "--resume", "b")  # nothing has to be said again
     assert result.code == 0, result.err
     assert counted("b") == whole(words)
-    again, sessions = read("b"), [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))]
+    again, sessions = (
+        read("b"),
+        [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))],
+    )
     assert sessions == [[1, 3], [0, 4]][: len(parts(again))]
     assert len(opened) == len(parts(again)) + sum(each[1] for each in sessions)
     done = kept if words is WORDS else kept["groups"][0]["measurement"]
-    for sample in done["samples"][:2]:  # what was measured is not measured again, to the last bit of its times
+    for sample in done["samples"][:2]:
+        # what was measured is not measured again, to the last bit of its times
         assert sample in parts(again)[0]["samples"]
     written = Path("b", f"{again['kind']}.json").read_bytes()
     finished = tswift("bench", "--resume", "b")
@@ -136,7 +179,9 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
 
 
 @pytest.mark.slow
-def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, monkeypatch, tmp_path):
+def test_a_resumed_gate_judges_as_it_was_to(
+    bench, tswift, checkpoint, texts, monkeypatch, tmp_path
+):
     assert bench(*WORDS, "--out", "before").code == 0
     baseline = read("before")
     for point in (point for sample in baseline["samples"] for point in sample["points"]):
@@ -145,7 +190,16 @@ def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, mo
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1, Killed)
         with pytest.raises(Killed):
-            bench(*WORDS, "--out", "b", "--against", "before/bench.json", "--fail-on", "passes", "--paper")
+            bench(
+                *WORDS,
+                "--out",
+                "b",
+                "--against",
+                "before/bench.json",
+                "--fail-on",
+                "passes",
+                "--paper",
+            )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     folder = tmp_path / "cwd" / "b"
@@ -154,7 +208,8 @@ def test_a_resumed_gate_judges_as_it_was_to(bench, tswift, checkpoint, texts, mo
         assert judged.code == 1, judged.err
         assert "16 of 16 comparisons regressed" in judged.out.decode()
         assert "The paper has no row of these" in judged.out.decode()
-    other = tswift("bench", "--resume", folder, "--fail-on", "passes:50%", "--no-plots")  # judged anew
+    # judged anew
+    other = tswift("bench", "--resume", folder, "--fail-on", "passes:50%", "--no-plots")
     assert other.code == 0, other.err
     assert "0 of 16 comparisons regressed" in other.out.decode()
     record = read(folder)
@@ -170,10 +225,16 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
         assert bench(*WORDS, "--out", "b", "--ngrams", 5, "--logit-bias", "5=1,6=2").code == 130
     before = Path("b/bench.json").read_bytes()
     refused = {
-        ("--seeds", "1,2,3"): "--seeds: the benchmark was made with (1, 2), got (1, 2, 3); it keeps its options",
+        (
+            "--seeds",
+            "1,2,3",
+        ): "--seeds: the benchmark was made with (1, 2), got (1, 2, 3); it keeps its options",
         ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
         ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
-        ("--logit-bias", "5=2"): "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
+        (
+            "--logit-bias",
+            "5=2",
+        ): "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
         ("--repeats", "2"): "--repeats: the benchmark was made with 1, got 2",
         ("--tree", "2,2"): "--tree: the benchmark was made with none, got ['2,2']",
         ("--prompts", "other.txt"): "--prompts: the benchmark was made with (",
@@ -192,7 +253,9 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [WORDS, pytest.param(SUITE, marks=pytest.mark.slow)], ids=["bench", "suite"])
+@pytest.mark.parametrize(
+    "words", [WORDS, pytest.param(SUITE, marks=pytest.mark.slow)], ids=["bench", "suite"]
+)
 def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     for number in (1, 2, 3):
         monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")
@@ -219,7 +282,18 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
 @pytest.mark.slow
 @needs_program
 def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
-    words = ("bench", "--prefill", 16, "--lens", "10,20", "--methods", "ar,recall", "--costs", "nominal", "--no-plots")
+    words = (
+        "bench",
+        "--prefill",
+        16,
+        "--lens",
+        "10,20",
+        "--methods",
+        "ar,recall",
+        "--costs",
+        "nominal",
+        "--no-plots",
+    )
     words += ("--warmup", 0, "--seeds", "1,2")
     for number in (1, 2):
         assert tswift(*words, "--shard", f"{number}/2", "--out", f"s/{number}").code == 0
@@ -227,7 +301,17 @@ def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
     workload = read("merged")["workload"]
     assert (workload["model"], workload["dtype"]) == ("demo", "float32")
     assert workload["kv_dtype"] not in (None, "float32")  # which the tiny checkpoint has
-    gated = tswift(*words, "--out", "g", "--against", "merged/bench.json", "--fail-on", "alpha", "--fail-on", "passes")
+    gated = tswift(
+        *words,
+        "--out",
+        "g",
+        "--against",
+        "merged/bench.json",
+        "--fail-on",
+        "alpha",
+        "--fail-on",
+        "passes",
+    )
     assert gated.code == 0, gated.err
     assert counted("g") == counted("merged")
 

@@ -1,4 +1,6 @@
-"""Runs with published drafters from the outside: the text of plain decoding, going on, comparisons, refusals."""
+"""Runs with published drafters from the outside: the text of plain decoding, going on, comparisons,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,18 @@ def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def words(model: Path, method: str, *more: object) -> list[object]:
-    asked = ["--model", model, "--prompt-text", TEXT, "--dtype", "float64", "--seed", 4, "--method", method]
+    asked = [
+        "--model",
+        model,
+        "--prompt-text",
+        TEXT,
+        "--dtype",
+        "float64",
+        "--seed",
+        4,
+        "--method",
+        method,
+    ]
     return ["generate", *asked, *more]
 
 
@@ -48,15 +61,25 @@ def test_the_text_is_plain_decodings_and_goes_on(
     found = tswift(*words(model, method, *how, "--len", 17, "--out", tmp_path / "run"))
     assert found.code == 0, found.err
     about = json.loads((tmp_path / "run" / "run.json").read_text())["model"]["drafter"]
-    assert about == {"name": str(drafters[method]), "kind": {"block": "dflash", "eagle": "eagle3"}[method]}
+    assert about == {
+        "name": str(drafters[method]),
+        "kind": {"block": "dflash", "eagle": "eagle3"}[method],
+    }
     found = tswift("generate", "--resume", tmp_path / "run", "--len", 40)
     assert found.code == 0, found.err
-    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (tmp_path / "ar" / "tokens.u32").read_bytes()
+    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
+        tmp_path / "ar" / "tokens.u32"
+    ).read_bytes()
 
 
-def test_what_is_refused(tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_refused(
+    tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
+) -> None:
     for said, reason in (
-        (words(model, "block", "--drafter", tmp_path), f"{tmp_path} holds no drafter: there is no config.json in it"),
+        (
+            words(model, "block", "--drafter", tmp_path),
+            f"{tmp_path} holds no drafter: there is no config.json in it",
+        ),
         (
             words(model, "block", "--drafter", drafters["eagle"]),
             "block drafts with a drafter of kind dspark or dflash, and this one is eagle3",
@@ -76,10 +99,13 @@ def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
     options = DraftOptions(budget=64, gamma=4)
     how = {"dtype": "float64", "drafter": str(drafters["eagle"])}
     need = preflight(ModelConfig(model=str(model), **how), Demand(20, 30, "eagle", options))
-    plain = preflight(ModelConfig(model=str(model), dtype="float64"), Demand(20, 30, "ar", DraftOptions()))
+    plain = preflight(
+        ModelConfig(model=str(model), dtype="float64"), Demand(20, 30, "ar", DraftOptions())
+    )
     kept = 64 + 1 + 3 * 5  # the window, the spare slot, and what three of the levels feed back
     assert need.draft_kv_bytes == kept * 2 * 2 * 16 * 8
-    attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN  # norms; fc, LM head, MLP
+    # norms; fc, LM head, MLP
+    attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN
     assert need.draft_bytes == 8 * (attention + rest)
     assert (plain.draft_kv_bytes, plain.draft_bytes) == (0, 0)
     assert cache_slots(find_method("ar"), options, 50)[2] == 0

@@ -1,4 +1,6 @@
-"""Damaged run folders: listed; verified or gone on with, or refused in one line; never a pass for other tokens."""
+"""Damaged run folders: listed; verified or gone on with, or refused in one line;
+never a pass for other tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,45 @@ few = settings(fuzzed, max_examples=40)
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint: Path, load_once: Callable[..., LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(
+    checkpoint: Path,
+    load_once: Callable[..., LoadedModel],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A finished run in float64."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "prompt.txt").write_text("The ship had lain three days becalmed, and nobody spoke.")
-    words = ["generate", "--model", checkpoint, "--prompt", "prompt.txt", "--len", LENGTH, "--dtype", "float64"]
+    words = [
+        "generate",
+        "--model",
+        checkpoint,
+        "--prompt",
+        "prompt.txt",
+        "--len",
+        LENGTH,
+        "--dtype",
+        "float64",
+    ]
     made = tswift([*words, "--temperature", 1.3, "--out", "run"], folder)
     assert made.code == 0, made.err
     return folder / "run"
 
 
 def spoilt(run: Path, spoil: Callable[[Path], object], resumed: bool = False) -> tuple[int, bytes]:
-    """The exit code of ``tswift verify`` or ``generate --resume`` on a copy that was spoilt; the tokens after it."""
+    """The exit code of ``tswift verify`` or ``generate --resume`` on a copy that was spoilt;
+    the tokens after it.
+    """
     folder = Path(tempfile.mkdtemp(dir=run.parent)) / "run"
     shutil.copytree(run, folder)
     spoil(folder)
     before = tree(folder.parent)
     listed = tswift(["runs", folder.parent], folder.parent)
     assert (listed.code, listed.err) == (0, "")
-    words = ["generate", "--quiet", "--len", LONGER, "--resume", folder] if resumed else ["verify", folder]
+    words = (
+        ["generate", "--quiet", "--len", LONGER, "--resume", folder]
+        if resumed
+        else ["verify", folder]
+    )
     found = tswift(words, folder.parent)
     assert not found.traceback, found.err
     assert found.code in ((0, 2) if resumed else (0, 1, 2))
@@ -71,9 +93,15 @@ def longer(run: Path) -> bytes:
 @pytest.mark.slow
 @few
 @given(data=st.data(), done=damage(), resumed=st.booleans())
-def test_any_file_damaged(run: Path, longer: bytes, data: st.DataObject, done: Callable[..., bytes], resumed: bool):
-    name = data.draw(st.sampled_from(sorted(path.name for path in run.iterdir() if path.stat().st_size)))
-    code, tokens = spoilt(run, lambda folder: (folder / name).write_bytes(done((folder / name).read_bytes())), resumed)
+def test_any_file_damaged(
+    run: Path, longer: bytes, data: st.DataObject, done: Callable[..., bytes], resumed: bool
+):
+    name = data.draw(
+        st.sampled_from(sorted(path.name for path in run.iterdir() if path.stat().st_size))
+    )
+    code, tokens = spoilt(
+        run, lambda folder: (folder / name).write_bytes(done((folder / name).read_bytes())), resumed
+    )
     if resumed and code == 0:
         assert tokens == longer  # what was not sound was drawn again
 
@@ -81,7 +109,9 @@ def test_any_file_damaged(run: Path, longer: bytes, data: st.DataObject, done: C
 @pytest.mark.slow
 @few
 @given(place=st.integers(0, 4 * LENGTH - 1), bits=st.integers(1, 255), resumed=st.booleans())
-def test_a_flipped_bit_of_a_token_never_passes(run: Path, place: int, bits: int, resumed: bool) -> None:
+def test_a_flipped_bit_of_a_token_never_passes(
+    run: Path, place: int, bits: int, resumed: bool
+) -> None:
     def flip(folder: Path) -> None:
         data = bytearray((folder / "tokens.u32").read_bytes())
         data[place] ^= bits
@@ -97,8 +127,12 @@ def test_a_flipped_bit_of_a_token_never_passes(run: Path, place: int, bits: int,
     part=st.sampled_from(["model", "options", "sampling", "drafting", "prompt", "state", ""]),
     resumed=st.booleans(),
 )
-def test_other_values_in_the_record(run: Path, change: Callable[[Any], Any], part: str, resumed: bool) -> None:
-    """With the checksum that goes with them: it is made for accidents, and keeps nobody from writing it."""
+def test_other_values_in_the_record(
+    run: Path, change: Callable[[Any], Any], part: str, resumed: bool
+) -> None:
+    """With the checksum that goes with them: it is made for accidents,
+    and keeps nobody from writing it.
+    """
 
     def spoil(told: dict[str, Any]) -> None:
         chosen = {name: told.pop(name) for name in ([part] if part else list(told))}

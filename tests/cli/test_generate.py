@@ -1,4 +1,6 @@
-"""``tswift generate`` on a tiny model: the same tokens from every method, and files that say what happened."""
+"""``tswift generate`` on a tiny model: the same tokens from every method,
+and files that say what happened.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,18 @@ from tswift.sampling.rule import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
 LENGTH = 61
-FLOAT64 = ["--len", LENGTH, "--seed", 5, "--dtype", "float64", "--temperature", "1.3", "--min-p", "0"]
+FLOAT64 = [
+    "--len",
+    LENGTH,
+    "--seed",
+    5,
+    "--dtype",
+    "float64",
+    "--temperature",
+    "1.3",
+    "--min-p",
+    "0",
+]
 Words = list[object]
 
 
@@ -39,7 +52,9 @@ def words(checkpoint: Path, prompt: Path) -> Words:
 
 
 def decoded(checkpoint: Path, tokens: list[int]) -> str:
-    return AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    return AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.decode(
+        tokens, skip_special_tokens=False
+    )
 
 
 def tokens_in(folder: Path, name: str = "tokens") -> list[int]:
@@ -51,14 +66,20 @@ def record_of(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_all_methods_make_the_same_files(tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path) -> None:
+def test_all_methods_make_the_same_files(
+    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+) -> None:
     """The whole text, and the one that a string ends, with its log-probabilities."""
     for method in METHODS:
         result = tswift(*words, *FLOAT64, "--method", method, "--out", tmp_path / method)
         assert result.code == 0, result.err
         tokens = tokens_in(tmp_path / method)
         assert tokens == tokens_in(tmp_path / "ar")
-        assert result.out == (tmp_path / method / "text.txt").read_bytes() == decoded(checkpoint, tokens).encode()
+        assert (
+            result.out
+            == (tmp_path / method / "text.txt").read_bytes()
+            == decoded(checkpoint, tokens).encode()
+        )
         assert record_of(tmp_path / method)["end"] == {"reason": "length"}
     assert len(tokens) == LENGTH
     assert 0 not in tokens  # the end-of-text token is never drawn
@@ -85,14 +106,28 @@ def test_all_methods_make_the_same_files(tswift: Tswift, words: Words, checkpoin
 
 def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["generate", "--model", str(checkpoint), "--prompt", str(prompt), "--prefill", "7", "--len", "20"]
+    words = [
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--prompt",
+        str(prompt),
+        "--prefill",
+        "7",
+        "--len",
+        "20",
+    ]
     words += ["--seed", "3", "--method", "tokenswift", "--gamma", "1", "--out", str(out)]
     result = tswift(*words)
     assert result.code == 0, result.err
     run = record_of(out)
     ids = AutoTokenizer.from_pretrained(checkpoint)(prompt.read_text())["input_ids"][:7]
     assert (run["schema"], run["state"], run["command"]) == (2, "finished", ["tswift", *words])
-    assert (run["options"]["seed"], run["options"]["length"], run["sampling"]["banned"]) == (3, 20, [0])
+    assert (run["options"]["seed"], run["options"]["length"], run["sampling"]["banned"]) == (
+        3,
+        20,
+        [0],
+    )
     assert (run["drafting"]["tree"], run["drafting"]["nodes"]) == ([1, 2], 8)
     model, why = run["model"], ", as its heads are of a size that native attention does not take"
     assert len(model.pop("weights")) == len(model.pop("config")) == 64
@@ -111,14 +146,24 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
     }
     digest = sha256(np.array(ids, "<u4").tobytes()).hexdigest()
     assert run["prompt"] == {"source": str(prompt), "tokens": 7, "sha256": digest}
-    assert {"python", "torch", "transformers", "tswift", "platform", "cpu", "threads"} <= run["environment"].keys()
+    assert {"python", "torch", "transformers", "tswift", "platform", "cpu", "threads"} <= run[
+        "environment"
+    ].keys()
     figures = run["figures"]
     assert (figures["tokens"], figures["tokens_per_step"]) == (20, 20 / figures["target_passes"])
     assert sum(run["accepted"].values()) == figures["target_passes"]
     names = ["journal", "prompt.u32", "run.json", "text.txt", "tokens.u32"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert tokens_in(out, "prompt") == ids
-    for said in ("tree 1,2", "float32", "KV memory", "prompt 7 tokens", "Distinct-1..4", "peak memory", "alpha"):
+    for said in (
+        "tree 1,2",
+        "float32",
+        "KV memory",
+        "prompt 7 tokens",
+        "Distinct-1..4",
+        "peak memory",
+        "alpha",
+    ):
         assert said in result.err
 
 
@@ -140,13 +185,17 @@ def test_progress_lines(tswift: Tswift, words: Words, monkeypatch: pytest.Monkey
     assert "Distinct" in unsaid
 
 
-def test_standard_input(tswift: Tswift, words: Words, prompt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input(
+    tswift: Tswift, words: Words, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words += ["--len", 8, "--method", "ar"]
     from_file = tswift(*words)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
     assert tswift(*words, "--prompt", "-").out == from_file.out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert tswift(*words, "--prompt", "-").err == "tswift: error: --prompt: standard input is empty\n"
+    assert (
+        tswift(*words, "--prompt", "-").err == "tswift: error: --prompt: standard input is empty\n"
+    )
 
 
 @pytest.mark.slow
@@ -156,7 +205,17 @@ def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prom
     assert tswift("generate", "--len", 1, "--method", "ar", "--out", tmp_path / "demo").code == 0
     found = record_of(tmp_path / "demo")["prompt"]
     assert (found["source"], found["tokens"]) == ("bundled", 1024)
-    words = ["generate", "--model", checkpoint, "--len", 5, "--method", "ar", "--out", tmp_path / "run"]
+    words = [
+        "generate",
+        "--model",
+        checkpoint,
+        "--len",
+        5,
+        "--method",
+        "ar",
+        "--out",
+        tmp_path / "run",
+    ]
     result = tswift(*words)
     assert result.code == 2
     assert result.err.startswith("tswift: error: --prompt: required for ")
@@ -164,7 +223,9 @@ def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prom
     assert record_of(tmp_path / "run")["prompt"]["source"] == "prompt_text"
 
 
-def test_ctrl_c_keeps_what_was_made(tswift: Tswift, checkpoint: Path, words: Words, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_made(
+    tswift: Tswift, checkpoint: Path, words: Words, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     process = Process([*words, "--len", 4000, "--method", "ar", "--out", out], tmp_path / "text")
     process.begin()
@@ -177,7 +238,11 @@ def test_ctrl_c_keeps_what_was_made(tswift: Tswift, checkpoint: Path, words: Wor
     tokens, run = tokens_in(out), record_of(out)
     assert run["state"] == "interrupted"
     assert run["figures"]["tokens"] == len(tokens) < 4000
-    assert (out / "text.txt").read_bytes() == process.output.read_bytes() == decoded(checkpoint, tokens).encode()
+    assert (
+        (out / "text.txt").read_bytes()
+        == process.output.read_bytes()
+        == decoded(checkpoint, tokens).encode()
+    )
     found = tswift("verify", out, "--json", "-")
     assert (found.code, json.loads(found.out)["tokens"]) == (0, len(tokens))
 
@@ -187,7 +252,9 @@ def test_a_closed_pipe_ends_the_run_quietly(words: Words, tmp_path: Path) -> Non
     out = tmp_path / "run"
     command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]
     command += map(str, [*words, "--len", 4000, "--method", "ar", "--out", out])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ)
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(20)
@@ -204,27 +271,53 @@ def test_a_closed_pipe_ends_the_run_quietly(words: Words, tmp_path: Path) -> Non
 
 
 def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    words += ["--no-progress", "--len", 12, "--method", "tokenswift", "--ngrams", 7, "--min-p", 0.02]
+    words += [
+        "--no-progress",
+        "--len",
+        12,
+        "--method",
+        "tokenswift",
+        "--ngrams",
+        7,
+        "--min-p",
+        0.02,
+    ]
     result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "a")
     assert result.code == 0, result.err
     assert "tswift: preset qwen2.5-7b\n" in result.err
     record = record_of(tmp_path / "a")
-    sampling = {name: record["sampling"][name] for name in ("min_p", "penalty", "top_p", "window", "temperature")}
-    assert sampling == {"min_p": 0.02, "penalty": 1.15, "top_p": 1.0, "window": 1024, "temperature": 1.0}
+    sampling = {
+        name: record["sampling"][name]
+        for name in ("min_p", "penalty", "top_p", "window", "temperature")
+    }
+    assert sampling == {
+        "min_p": 0.02,
+        "penalty": 1.15,
+        "top_p": 1.0,
+        "window": 1024,
+        "temperature": 1.0,
+    }
     assert (record["drafting"]["tree"], record["drafting"]["ngrams"]) == ([1, 3, 3, 3], 7)
     assert tswift(*words, "--penalty", 1.15, "--tree", "1,3,3,3", "--out", tmp_path / "b").code == 0
     assert tokens_in(tmp_path / "a") == tokens_in(tmp_path / "b")
 
 
-def test_a_preset_with_another_model_and_without_the_hub(tswift: Tswift, words: Words, tmp_path: Path) -> None:
+def test_a_preset_with_another_model_and_without_the_hub(
+    tswift: Tswift, words: Words, tmp_path: Path
+) -> None:
     more = ["--len", 12, "--preset", "llama3.1-8b", "--method", "ar", "--out", tmp_path / "a"]
     result = tswift("generate", *words[3:], *more)
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "no folder 'TokenSwift/TokenSwift-Llama-3.1-8B', and the hub is unreachable" in result.err
+    assert (
+        "no folder 'TokenSwift/TokenSwift-Llama-3.1-8B', and the hub is unreachable" in result.err
+    )
     assert not (tmp_path / "a").exists()
     result = tswift(*words, *more)
     assert result.code == 0, result.err
-    assert "llama3.1-8b; its banned ids mean something else to this tokenizer, and are left out\n" in result.err
+    assert (
+        "llama3.1-8b; its banned ids mean something else to this tokenizer, and are left out\n"
+        in result.err
+    )
     assert record_of(tmp_path / "a")["sampling"]["banned"] == [0]  # end of text
 
 
@@ -238,7 +331,17 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     system.write_text("Be brief.")
-    words = ("generate", "--no-progress", "--prompt", prompt, "--model", model, "--chat", "--system", system)
+    words = (
+        "generate",
+        "--no-progress",
+        "--prompt",
+        prompt,
+        "--model",
+        model,
+        "--chat",
+        "--system",
+        system,
+    )
     result = tswift(*words, "--len", 30, "--out", tmp_path / "a")
     assert result.code == 0, result.err
     ids = tokens_in(tmp_path / "a", "prompt")
@@ -250,7 +353,10 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
     # a run that stopped goes on with the same prompt
     assert tswift(*words, "--len", 9, "--out", tmp_path / "b").code == 0
     system.unlink()
-    assert tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 30, "--chat").code == 0
+    assert (
+        tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 30, "--chat").code
+        == 0
+    )
     assert tokens_in(tmp_path / "b") == tokens_in(tmp_path / "a")
 
 
@@ -261,13 +367,33 @@ def chatty(checkpoint: Path, tmp_path: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
-    own = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "eos_token_id": 0}
+    own = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "eos_token_id": 0,
+    }
     (model / "generation_config.json").write_text(json.dumps(own))
     return model
 
 
-OWN = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "penalty": 1.1, "window": 1 << 40}
-PAPERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "penalty": 1.2, "window": 1024}
+OWN = {
+    "temperature": 0.6,
+    "top_k": 0,
+    "top_p": 0.9,
+    "min_p": 0.0,
+    "penalty": 1.1,
+    "window": 1 << 40,
+}
+PAPERS = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.1,
+    "penalty": 1.2,
+    "window": 1024,
+}
 IN_WORDS = {
     "the model's own": "temperature 0.6, top-p 0.9, penalty 1.1 over all of the text",
     "the paper's": "temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens",
@@ -288,7 +414,13 @@ IN_WORDS = {
     ids=str,
 )
 def test_sampling_that_is_not_typed(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: Words, sampling: dict[str, Any], source: str
+    tswift: Tswift,
+    chatty: Path,
+    prompt: Path,
+    tmp_path: Path,
+    typed: Words,
+    sampling: dict[str, Any],
+    source: str,
 ) -> None:
     """It is said, recorded, kept when the run goes on, and judged by."""
     words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty]
@@ -308,14 +440,32 @@ def test_sampling_that_is_not_typed(
     assert "--sampling: the run was made with" in refused.err
 
 
-def test_what_is_typed_goes_before_the_models_own(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+def test_what_is_typed_goes_before_the_models_own(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
+) -> None:
+    words = [
+        "generate",
+        "--no-progress",
+        "--prompt",
+        prompt,
+        "--model",
+        chatty,
+        "--len",
+        5,
+        "--chat",
+    ]
     result = tswift(*words, "--temperature", 0.8, "--window", 64, "--out", tmp_path / "a")
     assert result.code == 0, result.err
-    assert "sampling: temperature 0.8, top-p 0.9, penalty 1.1 over 64 tokens (the model's own, but for" in result.err
+    assert (
+        "sampling: temperature 0.8, top-p 0.9, penalty 1.1 over 64 tokens (the model's own, but for"
+        in result.err
+    )
     result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "b")
     assert result.code == 0, result.err
-    assert "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)" in result.err
+    assert (
+        "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)"
+        in result.err
+    )
     result = tswift(*words, "--preset", "qwen2.5-7b", "--sampling", "paper")
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert "--sampling: cannot be given together with --preset" in result.err
@@ -325,7 +475,17 @@ def test_the_papers_sampling_where_a_model_recommends_none(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
     (chatty / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+    words = [
+        "generate",
+        "--no-progress",
+        "--prompt",
+        prompt,
+        "--model",
+        chatty,
+        "--len",
+        5,
+        "--chat",
+    ]
     source = "the paper's"
     assert f"{IN_WORDS[source]} ({source})\n" in tswift(*words, "--out", tmp_path / "a").err
     assert record_of(tmp_path / "a")["options"]["sampling_from"] == "paper"
@@ -334,8 +494,21 @@ def test_the_papers_sampling_where_a_model_recommends_none(
 
 
 @pytest.mark.slow
-def test_yarn_is_part_of_what_is_resumed(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--method", "ar", "--yarn", 4]
+def test_yarn_is_part_of_what_is_resumed(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
+) -> None:
+    words = [
+        "generate",
+        "--no-progress",
+        "--prompt",
+        prompt,
+        "--model",
+        chatty,
+        "--method",
+        "ar",
+        "--yarn",
+        4,
+    ]
     for name, count in (("whole", 40), ("part", 15)):
         result = tswift(*words, "--len", count, "--out", tmp_path / name)
         assert result.code == 0, result.err
@@ -347,9 +520,23 @@ def test_yarn_is_part_of_what_is_resumed(tswift: Tswift, chatty: Path, prompt: P
     assert tswift("verify", tmp_path / "part").code == 0
 
 
-def test_what_a_model_recommends_and_cannot_be_had(tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path) -> None:
-    (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "repetition_penalty": 0.9}))
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5, "--chat"]
+def test_what_a_model_recommends_and_cannot_be_had(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
+) -> None:
+    (chatty / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "repetition_penalty": 0.9})
+    )
+    words = [
+        "generate",
+        "--no-progress",
+        "--prompt",
+        prompt,
+        "--model",
+        chatty,
+        "--len",
+        5,
+        "--chat",
+    ]
     result = tswift(*words, "--out", tmp_path / "a")
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert "--sampling: " in result.err
@@ -362,23 +549,33 @@ def test_what_a_model_recommends_and_cannot_be_had(tswift: Tswift, chatty: Path,
 # --- a model that gives NaN on the way: one line, exit code 1, and what was written stays
 
 
-def test_weights_that_are_not_finite(tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path) -> None:
-    """A token's embedding, where the text has that token; by each method: tests/decoding/test_finite.py."""
+def test_weights_that_are_not_finite(
+    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A token's embedding, where the text has that token; by each method:
+    tests/decoding/test_finite.py.
+    """
     words += ["--seed", 5, "--no-progress", "--len", 60]
     assert tswift(*words, "--method", "ar", "--out", tmp_path / "run").code == 0
     prompted, tokens = tokens_in(tmp_path / "run", "prompt"), tokens_in(tmp_path / "run")
-    place = next(at for at in range(10, 59) if tokens[at] not in [*prompted, *tokens[:at], *range(8)])
+    place = next(
+        at for at in range(10, 59) if tokens[at] not in [*prompted, *tokens[:at], *range(8)]
+    )
     broken, at = Path(shutil.copytree(checkpoint, tmp_path / "broken")), len(prompted) + place
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][tokens[place]] = torch.nan
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     words[2], again = broken, tmp_path / "again"
     result = tswift(*words, "--method", "tokenswift", "--out", again)
-    first = f"are NaN; the first output that is not finite is that of model.embed_tokens at position {at}: "
+    first = (
+        "are NaN; the first output that is not finite is that of model.embed_tokens at position "
+        f"{at}: "
+    )
     assert result.code == 1
     assert result.err.splitlines()[-1] == (
-        f"tswift: error: the logits for position {at + 1} {first}its weights are broken, or float32 is too narrow for "
-        f"the model; {place + 1} tokens are saved in {again}, and tswift generate --resume {again} goes on from there"
+        f"tswift: error: the logits for position {at + 1} {first}its weights are broken, or "
+        f"float32 is too narrow for the model; {place + 1} tokens are saved in {again}, and "
+        f"tswift generate --resume {again} goes on from there"
     )
     assert "Traceback" not in result.err
     assert tokens_in(again) == tokens[: place + 1]

@@ -1,4 +1,5 @@
-"""What users see of every command and record, against ``golden/``; TSWIFT_GOLDEN=write writes it anew.
+"""What users see of every command and record, against ``golden/``;
+TSWIFT_GOLDEN=write writes it anew.
 
 Options and fields may be added without a change here; none may go.
 """
@@ -25,9 +26,29 @@ RESULTS = Path(__file__).parents[2] / "results" / "demo-cpu"
 GRID = ("--lens", "10,20", "--warmup", 0, "--no-plots", "--quiet")
 RECORDS = {
     "bench": ("bench", "--prefill", 4, *GRID, "--methods", "medusa,tokenswift", "--out", "b"),
-    "bench-sampled": ("bench", "--prefill", 4, *GRID, "--methods", "reuse", "--ar", "sampled", "--out", "b"),
+    "bench-sampled": (
+        "bench",
+        "--prefill",
+        4,
+        *GRID,
+        "--methods",
+        "reuse",
+        "--ar",
+        "sampled",
+        "--out",
+        "b",
+    ),
     "suite": ("bench", "--suite", "case-study", "--prefill", 4, *GRID, "--out", "b"),
-    "compare": ("compare", "--methods", "medusa,tokenswift", "--len", 20, "--quiet", "--json", "b/compare.json"),
+    "compare": (
+        "compare",
+        "--methods",
+        "medusa,tokenswift",
+        "--len",
+        20,
+        "--quiet",
+        "--json",
+        "b/compare.json",
+    ),
     "roofline": (
         *("roofline", "--bandwidth", 4, "--flops", 1, "--len", 9, "--prefill", 9),
         *("--alpha", 0.5, "--json", "b/roofline.json"),
@@ -67,7 +88,9 @@ def test_help(name: str) -> None:
         for option in command.params
         if option.param_type_name == "option"
     }
-    known = json.loads(golden(f"help-{name}.json", json.dumps({"": command.help, **options}, indent=1) + "\n"))
+    known = json.loads(
+        golden(f"help-{name}.json", json.dumps({"": command.help, **options}, indent=1) + "\n")
+    )
     assert known.pop("") == command.help
     assert known.items() <= options.items()
 
@@ -77,27 +100,49 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
     text = tmp_path / "prompt.txt"
     text.write_text(" ".join(SENTENCES[:4]))
     Path("b").mkdir()
-    prompt = {"bench": ("--prompts", text), "compare": ("--prompt", text)}.get(str(RECORDS[name][0]), ())
+    prompt = {"bench": ("--prompts", text), "compare": ("--prompt", text)}.get(
+        str(RECORDS[name][0]), ()
+    )
     if "--out" in RECORDS[name]:
         Path("b").rmdir()
     result = tswift(*RECORDS[name], "--model", checkpoint, *prompt)
     assert result.code == 0, result.err
     (path,) = Path("b").glob("*.json")
     found = set(fields(json.loads(path.read_text())))
-    assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
+    assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {
+        ""
+    } <= found
 
 
 def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
-    words = ("--model", checkpoint, "--prompt", prompt, "--len", 20, "--method", "tokenswift", "--quiet")
+    words = (
+        "--model",
+        checkpoint,
+        "--prompt",
+        prompt,
+        "--len",
+        20,
+        "--method",
+        "tokenswift",
+        "--quiet",
+    )
     assert tswift("generate", *words, "--verify", "--out", "runs/one").code == 0
     assert tswift("generate", "--resume", "runs/one", "--len", 25, "--quiet").code == 0
     assert tswift("runs", "--json", "runs.json").code == 0
-    for name, path in (("run", "runs/one/run.json"), ("verify", "runs/one/verify.json"), ("runs", "runs.json")):
+    for name, path in (
+        ("run", "runs/one/run.json"),
+        ("verify", "runs/one/verify.json"),
+        ("runs", "runs.json"),
+    ):
         found = set(fields(json.loads(Path(path).read_text())))
-        assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {""} <= found
+        assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {
+            ""
+        } <= found
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name
+)
 def test_tables_of_suites_that_were_run(path: Path) -> None:
     """The committed records still give the committed tables, row by row."""
     record = read(path.with_suffix(".json"), "resume")

@@ -24,39 +24,72 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     tiny_heads(kind="conditioned").save(path, base="0123abcd")
     found = said(tswift("heads", "inspect", path))
     parameters = sum(weight.numel() for weight in tiny_heads(kind="conditioned").parameters())
-    assert (found["kind"], found["tokens drafted"], found["hidden size"]) == ("conditioned", "3", str(HIDDEN))
-    assert (found["parameters"], found["dtypes"], found["layout"]) == (f"{parameters:,}", "BF16", "tswift")
+    assert (found["kind"], found["tokens drafted"], found["hidden size"]) == (
+        "conditioned",
+        "3",
+        str(HIDDEN),
+    )
+    assert (found["parameters"], found["dtypes"], found["layout"]) == (
+        f"{parameters:,}",
+        "BF16",
+        "tswift",
+    )
     assert found["base model"] == "0123abcd"
     assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
     path = tmp_path / "medusa.safetensors"
     medusa_heads(layers=2).save(path, torch.float32)
-    assert said(tswift("heads", "inspect", path, "--json", tmp_path / "about.json"))["kind"] == "medusa"
+    assert (
+        said(tswift("heads", "inspect", path, "--json", tmp_path / "about.json"))["kind"]
+        == "medusa"
+    )
     record = json.loads(tswift("heads", "inspect", path, "--json", "-").out)
     assert record["kind"] == "heads"
     assert json.loads((tmp_path / "about.json").read_text())["heads"] == record["heads"]
     parameters = 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN)
-    kind = {"path": str(path), "layout": "tswift", "kind": "medusa", "count": 3, "raw": False, "base": None}
-    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "parameters": parameters, "dtypes": ["F32"]}
+    kind = {
+        "path": str(path),
+        "layout": "tswift",
+        "kind": "medusa",
+        "count": 3,
+        "raw": False,
+        "base": None,
+    }
+    sizes = {
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "parameters": parameters,
+        "dtypes": ["F32"],
+    }
     assert record["heads"] == {**kind, **sizes, "draft_vocabulary": None}
 
 
 def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
     model = said(tswift("heads", "inspect", tokenswift_model(base, tmp_path / "m")))
-    assert (model["layout"], model["kind"], model["tokens drafted"]) == ("TokenSwift", "chained", "3")
+    assert (model["layout"], model["kind"], model["tokens drafted"]) == (
+        "TokenSwift",
+        "chained",
+        "3",
+    )
     assert model["dtypes"] == "F32"
     assert model["parameters"] == f"{3 * (32 * 32 + 2 * 32):,}"
     assert (model["read the state before the final norm"], model["vocab size"]) == ("yes", "-")
     folder = medusa_file(base, tmp_path)
     for path in (folder, folder / "medusa_lm_head.safetensors"):
         medusa = said(tswift("heads", "inspect", path))
-        assert (medusa["layout"], medusa["kind"], medusa["tokens drafted"]) == ("Medusa", "medusa", "3")
+        assert (medusa["layout"], medusa["kind"], medusa["tokens drafted"]) == (
+            "Medusa",
+            "medusa",
+            "3",
+        )
         assert medusa["vocab size"] != "-"
 
 
 def test_pickles_and_a_file_that_cannot_be_written(tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "heads.pt").write_bytes(b"x")
-    assert "is a pickle, which could run code" in tswift("heads", "inspect", tmp_path / "heads.pt").err
+    assert (
+        "is a pickle, which could run code" in tswift("heads", "inspect", tmp_path / "heads.pt").err
+    )
     result = tswift("heads", "inspect", tmp_path, "--json", "/nowhere/x.json")
     assert (result.code, "--json" in result.err) == (2, True)
 
@@ -68,7 +101,13 @@ def test_drafters(tswift: Tswift, tmp_path: Path) -> None:
     assert found["not read"] == "confidence_head.proj.weight, confidence_head.proj.bias"
     record = json.loads(tswift("heads", "inspect", folder, "--json", "-").out)
     assert record["heads"]["taps"] == [1, 4]
-    refused = tswift("heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None}))
+    refused = tswift(
+        "heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None})
+    )
     assert (refused.code, refused.err) == (2, f"tswift: error: FILE: {folder} lacks fc.weight\n")
     eagle = said(tswift("heads", "inspect", drafter_folder(tmp_path / "e", "eagle-safeai")))
-    assert (eagle["kind"], eagle["vocab size"], eagle["tokens it can guess"]) == ("eagle3", "97", "40")
+    assert (eagle["kind"], eagle["vocab size"], eagle["tokens it can guess"]) == (
+        "eagle3",
+        "97",
+        "40",
+    )

@@ -1,4 +1,6 @@
-"""Commands on models whose weights are integers: of a GGUF file, or rounded when they were loaded."""
+"""Commands on models whose weights are integers: of a GGUF file,
+or rounded when they were loaded.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,17 @@ def test_killed_and_resumed_and_verified(
     model: list[object], tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
-    words = ["generate", *model, "--prompt-text", TEXT, "--len", 600, "--temperature", 1.2, "--quiet"]
+    words = [
+        "generate",
+        *model,
+        "--prompt-text",
+        TEXT,
+        "--len",
+        600,
+        "--temperature",
+        1.2,
+        "--quiet",
+    ]
     assert tswift(*words, "--method", "ar", "--out", tmp_path / "plain").code == 0
     process = Process([*words, "--out", tmp_path / "run"], tmp_path / "out")
     run = tmp_path / "run"
@@ -62,7 +74,9 @@ def test_killed_and_resumed_and_verified(
 
     result = tswift("verify", run)
     assert result.code == 0, result.err
-    assert ["violations", "0", "-", "-"] in [line.split() for line in result.out.decode().splitlines()]
+    assert ["violations", "0", "-", "-"] in [
+        line.split() for line in result.out.decode().splitlines()
+    ]
     altered = np.array(tokens(run), "<u4")
     altered[300] = (altered[300] + 1) % 90
     altered.tofile(run / "tokens.u32")
@@ -76,7 +90,16 @@ def test_heads_that_are_trained_for_it(model: list[object], tswift: Tswift, tmp_
     (tmp_path / "corpus").mkdir()
     for name in "abcd":
         (tmp_path / "corpus" / f"{name}.txt").write_text(f"{TEXT} {name}\n" * 40)
-    where = ["--corpus", tmp_path / "corpus", "--out", tmp_path / "heads", "--steps", 2, "--seq-len", 128]
+    where = [
+        "--corpus",
+        tmp_path / "corpus",
+        "--out",
+        tmp_path / "heads",
+        "--steps",
+        2,
+        "--seq-len",
+        128,
+    ]
     result = tswift("train", *model[:2], *where)  # heads of the plain model serve the rounded one
     assert result.code == 0, result.err
     words = ["generate", *model, "--prompt-text", TEXT, "--len", 80, "--quiet"]
@@ -106,7 +129,17 @@ def test_other_commands(model: list[object], tswift: Tswift, tmp_path: Path) -> 
 
 def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = ["generate", "--model", file, "--chat", "--prompt-text", "hello", "--len", 20, "--stop-at-eos"]
+    words = [
+        "generate",
+        "--model",
+        file,
+        "--chat",
+        "--prompt-text",
+        "hello",
+        "--len",
+        20,
+        "--stop-at-eos",
+    ]
     result = tswift(*words, "--out", tmp_path / "run")
     assert result.code == 0, result.err
     assert "weights quantised (Q8_0)" in result.err
@@ -115,15 +148,23 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--dtype", "bfloat16"], "tswift: error: --dtype: is float32 with weights of integers (Q8_0); got bfloat16"),
-        (["--weights", "int4"], "tswift: error: --weights: is for checkpoints in safetensors with plain weights; "),
+        (
+            ["--dtype", "bfloat16"],
+            "tswift: error: --dtype: is float32 with weights of integers (Q8_0); got bfloat16",
+        ),
+        (
+            ["--weights", "int4"],
+            "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
+        ),
         (
             ["--draft-weights", "int4", "--method", "magicdec"],
             "tswift: error: --draft-weights: the model's weights are",
         ),
     ],
 )
-def test_what_does_not_go_together(words: list[str], says: str, tswift: Tswift, tmp_path: Path) -> None:
+def test_what_does_not_go_together(
+    words: list[str], says: str, tswift: Tswift, tmp_path: Path
+) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     result = tswift("generate", "--model", file, "--prompt-text", TEXT, *words)
     assert result.code == 2

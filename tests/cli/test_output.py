@@ -1,4 +1,6 @@
-"""Tables on a terminal and in a pipe; and where JSON goes: by whatever name or link, and never over something else."""
+"""Tables on a terminal and in a pipe; and where JSON goes: by whatever name or link,
+and never over something else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to("real.json")
     found = writable(tmp_path / "link.json")
     writable(tmp_path / "new.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]  # to ask leaves nothing
+    # to ask leaves nothing
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
     assert (tmp_path / "real.json").read_text() == "old"
     found.write("made-up", ["tswift"], {"a": 1})
     assert (tmp_path / "link.json").is_symlink()
@@ -34,7 +37,9 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """A file name is bytes, and the command line keeps them: half a character is written as JSON writes it."""
+    """A file name is bytes, and the command line keeps them:
+    half a character is written as JSON writes it.
+    """
     prompt = tmp_path / "caf\udce9.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
     words = ["--model", checkpoint, "--prompt", prompt, "--len", 3, "--methods", "ar", "--json"]
@@ -44,19 +49,48 @@ def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> Non
     result = tswift("compare", *words, "-")
     assert result.code == 0, result.err
     assert json.loads(result.out)["prompt"]["source"] == str(prompt)
-    grid = ["--prefill", 8, "--lens", 4, "--methods", "ar", "--warmup", 0, "--no-plots", "--out", tmp_path / "out"]
+    grid = [
+        "--prefill",
+        8,
+        "--lens",
+        4,
+        "--methods",
+        "ar",
+        "--warmup",
+        0,
+        "--no-plots",
+        "--out",
+        tmp_path / "out",
+    ]
     result = tswift("bench", "--model", checkpoint, "--prompts", prompt, *grid)
     assert result.code == 0, result.err
     assert "caf\\udce9.txt" in (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")
     out = tmp_path / "run\udce9"
-    assert tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--out", out).code == 0
+    assert (
+        tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--out", out).code
+        == 0
+    )
     assert tswift("generate", "--resume", out, "--len", 5, "--prompt", prompt).code == 0
     assert (out / "tokens.u32").stat().st_size == 4 * 5
 
 
-def test_a_stdout_that_has_no_such_characters(tswift, checkpoint: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_stdout_that_has_no_such_characters(
+    tswift, checkpoint: Path, tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "größer").symlink_to(checkpoint)
-    words = ["roofline", "--model", tmp_path / "größer", "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9]
+    words = [
+        "roofline",
+        "--model",
+        tmp_path / "größer",
+        "--bandwidth",
+        1,
+        "--flops",
+        1,
+        "--len",
+        9,
+        "--prefill",
+        9,
+    ]
     for more, shown in ((["--json", "-"], rb"gr\u00f6\u00dfer"), ([], rb"gr\xf6\xdfer")):
         written = io.BytesIO()
         with monkeypatch.context() as patch:
@@ -71,7 +105,8 @@ from tswift.cli.output import Bars
 from tswift.cli.output import show
 with Bars(quiet=False, progress=True) as bars:
     bars.update("verify", 50, 100)
-show(Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1, notes=["[a] note"]), stderr=STDERR)
+rows = [("exact", "1,234")]
+show(Table("A title", ("class", "tokens"), rows, left=1, notes=["[a] note"]), stderr=STDERR)
 """
 
 
@@ -131,7 +166,9 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
     assert r"red\x1b[31m" in told.out.decode()
     listed = tswift("runs", tmp_path)
     assert r"run\x1b[0m" in listed.out.decode()
-    table = tswift("roofline", "--model", model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9)
+    table = tswift(
+        "roofline", "--model", model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9
+    )
     assert r"red\x1b[31m" in table.out.decode()
     shown = [each.out.decode() for each in (result, told, listed, table)]
     for said in (result.err, made.err, resumed.err, *shown):
@@ -139,7 +176,9 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
 
 
 @pytest.mark.parametrize("closed", [1, 2])
-def test_one_stream_that_is_closed_from_the_start(checkpoint: Path, prompt: Path, tmp_path: Path, closed: int) -> None:
+def test_one_stream_that_is_closed_from_the_start(
+    checkpoint: Path, prompt: Path, tmp_path: Path, closed: int
+) -> None:
     out = tmp_path / "run"
     words = ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", out]
     process = Process(words, tmp_path / "out", [closed])
@@ -167,12 +206,20 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, ca
 def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(KeyboardInterrupt), loading_notice("demo", quiet=False):
         raise KeyboardInterrupt
-    assert capsys.readouterr().err == "tswift: interrupted while demo was loaded; nothing was begun\n"
+    assert (
+        capsys.readouterr().err == "tswift: interrupted while demo was loaded; nothing was begun\n"
+    )
 
 
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "tswift", "generate"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -1,4 +1,6 @@
-"""``tswift generate --prompts``: each text is that of its own run, whatever is killed, and none is made twice."""
+"""``tswift generate --prompts``: each text is that of its own run, whatever is killed,
+and none is made twice.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,53 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def words(checkpoint: Path, prompts: Path) -> Words:
-    return ["generate", "--model", checkpoint, "--len", LENGTH, "--method", "ar", "--prompts", prompts, "--out"]
+    return [
+        "generate",
+        "--model",
+        checkpoint,
+        "--len",
+        LENGTH,
+        "--method",
+        "ar",
+        "--prompts",
+        prompts,
+        "--out",
+    ]
 
 
 def lines_of(text: bytes) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_text_is_that_of_its_own_run(tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path) -> None:
+def test_every_text_is_that_of_its_own_run(
+    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+) -> None:
     """With the seed, the length and the sampling of its line; in the order of the file."""
     out = tmp_path / "out"
     made = tswift(*words, out)
     assert made.code == 0, made.err
     whole = lines_of((out / OUT).read_bytes())
     assert lines_of(made.out) == whole
-    assert [(line["id"], line["tokens"]) for line in whole] == [("sea", 30), ("2", 9), ("3", 30), ("4", 30)]
+    assert [(line["id"], line["tokens"]) for line in whole] == [
+        ("sea", 30),
+        ("2", 9),
+        ("3", 30),
+        ("4", 30),
+    ]
     own = [["--seed", 4], ["--temperature", 0.5, "--len", 9], [], []]
     for line, prompt, more in zip(whole, PROMPTS, own, strict=True):
         length = [] if "--len" in more else ["--len", LENGTH]
-        alone = ["generate", "--model", checkpoint, "--prompt-text", prompt, "--method", "recall", *length, *more]
+        alone = [
+            "generate",
+            "--model",
+            checkpoint,
+            "--prompt-text",
+            prompt,
+            "--method",
+            "recall",
+            *length,
+            *more,
+        ]
         assert line["text"].encode() == tswift(*alone, "--out", tmp_path / line["folder"]).out
     again = tswift("generate", "--resume", out)
     assert (again.code, again.out) == (0, b"")
@@ -72,8 +102,12 @@ def test_shards_share_one_folder(tswift: Tswift, words: Words, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kills", first(1, [3, 25]))
-def test_a_kill_at_any_moment_leaves_exactly_the_rest(kills: int, tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    """Before any change of a file: while a folder is begun, while a text is made, while all are put together."""
+def test_a_kill_at_any_moment_leaves_exactly_the_rest(
+    kills: int, tswift: Tswift, words: Words, tmp_path: Path
+) -> None:
+    """Before any change of a file: while a folder is begun, while a text is made,
+    while all are put together.
+    """
     whole, out, random = tmp_path / "whole", tmp_path / "out", Random(kills)
     assert tswift(*words, whole).code == 0
     out.mkdir()
@@ -88,8 +122,15 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(kills: int, tswift: Tswift
 
 def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    bad = ["{", '{"prompt": 7}', '{"prompt": "a", "len": 0}', '{"messages": [{"role": "user", "content": "a"}]}']
-    path.write_text("\n".join(['{"prompt": "right"}', *bad, '{"prompt": "a", "temperature": "warm"}']))
+    bad = [
+        "{",
+        '{"prompt": 7}',
+        '{"prompt": "a", "len": 0}',
+        '{"messages": [{"role": "user", "content": "a"}]}',
+    ]
+    path.write_text(
+        "\n".join(['{"prompt": "right"}', *bad, '{"prompt": "a", "temperature": "warm"}'])
+    )
     with pytest.raises(InputError) as raised:
         Batch(path, tmp_path / "out", {})
     assert raised.value.field == "prompts"
@@ -105,9 +146,15 @@ def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
 
 
 def test_chats(tiny, tmp_path: Path) -> None:
-    """A line's messages, up to what its user says last; a text is one message. A system prompt gives way to its own."""
+    """A line's messages, up to what its user says last; a text is one message.
+
+    A system prompt gives way to its own.
+    """
     path = tmp_path / "p.jsonl"
-    said = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
+    said = [
+        {"role": role, "content": role[0]}
+        for role in ("system", "user", "assistant", "user", "assistant")
+    ]
     path.write_text(json.dumps({"messages": said}) + '\n{"turns": ["one", "two"]}')
     (tmp_path / "system.txt").write_text("be kind")
     asked: list[list[dict[str, str]]] = []
@@ -128,7 +175,10 @@ def test_chats(tiny, tmp_path: Path) -> None:
     model = Model("m", Tokenizer(), None, None, ())  # type: ignore[arg-type]
     assert [batch._ids(task, model) for task in batch.tasks] == [[7], [11]]
     assert asked[0] == said[:4]
-    assert asked[1] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "one"}]
+    assert asked[1] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "one"},
+    ]
 
 
 def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -> None:
@@ -156,7 +206,9 @@ def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -
         (["--resume", "x"], "--resume: cannot be given together with --prompts"),
     ],
 )
-def test_what_does_not_go_together(tswift: Tswift, words: Words, more: Words, message: str, tmp_path: Path) -> None:
+def test_what_does_not_go_together(
+    tswift: Tswift, words: Words, more: Words, message: str, tmp_path: Path
+) -> None:
     found = tswift(*words, tmp_path / "out", *more)
     assert found.code == 2
     assert message in found.err

@@ -17,13 +17,25 @@ from tests.ranks import Ended, on_ranks
 from tswift import loading
 from tswift.cli import main
 
-TEXT = "The ship had lain three days becalmed, and the captain would not leave the deck. The ship had lain three days"
+TEXT = (
+    "The ship had lain three days becalmed, and the captain would not leave the deck. The ship "
+    "had lain three days"
+)
 
 
 @pytest.fixture
 def words(checkpoint: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "prompt.txt").write_text(TEXT)
-    common = ["--model", checkpoint, "--dtype", "float64", "--device", "cpu", "--prompt", tmp_path / "prompt.txt"]
+    common = [
+        "--model",
+        checkpoint,
+        "--dtype",
+        "float64",
+        "--device",
+        "cpu",
+        "--prompt",
+        tmp_path / "prompt.txt",
+    ]
     return ["generate", "--no-progress", *map(str, common)]
 
 
@@ -41,7 +53,9 @@ def ranked(tmp_path: Path, *words: str, function=_main) -> list[Ended]:
 def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     alone = tswift(*words, "--len", 40, "--out", tmp_path / "alone")
     first, second = ranked(tmp_path, *words, "--len", "40")
-    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), first.err + second.err
+    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), (
+        first.err + second.err
+    )
     assert first.out == alone.out
     assert (second.out, second.err) == (b"", "")
     assert "cpu, float64, attention sdpa, checkpoint in float32, split over 2 ranks" in first.err
@@ -61,7 +75,9 @@ def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: list[str], tmp_path
     text = tswift(*words, "--out", tmp_path / "alone").out.decode()
     stop = next(text[at : at + 3] for at in range(12, 30) if "\ufffd" not in text[at : at + 3])
     first, second = ranked(tmp_path, *words, "--stop", stop, "--logprobs", "1")
-    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), first.err + second.err
+    assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), (
+        first.err + second.err
+    )
     assert first.out.decode() == text[: text.index(stop)]
 
 
@@ -70,10 +86,15 @@ def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: list[str], tmp_path
     ("more", "message"),
     [
         (["--len", "many"], "Invalid value for '--len'"),  # before the ranks meet
-        (["--len", "5000"], "--len: 52 prompt tokens and 5,000 new ones need 5,052 positions, the model has 4,096"),
+        (
+            ["--len", "5000"],
+            "--len: 52 prompt tokens and 5,000 new ones need 5,052 positions, the model has 4,096",
+        ),
     ],
 )
-def test_bad_input_is_said_once(words: list[str], tmp_path: Path, more: list[str], message: str) -> None:
+def test_bad_input_is_said_once(
+    words: list[str], tmp_path: Path, more: list[str], message: str
+) -> None:
     first, second = ranked(tmp_path, *words, *more)
     assert first.found == 2
     assert second.found != 0
@@ -103,7 +124,9 @@ def test_what_one_rank_alone_finds_it_says_itself(words: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_commands_are_not_run_in_copies(tswift: Tswift, monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+def test_other_commands_are_not_run_in_copies(
+    tswift: Tswift, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "test"), ("WORLD_SIZE", "2"), ("RANK", rank)):
         monkeypatch.setenv(name, value)
     said = {
@@ -117,7 +140,9 @@ def test_other_commands_are_not_run_in_copies(tswift: Tswift, monkeypatch: pytes
         assert result.err == (f"tswift: error: {message}\n" if rank == "0" else "")
 
 
-def test_one_rank_is_no_rank(tswift: Tswift, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_rank_is_no_rank(
+    tswift: Tswift, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     assert tswift(*words, "--len", 5, "--out", tmp_path / "one").code == 0
@@ -126,8 +151,18 @@ def test_one_rank_is_no_rank(tswift: Tswift, words: list[str], monkeypatch: pyte
 
 @pytest.mark.slow
 def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
-    """Started by torchrun itself and interrupted: all of it ends, and what was made is one rank's text."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tswift"]
+    """Started by torchrun itself and interrupted: all of it ends,
+    and what was made is one rank's text.
+    """
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tswift",
+    ]
     tokens = tmp_path / "run" / "tokens.u32"
     with (tmp_path / "err").open("w") as err, (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(

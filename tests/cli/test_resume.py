@@ -16,7 +16,16 @@ from tests.jobs.killing import result
 @pytest.fixture
 def words(checkpoint: Path, prompt: Path) -> list[object]:
     sampling = ["--temperature", 1.3, "--min-p", 0, "--seed", 5, "--logit-bias", "40=2.5,7=-1"]
-    model = ["--model", checkpoint, "--dtype", "float64", "--prompt", prompt, "--method", "tokenswift"]
+    model = [
+        "--model",
+        checkpoint,
+        "--dtype",
+        "float64",
+        "--prompt",
+        prompt,
+        "--method",
+        "tokenswift",
+    ]
     return ["generate", *model, *sampling]
 
 
@@ -47,14 +56,20 @@ def test_a_finished_run_goes_on(tswift: Tswift, short: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_model_that_was_moved(tswift: Tswift, short: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """By its new place, and the heads by another file of the same kind; from then on the run remembers them."""
+def test_a_model_that_was_moved(
+    tswift: Tswift, short: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """By its new place, and the heads by another file of the same kind;
+    from then on the run remembers them.
+    """
     shutil.copytree(checkpoint, tmp_path / "moved")
     (tmp_path / "moved" / "heads.safetensors").rename(tmp_path / "mine.safetensors")
     before = {path.name: path.read_bytes() for path in short.iterdir()}
     found = tswift("generate", "--resume", short, "--len", 20, "--model", tmp_path / "moved")
     assert (found.code, found.out) == (2, b"")
-    assert f"{tmp_path}/moved is not the model that {short} was made with: heads differ" in found.err
+    assert (
+        f"{tmp_path}/moved is not the model that {short} was made with: heads differ" in found.err
+    )
     assert {path.name: path.read_bytes() for path in short.iterdir()} == before
     elsewhere = ["--model", tmp_path / "moved", "--heads", tmp_path / "mine.safetensors"]
     assert tswift("generate", "--resume", short, "--len", 20, *elsewhere).code == 0

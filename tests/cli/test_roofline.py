@@ -27,9 +27,21 @@ def test_the_papers_table_2(tswift: Tswift) -> None:
 
 def test_json_of_a_job(tswift: Tswift) -> None:
     job = ("--alpha", 0.9, "--len", 50_000, "--prefill", 2048, "--depth", 5, "--budget", 2000)
-    record = json.loads(tswift(*LLAMA, *job, "--context", "1000,2_000", "--nodes", "1,8,20", "--json", "-").out)
-    assert (record["kind"], record["device"], record["dtype"]) == ("roofline", "a100-80g", "bfloat16")
-    asked = {"contexts": [1000, 2000], "nodes": [1, 8, 20], "prefill": 2048, "length": 50_000, "alpha": 0.9}
+    record = json.loads(
+        tswift(*LLAMA, *job, "--context", "1000,2_000", "--nodes", "1,8,20", "--json", "-").out
+    )
+    assert (record["kind"], record["device"], record["dtype"]) == (
+        "roofline",
+        "a100-80g",
+        "bfloat16",
+    )
+    asked = {
+        "contexts": [1000, 2000],
+        "nodes": [1, 8, 20],
+        "prefill": 2048,
+        "length": 50_000,
+        "alpha": 0.9,
+    }
     assert record["question"] == {**asked, "depth": 5, "budget": 2000, "draft_weights": None}
     assert record["decodes"][1]["tokens_per_step"] == 5.5
 
@@ -37,21 +49,37 @@ def test_json_of_a_job(tswift: Tswift) -> None:
 def test_a_folder_as_far_as_it_goes_and_this_machine(
     tswift: Tswift, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--model", checkpoint, "--bandwidth", 40, "--flops", 0.1, "--len", 500, "--prefill", 10)
+    words = (
+        "--model",
+        checkpoint,
+        "--bandwidth",
+        40,
+        "--flops",
+        0.1,
+        "--len",
+        500,
+        "--prefill",
+        10,
+    )
     told = tswift("roofline", *words, "--dtype", "float64").out.decode()
     for said in (f"{checkpoint}, float64, as given", "4,096"):
         assert said in told
     assert "20,000" not in told
-    monkeypatch.setattr(roofline_module, "measure_machine", lambda device, dtype, shape: Machine(1.5e10, 3e10))
+    monkeypatch.setattr(
+        roofline_module, "measure_machine", lambda device, dtype, shape: Machine(1.5e10, 3e10)
+    )
     first, *lines = tswift("roofline", "--device", "here").out.decode().splitlines()
     assert ["memory", "bandwidth", "15.0", "GB/s"] in [line.split() for line in lines]
     assert ", measured" in first
-    if not torch.cuda.is_available():  # what `generate` would run in, not what the weights are stored in
+    if not torch.cuda.is_available():
+        # what `generate` would run in, not what the weights are stored in
         assert first.startswith("Roofline: demo, float32, ")
 
 
 def test_nothing_is_built(tswift: Tswift, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight or fourteen billion weights fit no test machine: that this ends at all says that none were made."""
+    """Eight or fourteen billion weights fit no test machine:
+    that this ends at all says that none were made.
+    """
     empty = torch.empty
 
     def counted(*shape: object, **options: object) -> torch.Tensor:

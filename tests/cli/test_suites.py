@@ -32,15 +32,21 @@ def small_model(tmp_path_factory):
 def suite(tswift, checkpoint, tmp_path, load_once):
     text = tmp_path / "prompt.txt"
     text.write_text(" ".join(SENTENCES[:4]))
-    return lambda name, *words: tswift("bench", "--suite", name, "--model", checkpoint, "--prompts", text, *words)
+    return lambda name, *words: tswift(
+        "bench", "--suite", name, "--model", checkpoint, "--prompts", text, *words
+    )
 
 
 @pytest.fixture
 def small(suite, monkeypatch):
-    """A suite at tiny scale: two of its settings, and if it varies the prefill, on a smaller scale."""
+    """A suite at tiny scale: two of its settings, and if it varies the prefill,
+    on a smaller scale.
+    """
 
     def run(name, *words):
-        monkeypatch.setitem(vars(SUITES[name]), "settings", dict(list(SUITES[name].settings.items())[:2]))
+        monkeypatch.setitem(
+            vars(SUITES[name]), "settings", dict(list(SUITES[name].settings.items())[:2])
+        )
         if SUITES[name].along == PREFILL:
             monkeypatch.setitem(vars(SUITES[name]), "prefills", PREFILLS)
             return suite(name, *SMALL[2:], *words)
@@ -50,7 +56,8 @@ def small(suite, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SUITES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SUITES],
 )
 def test_a_suite_from_end_to_end(small, small_model, name):
     drafted = any(METHODS[method].draft for method in SUITES[name].methods)
@@ -62,7 +69,12 @@ def test_a_suite_from_end_to_end(small, small_model, name):
         {"suite.png", "suite.svg"} if name in DRAWN else set()
     )
     record = json.loads(Path("s/suite.json").read_text())
-    assert (record["schema"], record["kind"], record["suite"], record["state"]) == (1, "suite", name, "finished")
+    assert (record["schema"], record["kind"], record["suite"], record["state"]) == (
+        1,
+        "suite",
+        name,
+        "finished",
+    )
     assert record["missing"] == []
     assert {row["axis"] for row in record["rows"]} >= {*SUITES[name].labels}
     for group in record["groups"]:
@@ -71,14 +83,18 @@ def test_a_suite_from_end_to_end(small, small_model, name):
             for point in sample["points"]:
                 assert tuple(point["quality"]) == tuple(from_source(QUALITY))
     written = to_json(read(Path("s/suite.json"), "resume"))
-    assert written == {name: value for name, value in record.items() if name not in ("rows", "published", "pairs")}
+    assert written == {
+        name: value for name, value in record.items() if name not in ("rows", "published", "pairs")
+    }
     assert "## Order" in Path("s/suite.md").read_text()
     assert len(record["pairs"]) >= len(SUITES[name].ordered)
     lines = list(csv.DictReader(Path("s/suite.csv").read_text().splitlines()))
     assert len(lines) == len(record["rows"]) + len(record["published"])
     for line, row in zip(lines, [*record["rows"], *record["published"]], strict=True):
         for figure, values in row["figures"].items():
-            assert line[f"{figure}_mean"] == ("" if values["mean"] is None else f"{values['mean']:.9g}")
+            assert line[f"{figure}_mean"] == (
+                "" if values["mean"] is None else f"{values['mean']:.9g}"
+            )
     assert "same as paper" in result.out.decode()
     if SUITES[name].texts:
         texts = [(text["label"], len(text["tokens"])) for text in record["texts"]]
@@ -88,12 +104,29 @@ def test_a_suite_from_end_to_end(small, small_model, name):
 
 @pytest.mark.slow
 def test_options_that_a_suite_does_not_vary_count(small):
-    words = ("--penalty", 1.1, "--seeds", "3,4", "--ngrams", 5, "--ar", "sampled", "--repeats", 2, "--tree", "2,1")
+    words = (
+        "--penalty",
+        1.1,
+        "--seeds",
+        "3,4",
+        "--ngrams",
+        5,
+        "--ar",
+        "sampled",
+        "--repeats",
+        2,
+        "--tree",
+        "2,1",
+    )
     assert small("table4", "--out", "s", "--no-plots", *words).code == 0
     record = json.loads(Path("s/suite.json").read_text())
     (group,) = record["groups"]
     workload = group["measurement"]["workload"]
-    assert (workload["sampling"]["penalty"], workload["seeds"], workload["ar"]) == (1.1, [3, 4], "sampled")
+    assert (workload["sampling"]["penalty"], workload["seeds"], workload["ar"]) == (
+        1.1,
+        [3, 4],
+        "sampled",
+    )
     assert workload["drafting"]["tokenswift"]["ngrams"] == 5
     assert workload["drafting"]["tokenswift"]["tree"] == [2, 1]
     assert [row["figures"]["alpha"]["n"] for row in record["rows"]] == [2] * 2
@@ -104,7 +137,10 @@ def test_options_that_a_suite_does_not_vary_count(small):
 def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
     short = make_checkpoint(tmp_path / "short", num_hidden_layers=1, max_position_embeddings=16)
     assert small("table1", "--out", "s", "--no-plots", "--draft-model", short).code == 0
-    missing = {each["label"]: each["why"] for each in json.loads(Path("s/suite.json").read_text())["missing"]}
+    missing = {
+        each["label"]: each["why"]
+        for each in json.loads(Path("s/suite.json").read_text())["missing"]
+    }
     why = "8 prompt tokens and 12 new ones need 20 positions, the draft model has 16"
     assert missing == {"triforce": why, "standalone": why}
 
@@ -124,6 +160,7 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
     result = small("table12", "--out", "t", "--no-plots", "--model", bare)
     assert result.code == 2
     assert (
-        "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model has none" in result.err
+        "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model "
+        "has none" in result.err
     )
     assert not Path("t").exists()

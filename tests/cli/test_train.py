@@ -1,4 +1,5 @@
-"""``tswift train`` and ``train-draft``: what they print, how they are stopped, what breaks on the way.
+"""``tswift train`` and ``train-draft``: what they print, how they are stopped,
+what breaks on the way.
 
 What is refused is in ``tests/cli/bad_inputs``.
 """
@@ -25,15 +26,31 @@ NUMBER = r"\d+\.\d{3}"
 
 def words_of(tiny: Tiny, *more: object, command: str = "train") -> list[object]:
     return [
-        *(command, "--corpus", tiny.corpus, "--model", tiny.model, "--seq-len", 64, "--batch", 2, "--accumulate", 1),
+        *(
+            command,
+            "--corpus",
+            tiny.corpus,
+            "--model",
+            tiny.model,
+            "--seq-len",
+            64,
+            "--batch",
+            2,
+            "--accumulate",
+            1,
+        ),
         *("--steps", 4, "--device", "cpu", "--out", "new", *more),
     ]
 
 
 def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> None:  # type: ignore[no-untyped-def]
-    """Its record, that generate takes what was trained, and that a finished training is said again."""
+    """Its record, that generate takes what was trained,
+    and that a finished training is said again.
+    """
     assert json.loads(Path("new/train.json").read_text())["command"][:2] == ["tswift", command]
-    result = tswift("generate", "--model", tiny.model, drafts, "new", "--len", 8, "--prompt-text", "Once")
+    result = tswift(
+        "generate", "--model", tiny.model, drafts, "new", "--len", 8, "--prompt-text", "Once"
+    )
     assert result.code == 0, result.err
     result = tswift(command, "--resume", "new")
     assert (result.code, result.out.decode().splitlines()[0]) == (0, title)
@@ -50,9 +67,17 @@ def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignor
     assert len(rows) == 2
     for head, row in enumerate(rows, start=1):
         assert re.fullmatch(rf"\s+{head}\s+{head + 1} on(\s+{NUMBER} -> {NUMBER}){{4}}", row)
-    assert re.match(rf"alpha {NUMBER} -> {NUMBER}, tokens per step \d\.\d\d -> \d\.\d\d: 20 tokens after each", note)
-    assert re.match(r"Decoding took \S+ s before and takes \S+ s now; .*: x \d\.\d\d -> \d\.\d\d\.$", times)
-    assert "18 of 25 documents have more than 64 tokens, 1 there twice; 1 of them held out" in result.err
+    assert re.match(
+        rf"alpha {NUMBER} -> {NUMBER}, tokens per step \d\.\d\d -> \d\.\d\d: 20 tokens after each",
+        note,
+    )
+    assert re.match(
+        r"Decoding took \S+ s before and takes \S+ s now; .*: x \d\.\d\d -> \d\.\d\d\.$", times
+    )
+    assert (
+        "18 of 25 documents have more than 64 tokens, 1 there twice; 1 of them held out"
+        in result.err
+    )
     assert "written: new/heads.safetensors\n" in result.err
     assert result.err.endswith("train --resume new --install puts them where --model finds them\n")
     assert Path("new/heads.safetensors").stat().st_mode == Path("new/train.json").stat().st_mode
@@ -61,7 +86,9 @@ def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignor
 
 @pytest.mark.slow
 def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
-    result = tswift(*words_of(tiny, "--objective", "distill", "--reach", 500, command="train-draft"))
+    result = tswift(
+        *words_of(tiny, "--objective", "distill", "--reach", 500, command="train-draft")
+    )
     assert result.code == 0, result.err
     title, columns, loss, same, note = result.out.decode().splitlines()
     assert title == "A draft model after 4 steps, and the model that it drafts for"
@@ -77,24 +104,38 @@ def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type
     assert "--resume: new/train.json is of kind train-draft" in result.err
 
 
-def test_defaults_of_a_cpu_and_warnings(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tswift.training.config.HeadsConfig.ON_CPU", {"batch": 2, "accumulate": 1, "minutes": 0.0005})
+def test_defaults_of_a_cpu_and_warnings(
+    tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(
+        "tswift.training.config.HeadsConfig.ON_CPU",
+        {"batch": 2, "accumulate": 1, "minutes": 0.0005},
+    )
     words = ("--corpus", tiny.corpus, "--model", tiny.model, "--device", "cpu", "--seq-len", 64)
     result = tswift("train", *words, "--alpha-tokens", 0)
     assert result.code == 0, result.err
     chosen = "--batch 2 --accumulate 1 --minutes 0.0005"
-    assert f"tswift: on a CPU, to end in minutes rather than days, the defaults are {chosen}\n" in result.err
+    assert (
+        f"tswift: on a CPU, to end in minutes rather than days, the defaults are {chosen}\n"
+        in result.err
+    )
     short, few = re.findall(r"^tswift: warning: (.*)$", result.err, re.M)
     assert short == (
-        "6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len keeps them"
+        "6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len "
+        "keeps them"
     )
     assert re.fullmatch(r"0\.0005 minutes allow about \d+ steps; a higher --minutes, .*", few)
     result = tswift("train-draft", *words, "--batch", 1, "--steps", 2)
     assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
-    assert "tswift: warning: little is learnt in 2 steps; --steps 50 or more is advised\n" in result.err
+    assert (
+        "tswift: warning: little is learnt in 2 steps; --steps 50 or more is advised\n"
+        in result.err
+    )
 
 
-@pytest.mark.parametrize(("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)]
+)
 def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
     tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: str, number: int
 ) -> None:
@@ -119,7 +160,9 @@ def killed(*arguments: object, **more: object) -> None:
 
 
 def out_of_memory(*arguments: object) -> None:
-    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    raise RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    )
 
 
 def full_disk(*arguments: object, **more: object) -> None:
@@ -130,11 +173,21 @@ def full_disk(*arguments: object, **more: object) -> None:
     ("where", "broken", "code", "told"),
     [
         ((tasks, "begin"), killed, 143, "interrupted after step 0; .*"),
-        ((Documents, "batch"), out_of_memory, 1,
-         r"error: memory ran out; a lower --batch or --seq-len takes less\. Checkpoints are in new"),
-        ((training, "save_file"), full_disk, 1, r"error: new/checkpoint\.safetensors cannot be written \(.*\)"),
+        (
+            (Documents, "batch"),
+            out_of_memory,
+            1,
+            r"error: memory ran out; a lower --batch or --seq-len takes less\. "
+            "Checkpoints are in new",
+        ),
+        (
+            (training, "save_file"),
+            full_disk,
+            1,
+            r"error: new/checkpoint\.safetensors cannot be written \(.*\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_breaks_on_the_way_is_one_line(  # type: ignore[no-untyped-def]
     tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, where, broken, code: int, told: str
 ) -> None:
@@ -153,7 +206,8 @@ def test_texts_beyond_the_models_positions(tswift, tiny: Tiny) -> None:  # type:
 
 def test_a_mistyped_option_does_not_wait_for_torch() -> None:
     code = "import sys; from tswift.cli import main; "
-    code += "codes = main('train --corpus x --kind odd'.split()), main('train-draft --corpus x --lr 0'.split()); "
+    code += "codes = main('train --corpus x --kind odd'.split()), "
+    code += "main('train-draft --corpus x --lr 0'.split()); "
     code += "sys.exit(codes != (2, 2) or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

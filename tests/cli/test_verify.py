@@ -28,8 +28,31 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, in float64."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "prompt.txt").write_text(TEXT)
-    words = ["--model", checkpoint, "--prompt", folder / "prompt.txt", "--len", LENGTH, "--seed", 5, "--quiet"]
-    assert main(["generate", *map(str, words), *SAMPLING, "--dtype", "float64", "--out", str(folder / "run")]) == 0
+    words = [
+        "--model",
+        checkpoint,
+        "--prompt",
+        folder / "prompt.txt",
+        "--len",
+        LENGTH,
+        "--seed",
+        5,
+        "--quiet",
+    ]
+    assert (
+        main(
+            [
+                "generate",
+                *map(str, words),
+                *SAMPLING,
+                "--dtype",
+                "float64",
+                "--out",
+                str(folder / "run"),
+            ]
+        )
+        == 0
+    )
     return folder / "run"
 
 
@@ -53,7 +76,14 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
     assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
     found = json.loads((tmp_path / "found.json").read_text())
-    expected = {"ok": True, "schema": 1, "kind": "verify", "tokens": LENGTH, "exact": LENGTH, "seed": 5}
+    expected = {
+        "ok": True,
+        "schema": 1,
+        "kind": "verify",
+        "tokens": LENGTH,
+        "exact": LENGTH,
+        "seed": 5,
+    }
     expected |= {"violations": 0, "within_rounding": 0, "findings": [], "source": str(run)}
     assert {name: found[name] for name in expected} == expected
     assert (found["command"][:2], found["model"]["dtype"]) == (["tswift", "verify"], "float64")
@@ -68,13 +98,20 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_run(
+    tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     round_single_rows(monkeypatch)
     out = tmp_path / "run"
     words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
     assert tswift("generate", *words, "--out", out, "--quiet").code == 0
     found = json.loads(tswift("verify", out, "--json", "-").out)
-    assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (True, 60, 0, None)
+    assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (
+        True,
+        60,
+        0,
+        None,
+    )
     assert found["width"] == found["model"]["exact"]["width"]
     assert (found["measured"], found["bound"], found["near_ties"]) == (0, 0, 0)
     said = tswift("verify", out).out.decode()
@@ -96,7 +133,10 @@ def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch:
     (out / "run.json").write_text(json.dumps(record))
     result = tswift("verify", out, "--json", tmp_path / "found.json")
     assert result.code == 0
-    assert "the run was exact, but the arithmetic here differs from that of the run: judged" in result.out.decode()
+    assert (
+        "the run was exact, but the arithmetic here differs from that of the run: judged"
+        in result.out.decode()
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["width"] is found["model"]["exact"] is None
     assert found["note"].startswith("the run was exact")
@@ -105,7 +145,17 @@ def test_an_exact_run(tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
-    words = ["--model", checkpoint, "--prompt-text", TEXT, "--seed", 5, "--dtype", "float64", *SAMPLING]
+    words = [
+        "--model",
+        checkpoint,
+        "--prompt-text",
+        TEXT,
+        "--seed",
+        5,
+        "--dtype",
+        "float64",
+        *SAMPLING,
+    ]
     bias = ["--logit-bias", "40=4,41=-100", "--logit-bias", "42=1"]
     made = ["generate", *words, "--len", LENGTH, "--quiet", "--out"]
     assert tswift(*made, tmp_path / "biased", *bias).code == 0
@@ -155,24 +205,54 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
         (run / "text.txt").write_bytes(forged)
         result = tswift("verify", run, "--json", "-")
         found = json.loads(result.out)
-        assert (result.code, found["ok"], found["text_fault"] is None) == (0 if ok else 1, ok, ok), (state, forged)
+        assert (result.code, found["ok"], found["text_fault"] is None) == (
+            0 if ok else 1,
+            ok,
+            ok,
+        ), (state, forged)
         assert found["violations"] == 0
-    assert "text.txt is not the text of tokens.u32: they differ from byte 40 on" in tswift("verify", run).out.decode()
+    assert (
+        "text.txt is not the text of tokens.u32: they differ from byte 40 on"
+        in tswift("verify", run).out.decode()
+    )
 
 
 @pytest.mark.slow
-def test_a_text_with_a_stop_string_and_parts_of_characters(tswift: Tswift, checkpoint: Path, tmp_path: Path) -> None:
-    words = ["--model", checkpoint, "--prompt-text", TEXT, "--dtype", "float64", "--temperature", 3, "--min-p", 0]
+def test_a_text_with_a_stop_string_and_parts_of_characters(
+    tswift: Tswift, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--model",
+        checkpoint,
+        "--prompt-text",
+        TEXT,
+        "--dtype",
+        "float64",
+        "--temperature",
+        3,
+        "--min-p",
+        0,
+    ]
     for seed in range(4):
         out = tmp_path / str(seed)
         stop = ["--stop", "e"] if seed == 3 else []
-        assert tswift("generate", *words, "--len", 40, "--seed", seed, *stop, "--quiet", "--out", out).code == 0
+        assert (
+            tswift(
+                "generate", *words, "--len", 40, "--seed", seed, *stop, "--quiet", "--out", out
+            ).code
+            == 0
+        )
         assert tswift("verify", out, "--quiet").code == 0
         assert tswift("generate", "--resume", out).code == 0
-    assert any("\N{REPLACEMENT CHARACTER}" in (tmp_path / str(seed) / "text.txt").read_text() for seed in range(3))
+    assert any(
+        "\N{REPLACEMENT CHARACTER}" in (tmp_path / str(seed) / "text.txt").read_text()
+        for seed in range(3)
+    )
 
 
-def test_another_model_is_refused(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(
+    tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][0] += 1
@@ -180,14 +260,26 @@ def test_another_model_is_refused(tswift: Tswift, run: Path, checkpoint: Path, t
     same = Path(shutil.copytree(checkpoint, tmp_path / "same"))
     assert tswift("verify", run, "--model", same, "--quiet").code == 0
     for name, differs in ((other, "weights"), ("demo", "config")):
-        said = f"tswift: error: --model: {name} is not the model that {run} was made with: {differs} differ\n"
+        said = (
+            f"tswift: error: --model: {name} is not the model that {run} was made with: {differs} "
+            "differ\n"
+        )
         refused = tswift("verify", run, "--model", name, "--quiet")
         assert (refused.code, refused.err) == (2, said)
 
 
 @pytest.mark.slow
 def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:
-    words = ["verify", "--tokens", run / "tokens.u32", "--prompt", prompt, "--model", checkpoint, *SAMPLING]
+    words = [
+        "verify",
+        "--tokens",
+        run / "tokens.u32",
+        "--prompt",
+        prompt,
+        "--model",
+        checkpoint,
+        *SAMPLING,
+    ]
     words += ["--dtype", "float64"]
     assert tswift(*words, "--seed", 5).code == 0
     for wrong in (["--seed", 6], [], ["--seed", 5, "--prefill", 4], ["--seed", 5, "--penalty", 1]):
@@ -196,21 +288,52 @@ def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpo
 
 def test_stop_at_eos(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
     sampling = ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos"]
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 3000, "--method", "ar", "--quiet"]
+    words = [
+        "generate",
+        "--model",
+        checkpoint,
+        "--prompt",
+        prompt,
+        "--len",
+        3000,
+        "--method",
+        "ar",
+        "--quiet",
+    ]
     assert tswift(*words, *sampling, "--out", tmp_path / "run").code == 0
     tokens = np.fromfile(tmp_path / "run" / "tokens.u32", "<u4").tolist()
     assert tokens.index(0) == len(tokens) - 1 < 2999  # almost flat: one of 320 tokens ends the text
     assert tswift("verify", tmp_path / "run").code == 0
-    text = ["verify", "--tokens", tmp_path / "run" / "tokens.u32", "--prompt", prompt, "--model", checkpoint]
+    text = [
+        "verify",
+        "--tokens",
+        tmp_path / "run" / "tokens.u32",
+        "--prompt",
+        prompt,
+        "--model",
+        checkpoint,
+    ]
     assert tswift(*text, *sampling).code == 0
     result = tswift(*text, *sampling[:-1])
     assert result.code == 1  # the last token would have been banned
     assert b" inf " in result.out
 
 
-def test_generate_verify(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_generate_verify(
+    tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     out = tmp_path / "run"
-    words = ["generate", "--model", checkpoint, "--prompt", prompt, "--len", 40, "--verify", "--out"]
+    words = [
+        "generate",
+        "--model",
+        checkpoint,
+        "--prompt",
+        prompt,
+        "--len",
+        40,
+        "--verify",
+        "--out",
+    ]
     result = tswift(*words, out)
     assert result.code == 0, result.err
     assert result.out == (out / "text.txt").read_bytes()  # nothing but the text
@@ -224,7 +347,8 @@ def test_generate_verify(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_pat
 
     broken = lambda self, logits, nodes, *_: self.draw_with_runner_up(logits, None, nodes[1] + 1)  # noqa: E731
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
-    monkeypatch.setattr("tswift.forward.target.Target.verify", lambda *given: None)  # not by the C program
+    # not by the C program
+    monkeypatch.setattr("tswift.forward.target.Target.verify", lambda *given: None)
     result = tswift(*words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err
@@ -233,13 +357,18 @@ def test_generate_verify(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_pat
 
 # --- what is said of an audit
 
-VIOLATIONS = tuple(Finding(index, index + 10, 7, 8, None if index > 10 else 0.5, VIOLATION) for index in range(9, 34))
+VIOLATIONS = tuple(
+    Finding(index, index + 10, 7, 8, None if index > 10 else 0.5, VIOLATION)
+    for index in range(9, 34)
+)
 ROUNDED = (Finding(3, 13, 7, 8, 0.01, WITHIN), Finding(5, 15, 7, 8, 0.02, WITHIN))
 WHOLE = Audit(4000, 3998, ROUNDED, 0.02, 0.5, 0.04, 0.001, 9.0, 2.0, None, 700)
 
 
 def test_the_table() -> None:
-    said = verdict(Audit(4000, 3973, (*ROUNDED, *VIOLATIONS), 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)).plain()
+    said = verdict(
+        Audit(4000, 3973, (*ROUNDED, *VIOLATIONS), 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)
+    ).plain()
     rows = [line.split() for line in said.splitlines()]
     assert rows[0] == ["4,000", "tokens", "judged", "in", "2.0", "s"]
     assert rows[2:5] == [
@@ -255,9 +384,25 @@ def test_the_table() -> None:
 @every_row(
     ("audit", "ok", "said", "unsaid"),
     [
-        (WHOLE, True, "differ by up to 0.02 in a logit; within rounding is up to 0.04", "violations at"),
-        (WHOLE, True, "700 of 4,000 tokens have a competitor within rounding: an error that swaps them is not", "more"),
-        (Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0, 16), True, "any changed token is seen", "within rounding"),
+        (
+            WHOLE,
+            True,
+            "differ by up to 0.02 in a logit; within rounding is up to 0.04",
+            "violations at",
+        ),
+        (
+            WHOLE,
+            True,
+            "700 of 4,000 tokens have a competitor within rounding: an error that swaps them is "
+            "not",
+            "more",
+        ),
+        (
+            Audit(3, 3, (), 0.0, 1.0, 0.0, None, None, 2.0, 16),
+            True,
+            "any changed token is seen",
+            "within rounding",
+        ),
         (
             Audit(3, 3, (), 5.0, 0.5, 10.0, None, None, 2.0),
             False,
@@ -269,4 +414,9 @@ def test_the_table() -> None:
 def test_the_notes(audit: Audit, ok: bool, said: str, unsaid: str) -> None:
     found = verdict(audit, "it was made elsewhere").plain()
     assert "it was made elsewhere" in found
-    assert (said in found, unsaid in found, audit.ok, audit.as_dict()["ok"]) == (True, False, ok, ok)
+    assert (said in found, unsaid in found, audit.ok, audit.as_dict()["ok"]) == (
+        True,
+        False,
+        ok,
+        ok,
+    )

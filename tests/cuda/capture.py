@@ -1,7 +1,9 @@
-"""CUDA graphs without CUDA: a capture records the operators of a function, a replay runs them into the same memory.
+"""CUDA graphs without CUDA: a capture records the operators of a function,
+a replay runs them into the same memory.
 
-As on a GPU, a capture executes nothing that lasts, Python's numbers are baked in, whatever would wait for the device is
-refused, and a replay may destroy what other graphs of its pool hold: here it always does, by NaN.
+As on a GPU, a capture executes nothing that lasts, Python's numbers are baked in, whatever would
+wait for the device is refused, and a replay may destroy what other graphs of its pool hold: here it
+always does, by NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tswift.attention.sdpa import Attention, Layout
 
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "is_nonzero",
+    "equal",
+)
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -26,7 +36,8 @@ class Log:
     """What happened on the way to and on the device, while it is ``on``.
 
     Attributes:
-        waits, sent, fetched: how often the host waited, copied to the device and from it, by place in the source.
+        waits, sent, fetched: how often the host waited, copied to the device and from it, by place
+            in the source.
         kernels: operators, but for views and copies, that no graph ran.
         launches: graphs replayed.
     """
@@ -42,7 +53,8 @@ class Log:
 
 
 LOG = Log()
-PINNED: dict[int, Tensor] = {}  # by address: page-locked memory, whose copies do not wait for the host
+# by address: page-locked memory, whose copies do not wait for the host
+PINNED: dict[int, Tensor] = {}
 _UNDER_WAY: list[Callable[[], object]] = []  # copies; each says what is to be done when it is over
 _SYNC_DEBUG: list[Any] = [0]  # modes that were set, the present one last
 
@@ -73,9 +85,13 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         outs = tensors(out)
         known = {address(tensor) for tensor in given}
-        self.own |= {address(each): each for each in outs if each.numel() and address(each) not in known}
+        self.own |= {
+            address(each): each for each in outs if each.numel() and address(each) not in known
+        }
         # aliases, as an operator may change the shape of what it is given
-        self.operators.append((func, mapped(_plain, args), mapped(_plain, kwargs), [held(x).detach() for x in outs]))
+        self.operators.append(
+            (func, mapped(_plain, args), mapped(_plain, kwargs), [held(x).detach() for x in outs])
+        )
         return out
 
     def trim_to(self) -> None:
@@ -96,7 +112,10 @@ class Graph:
 
     def captured(self, trace: _Recorder, pool: object) -> None:
         """Take what was recorded; its memory holds nothing as yet."""
-        self._trace, self._pool = trace, self._pools.setdefault(pool, []) if pool is not None else []
+        self._trace, self._pool = (
+            trace,
+            self._pools.setdefault(pool, []) if pool is not None else [],
+        )
         self._pool.append(self)
         for tensor in trace.own.values():
             poison(tensor)
@@ -110,7 +129,8 @@ class Graph:
         with torch.inference_mode(), _disable_current_modes():
             for other in self._pool:
                 if other is not self:
-                    # what this one reads of others' memory was alive when it was captured, so it is not in its way
+                    # what this one reads of others' memory was alive when it was captured, so it is
+                    # not in its way
                     for place in [each for each in other._valid if each not in trace.reads]:
                         poison(other._valid.pop(place))
             for func, args, kwargs, outs in trace.operators:
@@ -133,7 +153,9 @@ class Graph:
 class Capture:
     """In place of ``torch.cuda.graph``."""
 
-    def __init__(self, graph: Graph, pool: object = None, stream: object = None, **named: object) -> None:
+    def __init__(
+        self, graph: Graph, pool: object = None, stream: object = None, **named: object
+    ) -> None:
         self._graph, self._pool = graph, pool
 
     def __enter__(self) -> None:
@@ -153,13 +175,17 @@ class Capture:
 
 
 class Event:
-    """In place of ``torch.cuda.Event``; as if the current device were not the model's, whose stream has to be named."""
+    """In place of ``torch.cuda.Event``; as if the current device were not the model's,
+    whose stream has to be named.
+    """
 
     def __init__(self, *given: object, **named: object) -> None: ...
 
     def record(self, stream: object = None) -> None:
         if stream is None:
-            raise RuntimeError("an event of the current device's stream, which need not be the model's")
+            raise RuntimeError(
+                "an event of the current device's stream, which need not be the model's"
+            )
 
     def wait(self, stream: object = None) -> None: ...
 
@@ -250,7 +276,8 @@ def waited(place: str = "") -> None:
 def under_way(source: Tensor, destination: Tensor) -> None:
     """A copy from or to page-locked memory has begun that nothing has waited for yet.
 
-    Until then the host reads nothing that makes sense from where it goes, and must not write to where it comes from.
+    Until then the host reads nothing that makes sense from where it goes, and must not write to
+    where it comes from.
     """
     place, source, destination = site(), held(source), held(destination)
     with _disable_current_modes(), torch.inference_mode():
@@ -259,7 +286,9 @@ def under_way(source: Tensor, destination: Tensor) -> None:
 
             def finish() -> None:
                 if not torch.equal(source, before):
-                    raise RuntimeError(f"page-locked memory was written while it was copied, in {place}")
+                    raise RuntimeError(
+                        f"page-locked memory was written while it was copied, in {place}"
+                    )
 
             _UNDER_WAY.append(finish)
         elif address(destination) in PINNED:
@@ -273,14 +302,17 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("/src/tswift/")
-        if found and not frame.f_code.co_name.startswith("<"):  # a comprehension is part of its function
+        if found and not frame.f_code.co_name.startswith("<"):
+            # a comprehension is part of its function
             return f"{path}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"
 
 
 def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
-    """Arguments or results of an operator with every leaf changed; ``tree_map`` takes ten times as long."""
+    """Arguments or results of an operator with every leaf changed;
+    ``tree_map`` takes ten times as long.
+    """
     if isinstance(nest, (list, tuple)):
         return type(nest)([mapped(change, each) for each in nest])
     if isinstance(nest, dict):
@@ -327,12 +359,16 @@ def poison(tensor: Tensor) -> None:
 
 
 class StaticAttention:
-    """Attention over a whole cache, masked by a length that only the device knows; in place of Triton's."""
+    """Attention over a whole cache, masked by a length that only the device knows;
+    in place of Triton's.
+    """
 
     STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
     keep, append = staticmethod(Attention.keep), staticmethod(Attention.append)
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -346,11 +382,14 @@ class StaticAttention:
         rows = query.unflatten(0, (self._layout.kv_heads, -1))
         scores = torch.einsum("hgnd,hkd->hgnk", rows, keys) * scale
         shares = scores.masked_fill(~reads, -torch.inf).softmax(-1)
-        known = values.where(reads.any(0)[:, None], 0)  # what slots hold that are not in use may be anything
+        # what slots hold that are not in use may be anything
+        known = values.where(reads.any(0)[:, None], 0)
         return torch.einsum("hgnk,hkd->hgnd", shares, known).flatten(0, 1)
 
     @staticmethod
-    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
+    def store(
+        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
+    ) -> None:
         """Write new keys and values from ``length`` on."""
         slots = torch.arange(new_keys.shape[1], device=keys.device) + length
         keys.index_copy_(1, slots, new_keys)

@@ -1,4 +1,6 @@
-"""Prints what the simulated device does not see, though it should: ``python -m tests.cuda.check`` prints nothing."""
+"""Prints what the simulated device does not see, though it should:
+``python -m tests.cuda.check`` prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,18 @@ def main() -> None:
             print("an answer that is read too early")
         for what, run, words, spoiled in (
             ("a wait", lambda: there.tolist(), "called a synchronizing CUDA operation", False),
-            ("an element that is set", lambda: there.__setitem__(1, 2.0), "called a synchronizing", False),
-            ("a copy", lambda: here.to(CUDA, non_blocking=True), "not permitted when stream is capturing", True),
+            (
+                "an element that is set",
+                lambda: there.__setitem__(1, 2.0),
+                "called a synchronizing",
+                False,
+            ),
+            (
+                "a copy",
+                lambda: here.to(CUDA, non_blocking=True),
+                "not permitted when stream is capturing",
+                True,
+            ),
         ):
             graphs.failure, graphs.spoiled = "", False
             graphs.capture(run)

@@ -1,7 +1,9 @@
-"""Tensors that say they are on CUDA and hold data of the host: a mix of devices fails, waits and copies are counted.
+"""Tensors that say they are on CUDA and hold data of the host: a mix of devices fails,
+waits and copies are counted.
 
-It patches PyTorch for the whole process, so it is run in one of its own: ``python -m tests.cuda.table``. Import it
-before the package, whose decorators take up ``torch.inference_mode`` as it is then.
+It patches PyTorch for the whole process, so it is run in one of its own: ``python -m
+tests.cuda.table``. Import it before the package, whose decorators take up ``torch.inference_mode``
+as it is then.
 """
 
 from __future__ import annotations
@@ -13,12 +15,44 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cuda.capture import _EMPTY, LOG, WAITS, emulate, leaves, mapped, refuse, site, synchronized, under_way
+from tests.cuda.capture import (
+    _EMPTY,
+    LOG,
+    WAITS,
+    emulate,
+    leaves,
+    mapped,
+    refuse,
+    site,
+    synchronized,
+    under_way,
+)
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
-    *("view", "_unsafe_view", "reshape", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze"),
-    *("squeeze", "detach", "alias", "unbind", "split", "split_with_sizes", "as_strided", "unfold", "_reshape_alias"),
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "slice",
+        "select",
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+    ),
+    *(
+        "squeeze",
+        "detach",
+        "alias",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "as_strided",
+        "unfold",
+        "_reshape_alias",
+    ),
     *("diagonal", "narrow", "lift_fresh", "resolve_conj", "unflatten"),
 }
 _PRODUCTS = (torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -76,7 +110,8 @@ class Device(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.__setitem__ and _copies_a_number(*args):
                 sent(blocking=True)
-            if func in _PRODUCTS and args[0].dim() == 1:  # done with squeeze_, of which a wrapper's shape hears nothing
+            if func in _PRODUCTS and args[0].dim() == 1:
+                # done with squeeze_, of which a wrapper's shape hears nothing
                 return func(args[0].unsqueeze(0), *args[1:], **(kwargs or {})).squeeze(0)
             return func(*args, **(kwargs or {}))
 
@@ -93,10 +128,11 @@ class Simulator(TorchDispatchMode):
 
 
 def _copies_a_number(tensor: Tensor, index: Any, value: Any) -> bool:
-    """Whether ``tensor[index] = value`` copies a number from the host, as PyTorch does where one element is set.
+    """Whether ``tensor[index] = value`` copies a number from the host,
+    as PyTorch does where one element is set.
 
-    Python's numbers become tensors on the CPU, and ``copy_to`` in TensorIndexing.h copies what has the size of the
-    place. A slice or a row is filled, without a copy.
+    Python's numbers become tensors on the CPU, and ``copy_to`` in TensorIndexing.h copies what has
+    the size of the place. A slice or a row is filled, without a copy.
     """
     if isinstance(value, Device):
         return False
@@ -131,13 +167,18 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     given = [leaf for leaf in parts if isinstance(leaf, Tensor)]
     ours = [tensor for tensor in given if isinstance(tensor, Device)]
     hosts = [tensor for tensor in given if not isinstance(tensor, Device)]
-    device = kwargs.get("device") or next((leaf for leaf in parts if isinstance(leaf, torch.device)), None)
+    device = kwargs.get("device") or next(
+        (leaf for leaf in parts if isinstance(leaf, torch.device)), None
+    )
     if name in _INDEXING and ours:
         index = [each for each in args[1] if each is not None]
         if any(not isinstance(each, Device) or each.dtype == torch.bool for each in index):
             synchronized()  # PyTorch copies an index to the device, and a mask has to be counted
     elif name not in ("_to_copy", "copy_") and ours and any(tensor.dim() for tensor in hosts):
-        raise RuntimeError(f"{name} of tensors on cuda and cpu, in {site()}: {[tuple(each.shape) for each in given]}")
+        raise RuntimeError(
+            f"{name} of tensors on cuda and cpu, in {site()}: "
+            f"{[tuple(each.shape) for each in given]}"
+        )
     if name in WAITS and ours:
         synchronized()
 
@@ -150,11 +191,17 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     out = func(*mapped(plain, args), **mapped(plain, kwargs))
     if name == "copy_":
-        there, blocking = isinstance(args[0], Device), not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        there, blocking = (
+            isinstance(args[0], Device),
+            not (args[2] if len(args) > 2 else kwargs.get("non_blocking")),
+        )
         crosses = there != isinstance(args[1], Device)
     else:
         there = _there(device) if device is not None else bool(ours)
-        crosses, blocking = name == "_to_copy" and there != bool(ours), not kwargs.get("non_blocking")
+        crosses, blocking = (
+            name == "_to_copy" and there != bool(ours),
+            not kwargs.get("non_blocking"),
+        )
     if crosses:
         (sent if there else fetched)(blocking)
         if not blocking:
@@ -163,7 +210,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         LOG.kernels += 1
     if func._schema.is_mutable:
         same = {id(tensor.elem): tensor for tensor in ours}
-        return mapped(lambda leaf: same[id(leaf)] if id(leaf) in same else _wrapped(leaf) if there else leaf, out)
+        return mapped(
+            lambda leaf: same[id(leaf)] if id(leaf) in same else _wrapped(leaf) if there else leaf,
+            out,
+        )
     return mapped(_wrapped, out) if there else out
 
 
@@ -176,7 +226,9 @@ def moved(module: torch.nn.Module) -> Any:
     for each in module.modules():
         for name, weight in list(each._parameters.items()):
             if weight is not None:
-                each._parameters[name] = torch.nn.Parameter(Device(weight.data), requires_grad=False)
+                each._parameters[name] = torch.nn.Parameter(
+                    Device(weight.data), requires_grad=False
+                )
         for name, buffer in list(each._buffers.items()):
             if buffer is not None:
                 each._buffers[name] = Device(buffer)

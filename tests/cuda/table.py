@@ -1,6 +1,7 @@
 """What a step of every method asks of the host and of a CUDA device, by simulation, as JSON.
 
-Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of a graph is one launch.
+Medians of single steps. Kernels inside CUDA graphs are not counted: a replay of a graph is one
+launch.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ from tswift.speculators.formats import find_drafter
 PROMPT, WARM = 70, 4
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 _WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
-_NETWORKS = {"block": ("dspark-rnn", "dflash"), "eagle": ("eagle-safeai",)}  # layouts of published drafters
-CASES = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]]
+# layouts of published drafters
+_NETWORKS = {"block": ("dspark-rnn", "dflash"), "eagle": ("eagle-safeai",)}
+CASES = [
+    (name, kind)
+    for name in METHODS
+    for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]
+]
 CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
 
 
 def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: bool) -> Decoding:
-    """A decode of a tiny model, with default options where these do not ask for more text than there is."""
+    """A decode of a tiny model, with default options where these do not ask for more text than
+    there is.
+    """
     put = (lambda module: moved(copy.deepcopy(module))) if simulated else copy.deepcopy
     dtype = torch.float32
     options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
@@ -52,7 +60,9 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
     else:
         target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
         draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
-        drafter = make_drafter(method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft)
+        drafter = make_drafter(
+            method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft
+        )
         prompt = helpers.random_prompt(PROMPT)
     return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
 
@@ -70,21 +80,34 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
             LOG.on = False
             tokens += step.tokens
             if index >= WARM:
-                rows.append([sum(LOG.waits.values()), sum(LOG.sent.values()), sum(LOG.fetched.values())])
+                rows.append(
+                    [sum(LOG.waits.values()), sum(LOG.sent.values()), sum(LOG.fetched.values())]
+                )
                 rows[-1] += [LOG.kernels, LOG.launches]
                 for name, found in places.items():
                     found.update(getattr(LOG, name))
         target = decoding._target
         assert target.fallbacks.graph_fault is None, target.fallbacks.graph_fault
-    counts = {name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)}
+    counts = {
+        name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)
+    }
     found = {name: sorted(each) for name, each in places.items()}
     same = tokens == _plain(kind in LAYOUTS)[: len(tokens)]
-    return {"method": method, "kind": kind, "counts": counts, "places": found, "tokens": tokens, "same": same}
+    return {
+        "method": method,
+        "kind": kind,
+        "counts": counts,
+        "places": found,
+        "tokens": tokens,
+        "same": same,
+    }
 
 
 @functools.cache
 def _plain(network: bool) -> list[int]:
-    """What plain decoding writes, without a simulated device, by the model that published drafters draft for or not."""
+    """What plain decoding writes, without a simulated device,
+    by the model that published drafters draft for or not.
+    """
     decoding = _decoding("ar", "dflash" if network else "chained", 5, None, simulated=False)
     return [token for step in itertools.islice(decoding.steps(), 200) for token in step.tokens]
 
@@ -92,7 +115,9 @@ def _plain(network: bool) -> list[int]:
 def main() -> None:
     """Print all figures as JSON, or those of the methods that are named."""
     chosen = [(method, kind) for method, kind in CASES if method in (sys.argv[1:] or BUILDERS)]
-    json.dump({"found": [measure(method, kind, steps=5, nodes=20) for method, kind in chosen]}, sys.stdout)
+    json.dump(
+        {"found": [measure(method, kind, steps=5, nodes=20) for method, kind in chosen]}, sys.stdout
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,16 @@ import torch
 
 from tests import reweighted
 from tests.cuda import capture
-from tests.helpers import METHODS, decode_steps, first, random_prompt, tiny_heads, tiny_llama, tiny_target, tokens_of
+from tests.helpers import (
+    METHODS,
+    decode_steps,
+    first,
+    random_prompt,
+    tiny_heads,
+    tiny_llama,
+    tiny_target,
+    tokens_of,
+)
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, Step
@@ -42,13 +51,17 @@ def target_of(graphs, layers: int = 2, kind: str = "gqa") -> Target:
     return target
 
 
-def drafter_of(method: str, kind: str, options: DraftOptions, target: Target, draft: Target) -> Drafter:
+def drafter_of(
+    method: str, kind: str, options: DraftOptions, target: Target, draft: Target
+) -> Drafter:
     if method == "medusa" and isinstance(options.tree, tuple):
         options = dataclasses.replace(options, tree=options.tree[-3:])
     return make_drafter(method, target, tiny_heads(kind=kind), options, draft)
 
 
-def decoded(graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int) -> list[Step]:
+def decoded(
+    graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int
+) -> list[Step]:
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     drafter = drafter_of(method, kind, options, target, draft)
     steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
@@ -66,23 +79,40 @@ def on_the_host(prompt: int, length: int) -> list[int]:
 
 
 WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
-KINDS = [(name, kind) for name in METHODS for kind in ("chained", "conditioned")[: 1 + (name in WITH_HEADS)]]
+KINDS = [
+    (name, kind)
+    for name in METHODS
+    for kind in ("chained", "conditioned")[: 1 + (name in WITH_HEADS)]
+]
 SOMETIMES = [  # method, heads, other options, tokens of the prompt
     *((name, kind, {}, 90) for name, kind in KINDS),
     # every partial cache; those of auto are cascade's
-    *((name, "chained", {"kv": kv}, 90) for name in METHODS for kv in METHODS[name].kv[1:] if name != "auto"),
+    *(
+        (name, "chained", {"kv": kv}, 90)
+        for name in METHODS
+        for kv in METHODS[name].kv[1:]
+        if name != "auto"
+    ),
     # lengths and numbers of nodes
     *(("reuse", "chained", {"nodes": nodes}, prompt) for prompt, nodes in ((1, 2), (200, 128))),
-    *(("tokenswift", "chained", {"nodes": nodes}, prompt) for prompt, nodes in ((2, 20), (20, 4), (63, 41))),
+    *(
+        ("tokenswift", "chained", {"nodes": nodes}, prompt)
+        for prompt, nodes in ((2, 20), (20, 4), (63, 41))
+    ),
 ]
-ALWAYS = [("medusa", "chained", {"tree": "auto"}, 90), ("tokenswift", "conditioned", {"tree": "auto"}, 90)]
+ALWAYS = [
+    ("medusa", "chained", {"tree": "auto"}, 90),
+    ("tokenswift", "conditioned", {"tree": "auto"}, 90),
+]
 
 
 @pytest.mark.parametrize(
     ("method", "kind", "changes", "prompt"),
     [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SOMETIMES)],
 )
-def test_every_method_writes_the_same_text(graphs, method: str, kind: str, changes: dict, prompt: int) -> None:
+def test_every_method_writes_the_same_text(
+    graphs, method: str, kind: str, changes: dict, prompt: int
+) -> None:
     options = dataclasses.replace(OPTIONS, **changes)
     plain = decoded(None, method, kind, options, prompt, 20)
     captured = decoded(graphs, method, kind, options, prompt, 20)
@@ -94,7 +124,14 @@ def test_every_method_writes_the_same_text(graphs, method: str, kind: str, chang
 def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     decodings = [
-        Decoding(target, random_prompt(90), PARAMS, 3, drafter_of(method, "chained", OPTIONS, target, draft), 50)
+        Decoding(
+            target,
+            random_prompt(90),
+            PARAMS,
+            3,
+            drafter_of(method, "chained", OPTIONS, target, draft),
+            50,
+        )
         for method in methods
     ]
     decodings[0].prefill(others=decodings[1:])
@@ -103,7 +140,9 @@ def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("methods", [("ar", "tokenswift"), ("tokenswift", "magicdec"), ("auto", "medusa")])
+@pytest.mark.parametrize(
+    "methods", [("ar", "tokenswift"), ("tokenswift", "magicdec"), ("auto", "medusa")]
+)
 def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
     """Each one's graphs destroy what the other's have given."""
     for captured, plain in zip(in_turns(graphs, methods), in_turns(None, methods), strict=True):
@@ -114,7 +153,14 @@ def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
 @pytest.mark.parametrize("method", first(1, ["tokenswift", "ar", "cascade"]))
 def test_plain_steps_on_the_way(graphs, method: str) -> None:
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
-    decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter_of(method, "chained", OPTIONS, target, draft), 30)
+    decoding = Decoding(
+        target,
+        random_prompt(90),
+        PARAMS,
+        3,
+        drafter_of(method, "chained", OPTIONS, target, draft),
+        30,
+    )
     text: list[int] = []
     for step in decoding.steps():
         text += step.tokens
@@ -149,11 +195,15 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     target = target_of(graphs)
     monkeypatch.setattr(capture.StaticAttention, "store", broken)
     target.prepare(FullKV(target.kv_shape, 60), 8)
-    assert re.fullmatch(r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault)
+    assert re.fullmatch(
+        r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault
+    )
 
 
 def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None:
-    """Nothing is captured after that, as PyTorch may refuse it in this process; the program runs as it is."""
+    """Nothing is captured after that, as PyTorch may refuse it in this process;
+    the program runs as it is.
+    """
     shared, runs = graphs(), []
 
     def broken() -> int:
@@ -163,7 +213,9 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
         return len(runs)
 
     assert shared.capture(broken)() == 4
-    assert shared.failure.startswith("operation not permitted when stream is capturing (forward/passes.py:")
+    assert shared.failure.startswith(
+        "operation not permitted when stream is capturing (forward/passes.py:"
+    )
     assert "process" in shared.failure
     shared.capture(lambda: runs.append("another"))
     assert "another" not in runs
@@ -211,7 +263,9 @@ def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
     assert second.item() < -(1 << 60)
 
 
-@pytest.mark.parametrize("wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize()])
+@pytest.mark.parametrize(
+    "wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize()]
+)
 def test_what_waits_cannot_be_captured(graphs, wait) -> None:
     with pytest.raises(RuntimeError, match="previous error during capture") as found:
         captured(graphs(), lambda: wait(torch.ones(1)))
@@ -221,15 +275,25 @@ def test_what_waits_cannot_be_captured(graphs, wait) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kv"),
-    [("tokenswift", "full"), ("tokenswift", "dynamic"), ("cascade", "streaming"), ("magicdec", "snapkv"),
-     ("triforce", None), ("auto", "streaming")],
-)  # fmt: skip
+    [
+        ("tokenswift", "full"),
+        ("tokenswift", "dynamic"),
+        ("cascade", "streaming"),
+        ("magicdec", "snapkv"),
+        ("triforce", None),
+        ("auto", "streaming"),
+    ],
+)
 def test_drafting_passes_on_a_copy(graphs, method: str, kv: str | None) -> None:
     """A copy of the model with other weights has graphs of its own, beside the model's."""
     options, prompt = dataclasses.replace(OPTIONS, kv=kv), random_prompt(90)
     found = []
     for asked in (None, graphs):
-        target, copied, draft = target_of(asked), target_of(asked), target_of(asked, layers=1, kind="mqa")
+        target, copied, draft = (
+            target_of(asked),
+            target_of(asked),
+            target_of(asked, layers=1, kind="mqa"),
+        )
         reweighted.change(copied.model.get_decoder(), reweighted.rounded)
         drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
         found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))

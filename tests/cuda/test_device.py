@@ -1,4 +1,6 @@
-"""Every method on a simulated CUDA device: no mix of devices, no wait and no copy that is not known of."""
+"""Every method on a simulated CUDA device: no mix of devices,
+no wait and no copy that is not known of.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from tests.helpers import NO_PROGRAM
 pytestmark = pytest.mark.slow  # two processes of a minute together
 ROOT = Path(__file__).parents[2]
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
-# What a step may ask of the host and of a device at most: lower it where a method comes to need less.
-# by method and heads: waits, copies to the device, copies from it, kernels outside graphs, graph launches; medians
+# What a step may ask of the host and of a device at most: lower it where a method comes to need
+# less.
+# by method and heads: waits, copies to the device, copies from it, kernels outside graphs, graph
+# launches; medians
 BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("ar", "chained"): (1, 0, 1, 0, 1),
     ("medusa", "chained"): (1, 0, 1, 0, 2),
@@ -49,7 +53,8 @@ WAITS = frozenset(
         "drafting/speculators.py:propose",
     }
 )
-FETCHED = {"decoding/device_step.py:_launch"}  # beside those places: by a copy that is waited for later
+# beside those places: by a copy that is waited for later
+FETCHED = {"decoding/device_step.py:_launch"}
 SENT = frozenset(
     {
         "decoding/device_step.py:send",
@@ -114,5 +119,7 @@ def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(found,
 
 
 def test_the_simulator_sees_what_it_is_for() -> None:
-    """Runs :mod:`tests.cuda.check`, whose first line of output says what did not show; there is none."""
+    """Runs :mod:`tests.cuda.check`, whose first line of output says what did not show; there is
+    none.
+    """
     assert run("-m", "tests.cuda.check") == ""

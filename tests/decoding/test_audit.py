@@ -1,4 +1,6 @@
-"""The audit: clean on every text that the rule drew, and it sees every mistake, where it was made; its margins."""
+"""The audit: clean on every text that the rule drew, and it sees every mistake, where it was made;
+its margins.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ CPU = torch.device("cpu")
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[Sampler, Tensor, Tensor | None, list[int], Tensor]:
-    """A sampler with any parameters, and rows of logits, windows, positions and tokens in question."""
+    """A sampler with any parameters, and rows of logits, windows,
+    positions and tokens in question.
+    """
     vocab, count = draw(st.integers(3, 24)), draw(st.integers(1, 4))
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.4, 1.0, 1.7])),
@@ -54,7 +58,9 @@ def rows(draw: st.DrawFn) -> tuple[Sampler, Tensor, Tensor | None, list[int], Te
         banned=draw(st.sampled_from([(), (1,), (0, 2)])),
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * draw(st.sampled_from([0.1, 1, 6]))
+    logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * draw(
+        st.sampled_from([0.1, 1, 6])
+    )
     seen = torch.rand(count, vocab, generator=generator) < 0.4 if params.penalises else None
     tokens = torch.randint(vocab, (count,), generator=generator)
     positions = draw(st.lists(st.integers(0, 500), min_size=count, max_size=count))
@@ -69,7 +75,9 @@ def noise_of(sampler: Sampler, logits: Tensor, positions: Sequence[int]) -> Tens
 def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near: float) -> None:  # type: ignore[no-untyped-def]
     sampler, logits, seen, positions, tokens = case
     before = logits.clone()
-    doubt = RoundingMargin(Rows(sampler, logits, seen, noise_of(sampler, logits, positions)), tokens)
+    doubt = RoundingMargin(
+        Rows(sampler, logits, seen, noise_of(sampler, logits, positions)), tokens
+    )
     margins = doubt.margins(near)
     assert torch.equal(logits, before)
     assert set(doubt.patterns.unique().tolist()) <= {-1, 0, 1}
@@ -80,35 +88,59 @@ def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near:
         assert math.isfinite(margin)
         window = None if seen is None else seen[row : row + 1]
         for size in (margin, margin * (1 + 1e-9) + 1e-12):
-            changed = [logits[row : row + 1] + size * signs[row].double() for signs in doubt.patterns]
-            assert all(float((other - logits[row]).abs().max()) <= size + 1e-12 for other in changed)
-            assert token in [sampler.draw(other, window, positions[row : row + 1])[0] for other in changed]
+            changed = [
+                logits[row : row + 1] + size * signs[row].double() for signs in doubt.patterns
+            ]
+            assert all(
+                float((other - logits[row]).abs().max()) <= size + 1e-12 for other in changed
+            )
+            assert token in [
+                sampler.draw(other, window, positions[row : row + 1])[0] for other in changed
+            ]
 
 
 @given(
-    seed=st.integers(0, 1000), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]), near=st.sampled_from([1e-6, 0.3, 40])
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    near=st.sampled_from([1e-6, 0.3, 40]),
 )
 def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near: float) -> None:
-    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    logits = (
+        torch.randn(3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    )
     sampler = Sampler(SamplingParams(temperature=temperature, min_p=0, penalty=1), seed, 12, CPU)
     scores = sampler.scores(logits, None, [7, 8, 9])
     tokens = torch.tensor([2, 5, 11])
     gaps = scores.amax(-1) - scores.gather(1, tokens[:, None]).squeeze(1)
-    found = RoundingMargin(Rows(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9])), tokens).margins(near)
-    assert found.tolist() == pytest.approx((gaps * (temperature or 1) / 2).tolist(), rel=1e-5, abs=near * 1e-5)
+    found = RoundingMargin(
+        Rows(sampler, logits, None, noise_of(sampler, logits, [7, 8, 9])), tokens
+    ).margins(near)
+    assert found.tolist() == pytest.approx(
+        (gaps * (temperature or 1) / 2).tolist(), rel=1e-5, abs=near * 1e-5
+    )
 
 
 def test_a_gap_that_the_penalty_shrinks() -> None:
     sampler = Sampler(SamplingParams(temperature=0, penalty=2.0), 0, 3, CPU)
     logits, seen = torch.tensor([[4.0, 1.5, 0.0]]), torch.tensor([[True, False, False]])
     # the first token counts 2, and half of any change; 2 - e/2 = 1.5 + e
-    margins = RoundingMargin(Rows(sampler, logits, seen, torch.zeros(1, 3)), torch.tensor([1])).margins(0.01)
+    margins = RoundingMargin(
+        Rows(sampler, logits, seen, torch.zeros(1, 3)), torch.tensor([1])
+    ).margins(0.01)
     assert margins.tolist() == pytest.approx([1 / 3], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "filters",
-    [{"min_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 20}, {"eta": 0.02}, {"temperature": 0.0}, {}],
+    [
+        {"min_p": 0.1},
+        {"top_p": 0.9},
+        {"top_p": 0.5},
+        {"top_k": 20},
+        {"eta": 0.02},
+        {"temperature": 0.0},
+        {},
+    ],
     ids=str,
 )
 def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_about_its_size(
@@ -119,12 +151,18 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     sampler = Sampler(SamplingParams(**{"min_p": 0.0, **filters}), 5, vocab, CPU)
     logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * 2.5
     seen = torch.rand(count, vocab, generator=generator) < 0.2
-    changed = logits + (torch.rand(logits.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
-    before, after = (torch.tensor(sampler.draw(rows, seen, range(count))) for rows in (logits, changed))
+    changed = (
+        logits + (torch.rand(logits.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
+    )
+    before, after = (
+        torch.tensor(sampler.draw(rows, seen, range(count))) for rows in (logits, changed)
+    )
     turned = (before != after).nonzero().squeeze(1)
     assert len(turned) > 20
     noise = noise_of(sampler, logits, range(count))
-    doubt = RoundingMargin(Rows(sampler, logits[turned], seen[turned], noise[turned]), after[turned])
+    doubt = RoundingMargin(
+        Rows(sampler, logits[turned], seen[turned], noise[turned]), after[turned]
+    )
     margins = doubt.margins(size)
     assert float((margins <= size).double().mean()) > 0.9
     assert float(margins.max()) <= 2 * size  # the bound is twice what was measured
@@ -136,7 +174,10 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     assert float(open_[turned].double().mean()) > 0.97
     far = near_ties(Rows(sampler, logits, seen, noise), before, 1e-9)
     assert not bool(far.any())
-    assert bool((open_ <= near_ties(Rows(sampler, logits, seen, noise), before, 4 * size)).double().mean() > 0.97)
+    assert bool(
+        (open_ <= near_ties(Rows(sampler, logits, seen, noise), before, 4 * size)).double().mean()
+        > 0.97
+    )
 
 
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
@@ -155,7 +196,7 @@ def clean(found: Audit, tokens: int) -> bool:
     return found.ok and found.tokens == tokens and found.exact + len(found.within) == tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # what the rule drew is found clean; tests/decoding/test_loop.py audits all of its texts
 
 
@@ -164,7 +205,9 @@ def clean(found: Audit, tokens: int) -> bool:
     ("params", "prefill"),
     [
         (SamplingParams(), 300),
-        pytest.param(SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1, marks=pytest.mark.slow),
+        pytest.param(
+            SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
@@ -177,15 +220,28 @@ def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     assert found.exact >= 199
 
 
-def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing in the cache, passes of all widths may round alike: here they do, up to the middle of the prompt."""
-    target, prompt, params, right = tiny_target(), random_prompt(90), SamplingParams(), Target.forward
+def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With nothing in the cache, passes of all widths may round alike: here they do,
+    up to the middle of the prompt.
+    """
+    target, prompt, params, right = (
+        tiny_target(),
+        random_prompt(90),
+        SamplingParams(),
+        Target.forward,
+    )
     tokens = decode_method("ar", target, prompt, params, 4, 100)
     assert audit(target, prompt, tokens, params, 4).measured < 1e-9
 
     def rounded(self: Target, tokens: Tensor, positions: Tensor, *given: Any) -> Forwarded:
         out = right(self, tokens, positions, *given)
-        return out if len(tokens) > 32 or positions[0] < 45 else replace(out, hidden=out.hidden * (1 + 1e-6))
+        return (
+            out
+            if len(tokens) > 32 or positions[0] < 45
+            else replace(out, hidden=out.hidden * (1 + 1e-6))
+        )
 
     monkeypatch.setattr(Target, "forward", rounded)
     assert audit(target, prompt, tokens, params, 4).measured > 1e-7
@@ -209,7 +265,9 @@ def test_bfloat16_on_the_bundled_model() -> None:
 
 @pytest.mark.slow
 def test_exact_passes_leave_nothing_to_rounding() -> None:
-    """In bfloat16 every token of an exact text is drawn exactly, and the closest of all changes is a violation."""
+    """In bfloat16 every token of an exact text is drawn exactly,
+    and the closest of all changes is a violation.
+    """
     model = tswift.load(dtype="bfloat16", exact=True, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:300]
     run = begin(model, Request(prompt, 150, method="medusa", seed=3))
@@ -219,7 +277,11 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     assert (found.measured, found.bound, found.near_ties) == (0, 0, 0)
 
     greedy = replace(run.params, temperature=0, penalty=1)
-    tokens = [token for step in begin(model, Request(prompt, 40, params=greedy)).steps() for token in step.tokens]
+    tokens = [
+        token
+        for step in begin(model, Request(prompt, 40, params=greedy)).steps()
+        for token in step.tokens
+    ]
     token = next(token for token in tokens if tokens.count(token) == 1)
     index, other = tokens.index(token), 1
     assert other not in {*tokens, *model.eos_ids}
@@ -277,20 +339,27 @@ def test_what_cannot_be_audited_is_refused() -> None:
             audit(tiny_target(), prompt, tokens, parameters(), 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # mistakes are found, all of them and where they are
 
 
-def check(target: Target, prompt: list[int], tokens: list[int], params: SamplingParams, seed: int) -> Audit:
+def check(
+    target: Target, prompt: list[int], tokens: list[int], params: SamplingParams, seed: int
+) -> Audit:
     """The audit finds what one decode of one token for every position finds."""
     found = audit(target, prompt, tokens, params, seed)
     drawn = [
-        decode_method("ar", target, [*prompt, *tokens[:index]], params, seed, 1)[0] for index in range(len(tokens))
+        decode_method("ar", target, [*prompt, *tokens[:index]], params, seed, 1)[0]
+        for index in range(len(tokens))
     ]
     differ = [index for index, token in enumerate(tokens) if drawn[index] != token]
     assert found.exact == len(tokens) - len(differ)
     for finding, index in zip(found.findings, differ, strict=True):
-        assert (finding.index, finding.position, finding.kind) == (index, len(prompt) + index, VIOLATION)
+        assert (finding.index, finding.position, finding.kind) == (
+            index,
+            len(prompt) + index,
+            VIOLATION,
+        )
         assert (finding.token, finding.drawn) == (tokens[index], drawn[index])
         assert finding.margin is not None
         assert finding.margin > found.bound
@@ -302,9 +371,17 @@ def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     tokens = decode_method("ar", target, prompt, parameters(), 3, 200)
     assert audit(target, prompt, tokens, parameters(), 3).ok
     right = Target.forward
-    monkeypatch.setattr(Target, "forward", lambda self, tokens, positions, kv, ancestors: right(
-        self, tokens, positions, kv, torch.ones(len(tokens), len(tokens)).bool() if 1 < len(tokens) < 20 else None
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        Target,
+        "forward",
+        lambda self, tokens, positions, kv, ancestors: right(
+            self,
+            tokens,
+            positions,
+            kv,
+            torch.ones(len(tokens), len(tokens)).bool() if 1 < len(tokens) < 20 else None,
+        ),
+    )
     found = audit(target, prompt, tokens, parameters(), 3)
     assert not found.violations  # the bound covers everything, so it must not count
     assert found.measured > found.limit
@@ -318,7 +395,9 @@ def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_other_parameters(made: tuple[float, float, int], asked: tuple[float, float, int]) -> None:
     target, prompt = tiny_target(), random_prompt(50, 1)
-    params = [parameters(heat, penalty=penalty, window=window) for heat, penalty, window in (made, asked)]
+    params = [
+        parameters(heat, penalty=penalty, window=window) for heat, penalty, window in (made, asked)
+    ]
     tokens = decode_method("ar", target, prompt, params[0], 5, 100)
     assert not check(target, prompt, tokens, params[1], 5).ok
 
@@ -331,10 +410,12 @@ def test_another_seed_and_the_limit_of_the_search(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "SEARCHED", 7)
     limited = audit(target, prompt, tokens, params, 6)
     assert limited.findings[:7] == whole.findings[:7]
-    assert limited.findings[7:] == tuple(replace(finding, margin=None) for finding in whole.findings[7:])
+    assert limited.findings[7:] == tuple(
+        replace(finding, margin=None) for finding in whole.findings[7:]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # near-ties are no violations
 
 
@@ -351,18 +432,25 @@ def test_an_exact_tie_is_within_rounding() -> None:
     found = audit(target, [1, 2], swapped, parameters(temperature=0), 1)
     assert found.ok
     assert found.within
-    assert {(finding.token, finding.drawn) for finding in found.within} <= {(first, second), (second, first)}
+    assert {(finding.token, finding.drawn) for finding in found.within} <= {
+        (first, second),
+        (second, first),
+    }
     assert all(finding.margin is not None and finding.margin < 1e-5 for finding in found.within)
 
 
 def at_the_edge(target: Target, prompt: list[int]) -> tuple[int, int, float, int]:
-    """A seed, the token it draws without filters, that token's share of the likeliest, and what is drawn without it."""
+    """A seed, the token it draws without filters, that token's share of the likeliest,
+    and what is drawn without it.
+    """
     logits = logits_of(target, prompt)[-1] / 0.7
     for seed in range(500):
         (token,) = decode_method("ar", target, prompt, parameters(0.7), seed, 1)
         share = float((logits[token] - logits.max()).exp())
         if 0.02 < share < 0.5:
-            (other,) = decode_method("ar", target, prompt, parameters(0.7, min_p=share * 1.001), seed, 1)
+            (other,) = decode_method(
+                "ar", target, prompt, parameters(0.7, min_p=share * 1.001), seed, 1
+            )
             return seed, token, share, other
     raise AssertionError("no such seed")
 
@@ -370,7 +458,9 @@ def at_the_edge(target: Target, prompt: list[int]) -> tuple[int, int, float, int
 @pytest.mark.parametrize(("bounds", "kind"), [(1, WITHIN), (1000, VIOLATION)])
 @pytest.mark.parametrize("kept", [False, True], ids=["the text's token", "its competitor"])
 def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> None:
-    """One pass keeps it and the other drops it: an infinite gap in the draw, a tiny one at the threshold."""
+    """One pass keeps it and the other drops it: an infinite gap in the draw,
+    a tiny one at the threshold.
+    """
     target, prompt = tiny_target(dtype=torch.float32), random_prompt(60, 4)
     seed, token, share, other = at_the_edge(target, prompt)
     bound = audit(target, prompt, [token], parameters(0.7), seed).bound
@@ -384,7 +474,7 @@ def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> Non
     assert finding.margin == pytest.approx(0.7 * abs(change) / 2, abs=bound / 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # what is reported
 
 
@@ -412,4 +502,6 @@ def test_whatever_is_altered_is_found_there_first(at: int, token: int) -> None:
     tokens = decode_method("ar", target, prompt, params, 8, 60)
     altered = [*tokens[:at], token, *tokens[at + 1 :]]
     found = audit(target, prompt, altered, params, 8)
-    assert [finding.index for finding in found.violations[:1]] == ([] if altered == tokens else [at])
+    assert [finding.index for finding in found.violations[:1]] == (
+        [] if altered == tokens else [at]
+    )

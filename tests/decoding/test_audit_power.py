@@ -1,4 +1,5 @@
-"""Mistakes in decoding, and what the audit says of the text: all are seen where rows are exact, elsewhere not all.
+"""Mistakes in decoding, and what the audit says of the text: all are seen where rows are exact,
+elsewhere not all.
 
 results/audit-power/table.md counts them over more and longer texts.
 """
@@ -35,12 +36,17 @@ class Text:
     def __init__(self, seed: int, **arithmetic: Any) -> None:
         self.model, self.seed, self.params = tswift.load(**arithmetic), seed, PARAMS
         self.prompt = self.model.encode(NOVEL.read_text())[seed * 256 :][:256]
-        self.params = begin(self.model, Request(self.prompt, 80, method="ar", params=PARAMS)).params  # with banned ids
+        # with banned ids
+        self.params = begin(self.model, Request(self.prompt, 80, method="ar", params=PARAMS)).params
         self.tokens = self.decode()
 
-    def decode(self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other: Any) -> list[int]:
+    def decode(
+        self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other: Any
+    ) -> list[int]:
         given = {"params": self.params, "seed": self.seed, **other}
-        run = begin(self.model, Request(prompt or self.prompt, 80, method="ar", written=written, **given))
+        run = begin(
+            self.model, Request(prompt or self.prompt, 80, method="ar", written=written, **given)
+        )
         return [*written, *(token for step in run.steps() for token in step.tokens)]
 
     def with_token(self, index: int, token: int) -> list[int]:
@@ -50,14 +56,26 @@ class Text:
         return audit(self.model.target, self.prompt, tokens, self.params, self.seed)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits that tokens were drawn from, ``[n, V]`` float64, and after the filters and with the noise."""
-        target, text, first, count = self.model.target, [*self.prompt, *self.tokens], len(self.prompt) - 1, 80
+        """The logits that tokens were drawn from, ``[n, V]`` float64,
+        and after the filters and with the noise.
+        """
+        target, text, first, count = (
+            self.model.target,
+            [*self.prompt, *self.tokens],
+            len(self.prompt) - 1,
+            80,
+        )
         with torch.inference_mode():
             kv = FullKV(target.kv_shape, len(text) + (target.width or 0))
             logits = read_logits(target, text, first, count, kv).double()
-        sampler, places = Sampler(self.params, self.seed, target.vocab_size, target.device), torch.arange(count) + first
+        sampler, places = (
+            Sampler(self.params, self.seed, target.vocab_size, target.device),
+            torch.arange(count) + first,
+        )
         sampler.extend(self.prompt)
-        seen = sampler.seen(torch.tensor(text[first:-1]), places, torch.ones(count, count).bool().tril())
+        seen = sampler.seen(
+            torch.tensor(text[first:-1]), places, torch.ones(count, count).bool().tril()
+        )
         return logits, sampler.scores(logits, seen, (places + 1).tolist())
 
 
@@ -73,14 +91,20 @@ def second_best(text: Text, closest: bool) -> list[int]:
     best = text.rows()[1].topk(2)
     leads = best.values[:-1, 0] - best.values[:-1, 1]  # something has to come behind
     index = int(leads.argmin()) if closest else MIDDLE
-    return text.with_token(index, next(each for each in best.indices[index].tolist() if each != text.tokens[index]))
+    return text.with_token(
+        index, next(each for each in best.indices[index].tolist() if each != text.tokens[index])
+    )
 
 
 def noise_of_the_next_position(text: Text) -> list[int]:
     right = Sampler.noise
     # the C program has noise of its own, and is not to draw here
     with (
-        patch.object(Sampler, "noise", lambda self, positions: right(self, [index + 1 for index in positions])),
+        patch.object(
+            Sampler,
+            "noise",
+            lambda self, positions: right(self, [index + 1 for index in positions]),
+        ),
         patch.object(Sampler, "program", lambda self, dtype: None),
     ):
         return text.decode()
@@ -101,10 +125,20 @@ FAULTS: dict[str, Callable[[Text], list[int]]] = {
     "temperature 1.02": other(temperature=1.02),
     "min-p 0.11": other(min_p=0.11),
     "penalty 1.19": other(penalty=1.19),
-    "another seed from the middle": lambda text: text.decode(text.tokens[:MIDDLE], seed=text.seed + 1000),
-    "another prompt token": lambda text: text.decode(prompt=[*text.prompt[:128], 7, *text.prompt[129:]]),
+    "another seed from the middle": lambda text: text.decode(
+        text.tokens[:MIDDLE], seed=text.seed + 1000
+    ),
+    "another prompt token": lambda text: text.decode(
+        prompt=[*text.prompt[:128], 7, *text.prompt[129:]]
+    ),
 }
-CERTAIN = ("the runner-up", EDGE, CLOSEST, "noise of the next position", "another seed from the middle")
+CERTAIN = (
+    "the runner-up",
+    EDGE,
+    CLOSEST,
+    "noise of the next position",
+    "another seed from the middle",
+)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "exact bfloat16"])
@@ -117,10 +151,13 @@ def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
         changed[fault] = tokens != text.tokens
         assert found.ok is not changed[fault], fault
         if changed[fault]:
-            assert found.findings[0].index == next(at for at in range(80) if tokens[at] != text.tokens[at]), fault
+            assert found.findings[0].index == next(
+                at for at in range(80) if tokens[at] != text.tokens[at]
+            ), fault
     assert not changed["none"]
     assert all(changed[fault] for fault in CERTAIN)
-    assert exact or sum(changed.values()) >= 8  # exact texts are each processor's own, and slight faults may spare one
+    # exact texts are each processor's own, and slight faults may spare one
+    assert exact or sum(changed.values()) >= 8
 
 
 def test_without_exact_passes_some_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Presence and frequency penalties, and loops that end a text: of every node, by every method, as plainly decoded."""
+"""Presence and frequency penalties, and loops that end a text: of every node, by every method,
+as plainly decoded.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def model(checkpoint: Path) -> LoadedModel:
 
 def written(model: LoadedModel, method: str, params: SamplingParams, **asked) -> list[int]:
     options = options_for(method, budget=64)
-    return tokens_of(generate(model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked))
+    return tokens_of(
+        generate(
+            model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked
+        )
+    )
 
 
 def plainly(logits: torch.Tensor, generated: list[int], params: SamplingParams) -> torch.Tensor:
@@ -49,7 +55,9 @@ def plainly(logits: torch.Tensor, generated: list[int], params: SamplingParams) 
 def test_every_node_counts_its_own_path(seed: int) -> None:
     """And of the text what was generated; the prompt does not count."""
     random, vocab = Random(seed), 9
-    prompt, generated = ([random.randrange(vocab) for _ in range(count)] for count in (12, random.randrange(6)))
+    prompt, generated = (
+        [random.randrange(vocab) for _ in range(count)] for count in (12, random.randrange(6))
+    )
     sampler = Sampler(BOTH, 5, vocab, CPU, prompt=len(prompt))
     sampler.extend(prompt + generated[:2])
     sampler.extend(generated[2:])
@@ -64,11 +72,15 @@ def test_every_node_counts_its_own_path(seed: int) -> None:
         while at:
             path.append(tree.tokens[at])
             at = tree.parents[at]
-        torch.testing.assert_close(lowered[node], plainly(logits[node], generated + path, BOTH), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            lowered[node], plainly(logits[node], generated + path, BOTH), rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("params", first(1, [BOTH, COUNTED]))
-def test_all_methods_give_the_tokens_of_plain_decoding(model: LoadedModel, params: SamplingParams) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(
+    model: LoadedModel, params: SamplingParams
+) -> None:
     wanted = written(model, "ar", params)
     neither = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
     assert wanted != written(model, "ar", neither)
@@ -105,7 +117,9 @@ def test_a_loop_is_seen_where_it_is_complete(size: int, model: LoadedModel) -> N
     random = Random(size)
     for _ in range(60):
         piece = [random.randrange(1, 4) for _ in range(size)]
-        tokens = [random.randrange(1, 3) for _ in range(random.randrange(9))] + piece * random.randrange(5)
+        tokens = [
+            random.randrange(1, 3) for _ in range(random.randrange(9))
+        ] + piece * random.randrange(5)
         stream = TextStream(model.tokenizer, (), size)
         seen = [at for at, token in enumerate(tokens, 1) if (stream.add([token]), stream.looped)[1]]
         end = seen[0] if seen else None

@@ -1,4 +1,6 @@
-"""Steps whose state stays on the device: the same text and acceptance as the host's; wrong ones are found out."""
+"""Steps whose state stays on the device: the same text and acceptance as the host's;
+wrong ones are found out.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
-ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64)  # room for every candidate and every n-gram
+# room for every candidate and every n-gram
+ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64)
 
 
 def drafter(method: str, target: Target, options: DraftOptions, kind: str = "chained"):
@@ -52,14 +55,25 @@ def drafter(method: str, target: Target, options: DraftOptions, kind: str = "cha
     return make_drafter(method, target, heads, options, tiny_draft())
 
 
-def on_host_and_device(method, options=ROOMY, kind="chained", params=PARAMS, length=60, prompt=90, stop=()):
+def on_host_and_device(
+    method, options=ROOMY, kind="chained", params=PARAMS, length=60, prompt=90, stop=()
+):
     return [
-        decode_steps(target, drafter(method, target, options, kind), random_prompt(prompt), params, 3, length, stop)
+        decode_steps(
+            target,
+            drafter(method, target, options, kind),
+            random_prompt(prompt),
+            params,
+            3,
+            length,
+            stop,
+        )
         for target in (tiny_target(), static_target())
     ]
 
 
-GREEDY = SamplingParams(temperature=0.0, penalty=1.0)  # such a text repeats itself: n-grams are accepted
+# such a text repeats itself: n-grams are accepted
+GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +88,16 @@ GREEDY = SamplingParams(temperature=0.0, penalty=1.0)  # such a text repeats its
         ],
     ),
 )
-def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method, kind, params, length, prompt) -> None:
-    host, device = on_host_and_device(method, kind=kind, params=params, length=length, prompt=prompt)
+def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(
+    method, kind, params, length, prompt
+) -> None:
+    host, device = on_host_and_device(
+        method, kind=kind, params=params, length=length, prompt=prompt
+    )
     assert tokens_of(device) == tokens_of(host)
-    assert [(step.accepted, step.source) for step in device] == [(step.accepted, step.source) for step in host]
+    assert [(step.accepted, step.source) for step in device] == [
+        (step.accepted, step.source) for step in host
+    ]
     assert max(step.accepted for step in host) > 1
     assert sum(step.source == "reuse" for step in device) > 1 or params is not GREEDY
 
@@ -86,7 +106,11 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(method, k
 def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
     host, device = (
-        list(Decoding(target, random_prompt(30), params, 3, drafter(method, target, ROOMY), 60, logprobs=3).steps())
+        list(
+            Decoding(
+                target, random_prompt(30), params, 3, drafter(method, target, ROOMY), 60, logprobs=3
+            ).steps()
+        )
         for target in (tiny_target(), static_target())
     )
     assert tokens_of(device) == tokens_of(host)
@@ -94,17 +118,28 @@ def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
     for ours, theirs in zip(device, host, strict=True):
         assert len(ours.logprobs) == len(ours.tokens)
         for field in ("raw", "warped", "raw_top", "warped_top"):
-            np.testing.assert_allclose(ours.logprobs[field], theirs.logprobs[field], rtol=0, atol=1e-9)
+            np.testing.assert_allclose(
+                ours.logprobs[field], theirs.logprobs[field], rtol=0, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("logprobs", first(1, [None, 2]))
-def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs: int | None) -> None:
-    """Unless a selection may come first, or somebody wants the verification's logits, which it may overwrite."""
+def test_the_next_draft_is_launched_before_the_host_waits(
+    monkeypatch, logprobs: int | None
+) -> None:
+    """Unless a selection may come first, or somebody wants the verification's logits,
+    which it may overwrite.
+    """
     events: list[str] = []
     decoding = Decoding(
-        target := static_target(), random_prompt(90), PARAMS, 3, drafter("tokenswift", target, ROOMY), 90,
+        target := static_target(),
+        random_prompt(90),
+        PARAMS,
+        3,
+        drafter("tokenswift", target, ROOMY),
+        90,
         logprobs=logprobs,
-    )  # fmt: skip
+    )
     decoding.prefill()
     for place, name in (
         (PartialKV, "select"),
@@ -113,7 +148,9 @@ def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs:
         (decoding._drafter, "committed"),
     ):
         right = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *given, n=name, r=right: events.append(n) or r(*given))
+        monkeypatch.setattr(
+            place, name, lambda *given, n=name, r=right: events.append(n) or r(*given)
+        )
     assert tokens_of(decoding.steps()) == tokens_of(on_host_and_device("ar", length=90)[0])
     pairs = Counter(pairwise(events))
     assert pairs["committed", "select"] == pairs["select", "_launch_draft"] > 1
@@ -121,14 +158,22 @@ def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(monkeypatch, logprobs: int | None) -> None:
-    """Unless somebody wants the logits, which it overwrites; and never one beyond the text's length."""
+def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(
+    monkeypatch, logprobs: int | None
+) -> None:
+    """Unless somebody wants the logits, which it overwrites;
+    and never one beyond the text's length.
+    """
     events: list[str] = []
-    decoding = Decoding(static_target(), random_prompt(90), PARAMS, 3, Drafter(), 40, logprobs=logprobs)
+    decoding = Decoding(
+        static_target(), random_prompt(90), PARAMS, 3, Drafter(), 40, logprobs=logprobs
+    )
     decoding.prefill()
     for name in ("_launch", "_read"):
         right = getattr(decoding._stepper, name)
-        monkeypatch.setattr(decoding._stepper, name, lambda *given, n=name, r=right: events.append(n) or r(*given))
+        monkeypatch.setattr(
+            decoding._stepper, name, lambda *given, n=name, r=right: events.append(n) or r(*given)
+        )
     assert tokens_of(decoding.steps()) == tokens_of(on_host_and_device("ar", length=40)[0])
     expected = [*["_launch"] * 2, *["_read", "_launch"] * 38, *["_read"] * 2]
     assert events == (expected if logprobs is None else ["_launch", "_read"] * 40)
@@ -159,7 +204,9 @@ def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
     assert all(found == plain[start : start + len(found)] for start, found in probes)
 
 
-@pytest.mark.parametrize(("method", "alpha"), [("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3)])
+@pytest.mark.parametrize(
+    ("method", "alpha"), [("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3)]
+)
 def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
     accepted = []
     for target in (tiny_target(), static_target()):
@@ -179,13 +226,16 @@ def reached(tokens: list[int], parents: list[int], drawn: list[int], wanted: int
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_ancestors_and_the_path_are_those_of_the_tree(nodes: int, wanted: int, random: Random) -> None:
+def test_ancestors_and_the_path_are_those_of_the_tree(
+    nodes: int, wanted: int, random: Random
+) -> None:
     tree = random_tree(nodes, random, vocab=50)
     parents = [0, *tree.parents[1:]]
     found = ancestors_of(torch.tensor(parents), torch.arange(nodes), max(tree.depths))
     assert torch.equal(found, tree.ancestors())
     drawn = [
-        random.choice([*(tree.tokens[n] for n in range(nodes) if tree.parents[n] == node), 50]) for node in range(nodes)
+        random.choice([*(tree.tokens[n] for n in range(nodes) if tree.parents[n] == node), 50])
+        for node in range(nodes)
     ]
     assert reached(tree.tokens, parents, drawn, wanted) == tree.walk(drawn)[:wanted][-1]
 
@@ -196,17 +246,24 @@ def test_of_two_children_with_the_same_token_both_are_followed() -> None:
 
 
 def test_a_node_that_is_not_there_is_not_what_could_not_be_drawn() -> None:
-    """Both are -1: where the root's logits are broken and those beside it are not, nothing is accepted."""
+    """Both are -1: where the root's logits are broken and those beside it are not,
+    nothing is accepted.
+    """
     for drawn, last in (([-1, 3, 3, 3], 0), ([5, -1, 3, 3], 1)):
         assert reached([9, 5, -1, -1], [0, 0, 1, 0], drawn, 4) == last
 
 
 @pytest.mark.parametrize(("method", "absent"), [("medusa", False), ("tokenswift", True)])
 def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method: str, absent: bool) -> None:
-    """A token whose embedding is NaN spoils the whole pass: one drafted, or what stands for none. The root is drawn."""
+    """A token whose embedding is NaN spoils the whole pass: one drafted, or what stands for none.
+
+    The root is drawn.
+    """
     bad = 43 if absent else 0
     prompt = [token for token in random_prompt(90) if token != bad]
-    exact = tokens_of(decode_steps(tiny_target(), drafter("ar", tiny_target(), ROOMY), prompt, PARAMS, 3, 20))
+    exact = tokens_of(
+        decode_steps(tiny_target(), drafter("ar", tiny_target(), ROOMY), prompt, PARAMS, 3, 20)
+    )
     assert bad not in exact
     network = tiny_llama("gqa", torch.float64)
     network.model.embed_tokens.weight.data[bad] = float("nan")
@@ -230,7 +287,9 @@ def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method: str, ab
 def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
     network = tiny_llama("gqa", torch.float64)
     target = Target(network, LengthOnDevice)
-    decoding = Decoding(target, random_prompt(40), PARAMS, 3, drafter("tokenswift", target, ROOMY), 60)
+    decoding = Decoding(
+        target, random_prompt(40), PARAMS, 3, drafter("tokenswift", target, ROOMY), 60
+    )
     steps = decoding.steps()
     next(steps)
     network.lm_head.weight.data.fill_(float("nan"))
@@ -252,10 +311,16 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
         assert isinstance(kv, PartialKV)
         held.append(kv)
     host, device = held
-    assert (host.length, host.copied, host.selections) == (device.length, device.copied, device.selections)
+    assert (host.length, host.copied, host.selections) == (
+        device.length,
+        device.copied,
+        device.selections,
+    )
     assert host.selections > 2
     assert int(device.device_length) == device.length
-    assert torch.allclose(host.buffers[0][:, :, : host.length], device.buffers[0][:, :, : host.length], atol=1e-9)
+    assert torch.allclose(
+        host.buffers[0][:, :, : host.length], device.buffers[0][:, :, : host.length], atol=1e-9
+    )
 
 
 def tried(dtype: torch.dtype = torch.float64) -> Target:
@@ -292,7 +357,9 @@ class _Broken(LengthOnDevice):
         ("extend_rows", lambda *given: None),  # the penalty's table stays as it was
     ],
 )
-def test_a_sampler_that_is_wrong_is_found_out(part: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_is_wrong_is_found_out(
+    part: str, wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Sampler, part, wrong)
     assert "drew others than the rule" in tried().fallbacks.graph_fault
 
@@ -316,7 +383,9 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = device_tree.ancestors_of
-    monkeypatch.setattr(device_tree, "ancestors_of", lambda parents, index, depth: right(parents, index, 1))
+    monkeypatch.setattr(
+        device_tree, "ancestors_of", lambda parents, index, depth: right(parents, index, 1)
+    )
     assert tried().fallbacks.graph_fault is not None
 
 
@@ -332,4 +401,7 @@ def test_what_cannot_be_done_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel image is available\nand more")
 
     monkeypatch.setattr(LengthOnDevice, "store", fails)
-    assert re.fullmatch(r"no kernel image is available \(forward/target\.py:\d+\)", tried().fallbacks.graph_fault or "")
+    assert re.fullmatch(
+        r"no kernel image is available \(forward/target\.py:\d+\)",
+        tried().fallbacks.graph_fault or "",
+    )

@@ -1,4 +1,6 @@
-"""Trees on the device: kernels, interpreted on the CPU, leave the integers that PyTorch's operators leave."""
+"""Trees on the device: kernels, interpreted on the CPU,
+leave the integers that PyTorch's operators leave.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
 from tswift.sampling.rule import Sampler
 
-kernels = pytest.importorskip("tswift.decoding.device_tree_triton", reason="triton is not installed")
+kernels = pytest.importorskip(
+    "tswift.decoding.device_tree_triton", reason="triton is not installed"
+)
 REASON = why_not("triton", torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CPU = torch.device("cpu")
@@ -43,12 +47,16 @@ def test_random_trees_have_accepted_paths() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_a_decode_with_kernels_is_the_one_without(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_decode_with_kernels_is_the_one_without(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     found = []
     for operators in (device_tree, kernels):
         monkeypatch.setattr(device_step, "_tree_operators", lambda target, own=operators: own)
         target = static_target()
-        steps = decode_steps(target, drafter(method, target, ROOMY), random_prompt(90), PARAMS, 3, 30)
+        steps = decode_steps(
+            target, drafter(method, target, ROOMY), random_prompt(90), PARAMS, 3, 30
+        )
         found.append((tokens_of(steps), [(step.accepted, step.source) for step in steps]))
     assert found[0] == found[1]
 
@@ -80,14 +88,18 @@ def test_kernels_do_what_operators_do(nodes: int, depth: int, random: Random) ->
 def test_a_verification_is_few_operators_beside_its_pass(
     monkeypatch: pytest.MonkeyPatch, method: str, most: int
 ) -> None:
-    """Each takes a GPU 1.8 us, whatever it does; a commit and the two kernels here count as one each."""
+    """Each takes a GPU 1.8 us, whatever it does;
+    a commit and the two kernels here count as one each.
+    """
     operators = Operators()
     monkeypatch.setattr(device_step, "_tree_operators", lambda target: kernels)
     for name in ("lay_out", "walk"):
         monkeypatch.setattr(kernels, name, operators.counting(name, getattr(kernels, name)))
     target = static_target()
     for name in ("keep", "append"):
-        monkeypatch.setattr(target.backend, name, operators.counting(name, getattr(target.backend, name)))
+        monkeypatch.setattr(
+            target.backend, name, operators.counting(name, getattr(target.backend, name))
+        )
     for place, name in ((target, "compute_static"), (target, "logits"), (Sampler, "draw_rows")):
         monkeypatch.setattr(place, name, operators.counting(name, getattr(place, name)))
     decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter(method, target, ROOMY), 60)
@@ -102,5 +114,6 @@ def test_a_verification_is_few_operators_beside_its_pass(
     monkeypatch.setattr(DeviceStepper, "_verify", counted)
     decoding.prefill()
     with operators:
-        decoding._stepper.step(1 if method == "ar" else 60)  # the last one: none is launched ahead of the host
+        # the last one: none is launched ahead of the host
+        decoding._stepper.step(1 if method == "ar" else 60)
     assert sum(operators.seen.values()) - 3 <= most

@@ -1,4 +1,6 @@
-"""NaN and infinity: they end a decode with their place named, and those of a draft change nothing."""
+"""NaN and infinity: they end a decode with their place named,
+and those of a draft change nothing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ FILTERS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # a row that is not finite shows, whatever the filters
 
 
@@ -64,11 +66,21 @@ FILTERS = {
 def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
     params, vocab = FILTERS[name], 700 if "top-p" in name or name == "all" else 40
     fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
-    seen = torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3 if params.penalises else None
+    seen = (
+        torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3
+        if params.penalises
+        else None
+    )
     plain = Sampler(params, 3, vocab, CPU).draw(fine, seen, range(6))
     assert NO_TOKEN not in plain
     best, worst = int(fine[2].argmax()), int(fine[2, 4:].argmin()) + 4  # below are banned ids
-    for values in ({best: NAN}, {worst: NAN}, {worst: INF}, {best: INF, worst: INF}, {best: NAN, worst: INF}):
+    for values in (
+        {best: NAN},
+        {worst: NAN},
+        {worst: INF},
+        {best: INF, worst: INF},
+        {best: NAN, worst: INF},
+    ):
         logits = fine.clone()
         for token, value in values.items():
             logits[2, token] = value
@@ -83,14 +95,20 @@ def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
 def test_of_equal_logits_the_first_is_drawn() -> None:
     logits = torch.zeros(3, 3000).bfloat16()
     logits[1, [20, 40, 2999]] = 1
-    assert Sampler(parameters(temperature=0), 1, 3000, CPU).draw(logits, None, range(3)) == [0, 20, 0]
+    assert Sampler(parameters(temperature=0), 1, 3000, CPU).draw(logits, None, range(3)) == [
+        0,
+        20,
+        0,
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # where it comes from
 
 
-def broken_target(change: Callable[[nn.Module], None], dtype: torch.dtype = torch.float64) -> Target:
+def broken_target(
+    change: Callable[[nn.Module], None], dtype: torch.dtype = torch.float64
+) -> Target:
     model = tiny_llama("gqa", dtype, layers=3)
     target = Target(model)
     with torch.no_grad():
@@ -116,14 +134,20 @@ PLACES = {
 
 @pytest.mark.parametrize(("name", "value"), zip(PLACES, (NAN, INF, NAN, INF, NAN), strict=True))
 def test_a_broken_weight_is_found(name: str, value: float) -> None:
-    target, prompt, params = broken_target(weight(name, value)), random_prompt(20), parameters(min_p=0.1, penalty=1.2)
+    target, prompt, params = (
+        broken_target(weight(name, value)),
+        random_prompt(20),
+        parameters(min_p=0.1, penalty=1.2),
+    )
     for method in ("ar", "tokenswift", "magicdec"):
         run = Decoding(target, prompt, params, 1, drafter_of(method, target, PAPER), 30)
         with pytest.raises(NotFinite) as caught:
             next(run.steps())
         message = str(caught.value)
         assert re.search(r"^the logits for position 20 are (NaN|infinite); ", message)
-        assert f"the first output that is not finite is that of {PLACES[name]} at position " in message
+        assert (
+            f"the first output that is not finite is that of {PLACES[name]} at position " in message
+        )
         assert "float64" in message
         assert run._context.text == prompt
         assert run._context.kv.length == 19
@@ -139,8 +163,8 @@ def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands() -> None:
         with pytest.raises(NotFinite) as caught:
             decode_method(method, target, prompt, parameters(), 1, 5)
         assert str(caught.value).startswith(
-            f"the logits for position {len(prompt):,} are NaN; the first output that is not finite is that of "
-            "model.embed_tokens at position 777: "
+            f"the logits for position {len(prompt):,} are NaN; the first output that is not "
+            "finite is that of model.embed_tokens at position 777: "
         )
     with pytest.raises(NotFinite, match=r"are NaN; .* model\.embed_tokens at position 777: "):
         audit(target, prompt, random_prompt(40, 1), parameters(), 1)
@@ -182,12 +206,15 @@ def test_what_was_written_before_stays(method: str) -> None:
     assert run._context.kv.length == len(run._context.text) - 1
     place = 20 + len(written)
     assert message.startswith(
-        f"the logits for position {place} are NaN; the first output that is not finite is that of model.layers.1 "
-        f"at position {place - 1}: "
+        f"the logits for position {place} are NaN; the first output that is not finite is that of "
+        f"model.layers.1 at position {place - 1}: "
     )
     well = broken_target(lambda model: None)
-    rest = Decoding(well, prompt, params, 5, drafter_of(method, well, PAPER), 60, written=written).steps()
-    assert tokens_of(list(rest)) == plain[len(written) :]  # what is left of the text can still be had
+    rest = Decoding(
+        well, prompt, params, 5, drafter_of(method, well, PAPER), 60, written=written
+    ).steps()
+    # what is left of the text can still be had
+    assert tokens_of(list(rest)) == plain[len(written) :]
 
 
 def test_a_fault_that_does_not_come_again() -> None:
@@ -195,22 +222,29 @@ def test_a_fault_that_does_not_come_again() -> None:
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
 
     def once(method: str) -> Decoding:
-        target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(21, once=True)))
+        target = broken_target(
+            lambda model: model.model.layers[1].register_forward_hook(Bad(21, once=True))
+        )
         return Decoding(target, prompt, params, 5, drafter_of(method, target, PAPER), 60)
 
     written, message = run_until_broken(once("ar"))
     assert written == plain[:19]
     assert message == (
-        "the logits for position 39 are NaN; a second pass gave finite ones: the memory or the device may be faulty"
+        "the logits for position 39 are NaN; a second pass gave finite ones: the memory or the "
+        "device may be faulty"
     )
     run = once("ar")
     run.prefill()
     run._context.kv.buffers[1][2, :, 7] = NAN
-    assert run_until_broken(run) == ([], (
-        "the logits for position 20 are NaN, and keys or values of position 7 are not finite; "
-        "a second pass gave finite ones: the memory or the device may be faulty"
-    ))  # fmt: skip
-    for method in ("medusa", "tokenswift"):  # the step is taken again without a draft, which may have been the cause
+    assert run_until_broken(run) == (
+        [],
+        (
+            "the logits for position 20 are NaN, and keys or values of position 7 are not finite; "
+            "a second pass gave finite ones: the memory or the device may be faulty"
+        ),
+    )
+    for method in ("medusa", "tokenswift"):
+        # the step is taken again without a draft, which may have been the cause
         assert tokens_of(list(once(method).steps())) == plain
 
 
@@ -228,7 +262,9 @@ def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
             return logits
 
     target = Poisoned(tiny_llama("gqa", torch.float64))
-    wrong = Drafter([Proposals(lambda context: [[(plain[len(context.text) - 20] + 1) % VOCAB]])], 1, 2)
+    wrong = Drafter(
+        [Proposals(lambda context: [[(plain[len(context.text) - 20] + 1) % VOCAB]])], 1, 2
+    )
     assert decode(target, wrong, prompt, params, 5, 40) == plain
     assert calls == [2] * 39 + [1]
 
@@ -247,12 +283,15 @@ def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
 
 
 def test_parameters_that_leave_nothing_to_draw() -> None:
-    target, says = tiny_target(), r"^there is nothing to draw at position 9: the logits are finite; temperature "
+    target, says = (
+        tiny_target(),
+        r"^there is nothing to draw at position 9: the logits are finite; temperature ",
+    )
     with pytest.raises(NotFinite, match=says):
         decode_method("ar", target, random_prompt(9), parameters(banned=tuple(range(VOCAB))), 1, 5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # what drafts may be as broken as it likes
 
 

@@ -1,4 +1,6 @@
-"""Between a model and a decode: how a text ends, what it needs, and what is refused, before loading and after."""
+"""Between a model and a decode: how a text ends, what it needs, and what is refused,
+before loading and after.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,25 @@ def test_end_of_text_is_banned_or_stops() -> None:
     assert ending(params, (2, 7), stop_at_eos=False) == (replace(params, banned=(2, 5, 7)), ())
 
 
-def test_the_reference_decodes_with_the_attention_of_reference_implementations(checkpoint: Path) -> None:
+def test_the_reference_decodes_with_the_attention_of_reference_implementations(
+    checkpoint: Path,
+) -> None:
     model = load(str(checkpoint), dtype="float64")
-    plain, reference = (begin(model, Request([1, 2, 3], 40, method=method)) for method in ("ar", "ar-reference"))
-    assert [run.decoding._target.backend is ReferenceAttention for run in (plain, reference)] == [False, True]
+    plain, reference = (
+        begin(model, Request([1, 2, 3], 40, method=method)) for method in ("ar", "ar-reference")
+    )
+    assert [run.decoding._target.backend is ReferenceAttention for run in (plain, reference)] == [
+        False,
+        True,
+    ]
     assert tokens_of(list(reference.steps())) == tokens_of(list(plain.steps()))
 
 
 def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
     model = load(str(checkpoint))
-    with pytest.raises(InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"):
+    with pytest.raises(
+        InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"
+    ):
         begin(model, Request([1], 2, written=[4, 5]))
     assert (
         begin(model, Request([1], 9, written=[4, 5])).need == begin(model, Request([1], 9)).need
@@ -49,7 +60,9 @@ def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
 
 
 def test_every_method_says_what_it_uses() -> None:
-    assert set().union(*(method.uses for method in METHODS.values())) == set(DraftOptions.__dataclass_fields__)
+    assert set().union(*(method.uses for method in METHODS.values())) == set(
+        DraftOptions.__dataclass_fields__
+    )
 
 
 @pytest.mark.slow
@@ -57,7 +70,10 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "m")
     (folder / "heads.safetensors").unlink()
     model, others = load(str(folder)), ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
-    message = f"method: {{}} drafts with heads and the model has none; without heads there are {', '.join(others)}"
+    message = (
+        f"method: {{}} drafts with heads and the model has none; without heads there are "
+        f"{', '.join(others)}"
+    )
     with pytest.raises(InputError, match=message.format("tokenswift")):
         begin(model, Request([1], 5, method="tokenswift"))
     for options in (DraftOptions(), DraftOptions(gamma=2)):  # before loading, too
@@ -78,7 +94,8 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
     draft = str(checkpoint) if kind.draft or kind.may_draft else None
     ahead = preflight(
-        ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft), Demand(3, 50, method, options)
+        ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft),
+        Demand(3, 50, method, options),
     )
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
     run = begin(model, Request([1, 2, 3], 50, method=method, options=options))
@@ -87,7 +104,11 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     heads = 0 if model.heads is None else sum(weight.nbytes for weight in model.heads.parameters())
     # what is there needs no more memory
     assert replace(ahead, weight_bytes=0, heads_bytes=0, draft_bytes=0) == need
-    assert (ahead.weight_bytes, ahead.heads_bytes, ahead.draft_bytes) == (weights, heads, weights if draft else 0)
+    assert (ahead.weight_bytes, ahead.heads_bytes, ahead.draft_bytes) == (
+        weights,
+        heads,
+        weights if draft else 0,
+    )
     assert (
         ahead.total_bytes
         == need.total_bytes + ahead.loaded_bytes
@@ -103,7 +124,10 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ModelConfig(model=str(checkpoint)), Demand(3, 2000, "tokenswift", DraftOptions(budget=1000))
+    asked = (
+        ModelConfig(model=str(checkpoint)),
+        Demand(3, 2000, "tokenswift", DraftOptions(budget=1000)),
+    )
     loaded, need = load(str(checkpoint)), preflight(*asked)
     there = begin(loaded, Request([1, 2, 3], 50, method="ar")).need
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
@@ -114,23 +138,32 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError) as caught:
         preflight(*asked)
     assert str(caught.value) == (
-        "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = 1.0 MB, "
-        "cpu has 1.0 MB free"
+        "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = "
+        "1.0 MB, cpu has 1.0 MB free"
     )
     memory(monkeypatch, need.weight_bytes)
-    with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):  # no text is short enough
+    with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):
+        # no text is short enough
         preflight(*asked)
     memory(monkeypatch, there.total_bytes)  # weights count once
     begin(loaded, Request([1, 2, 3], 50, method="ar"))
     memory(monkeypatch, there.total_bytes - 1)
-    with pytest.raises(InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"):
+    with pytest.raises(
+        InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"
+    ):
         begin(loaded, Request([1, 2, 3], 50, method="ar"))
 
 
 @needs_program
-@pytest.mark.parametrize(("method", "tree"), [("recall", None), ("auto", None), ("medusa", "auto"), ("medusa", None)])
-def test_what_is_recalled_counts(checkpoint: Path, monkeypatch, method: str, tree: str | None) -> None:
-    need = preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree)))
+@pytest.mark.parametrize(
+    ("method", "tree"), [("recall", None), ("auto", None), ("medusa", "auto"), ("medusa", None)]
+)
+def test_what_is_recalled_counts(
+    checkpoint: Path, monkeypatch, method: str, tree: str | None
+) -> None:
+    need = preflight(
+        ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree))
+    )
     recalls = tree is not None or method != "medusa"
     assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
     held = [need.held_bytes(torch.device(device)) for device in ("cpu", "cuda")]
@@ -138,17 +171,23 @@ def test_what_is_recalled_counts(checkpoint: Path, monkeypatch, method: str, tre
     if recalls:
         options = DraftOptions(tree=tree, recall=10)
         assert (
-            preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, options)).recall_bytes
+            preflight(
+                ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, options)
+            ).recall_bytes
             < need.recall_bytes
         )
         memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
-            preflight(ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree)))
+            preflight(
+                ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree))
+            )
 
 
 def test_too_few_positions(checkpoint: Path) -> None:
     preflight(ModelConfig(model=str(checkpoint)), Demand(96, 4000, "ar", DraftOptions()))
-    needed = "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+    needed = (
+        "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+    )
     with pytest.raises(InputError, match=f"^length: {needed}$"):
         preflight(ModelConfig(model=str(checkpoint)), Demand(97, 4000, "ar", DraftOptions()))
 
@@ -176,15 +215,29 @@ EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
             ({}, "tokenswift", "TritonAttention", 268.4 + 44.4),
             ({}, "tokenswift", "TreeAttention", 268.4),
             ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 177.5),
-            ({"options": DraftOptions(nodes=32, budget=8192)}, "tokenswift", "TritonAttention", 536.9 + 44.4),
-            ({"options": DraftOptions(nodes=32, kv="streaming")}, "tokenswift", "TritonAttention", 268.4 + 16.9 - 98.5),
+            (
+                {"options": DraftOptions(nodes=32, budget=8192)},
+                "tokenswift",
+                "TritonAttention",
+                536.9 + 44.4,
+            ),
+            (
+                {"options": DraftOptions(nodes=32, kv="streaming")},
+                "tokenswift",
+                "TritonAttention",
+                268.4 + 16.9 - 98.5,
+            ),
             ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 101.4 - 98.5),
             ({"prompt": 100}, "ar", "", 0),
         ],
     ),
 )
 def test_what_an_8b_model_takes_besides_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], method: str, attention: str, megabytes: float
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    method: str,
+    attention: str,
+    megabytes: float,
 ) -> None:
     if attention == "TritonAttention":
         pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
@@ -192,6 +245,6 @@ def test_what_an_8b_model_takes_besides_on_cuda(
     demand = Demand(**{"method": method, **EIGHT, **changes})
     need = preflight(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"), demand)
     assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
-    assert need.total_bytes == sum((need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)) + (
-        need.workspace_bytes
-    )
+    assert need.total_bytes == sum(
+        (need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)
+    ) + (need.workspace_bytes)

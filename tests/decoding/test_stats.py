@@ -44,14 +44,21 @@ def test_figures_of_steps_counted_by_hand() -> None:
 def test_nothing_counted_and_nothing_drafted() -> None:
     for depth in (0, 4):
         stats = DecodeStats(depth)
-        assert (stats.alpha, stats.beta, stats.tokens_per_step, stats.tokens_per_second) == (0, 0, 0, 0)
+        assert (stats.alpha, stats.beta, stats.tokens_per_step, stats.tokens_per_second) == (
+            0,
+            0,
+            0,
+            0,
+        )
     stats = DecodeStats(0)
     stats.add(Step((5,), 0, "", 1, 0.1))
     assert (stats.alpha, stats.tokens_per_step) == (0, 1)
 
 
 def test_steps_of_a_decode_add_up() -> None:
-    """All that is drafted is true, by a source named reuse: alpha and beta are 1, the cut last step apart."""
+    """All that is drafted is true, by a source named reuse: alpha and beta are 1,
+    the cut last step apart.
+    """
     target = tiny_target()
     plain = decode_method("ar", target, [4], PLAIN, 2, 30)
     source = Proposals(lambda context: [plain[len(context.text) - 1 :][:3]])
@@ -79,16 +86,24 @@ def test_alpha_is_of_what_was_drafted_where_that_varies() -> None:
     assert resumed.alpha == 3 / 64
 
 
-@pytest.mark.parametrize("method", ["reuse", pytest.param("recall", marks=needs_program), "auto", "medusa"])
+@pytest.mark.parametrize(
+    "method", ["reuse", pytest.param("recall", marks=needs_program), "auto", "medusa"]
+)
 def test_what_a_step_says_that_it_drafted(method: str) -> None:
-    """Nothing where the method always drafts as far; elsewhere no less than was accepted, nothing in plain steps."""
+    """Nothing where the method always drafts as far; elsewhere no less than was accepted,
+    nothing in plain steps.
+    """
     target, greedy = tiny_target(), replace(PLAIN, temperature=0.0)  # the text repeats itself soon
-    drafter = drafter_of(method, target, options_for(method, **({"tree": (1, 1, 1)} if method == "medusa" else {})))
+    drafter = drafter_of(
+        method, target, options_for(method, **({"tree": (1, 1, 1)} if method == "medusa" else {}))
+    )
     steps = [*decode_steps(target, drafter, [4, 5, 6], greedy, 2, 60)]
     if method == "medusa":
         assert {step.drafted for step in steps} == {None}
         return
-    assert all(step.drafted is not None and step.accepted <= step.drafted < step.nodes for step in steps)
+    assert all(
+        step.drafted is not None and step.accepted <= step.drafted < step.nodes for step in steps
+    )
     assert all((step.drafted == 0) == (step.nodes == 1) for step in steps)
     assert len({step.drafted for step in steps}) > 1
 

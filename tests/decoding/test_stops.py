@@ -1,4 +1,6 @@
-"""Biases, stop strings and log-probabilities under all methods: those of plain decoding, however drafts are cut."""
+"""Biases, stop strings and log-probabilities under all methods: those of plain decoding,
+however drafts are cut.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,28 @@ def model(checkpoint: Path) -> LoadedModel:
 
 def steps_of(model: LoadedModel, method: str, params: SamplingParams, **asked: Any) -> list[Step]:
     options = options_for(method, budget=64)
-    return list(generate(model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked))
+    return list(
+        generate(
+            model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked
+        )
+    )
 
 
 def text_of(model: LoadedModel, tokens: list[int]) -> str:
     return str(model.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def first_stop(model: LoadedModel, tokens: list[int], stop: list[str]) -> tuple[int, str, str | None]:
-    """How many tokens, which text and which string, tried token by token; independent of :class:`TextStream`."""
+def first_stop(
+    model: LoadedModel, tokens: list[int], stop: list[str]
+) -> tuple[int, str, str | None]:
+    """How many tokens, which text and which string, tried token by token;
+    independent of :class:`TextStream`.
+    """
     for count in range(1, len(tokens) + 1):
         text = text_of(model, tokens[:count]).rstrip("\ufffd")
-        found = [(text.index(each) + len(each), text.index(each), each) for each in stop if each in text]
+        found = [
+            (text.index(each) + len(each), text.index(each), each) for each in stop if each in text
+        ]
         if found:
             _, begin, each = min(found)
             return count, text[:begin], each
@@ -66,7 +78,8 @@ samplings = st.builds(
 )
 
 
-WIDTHS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])  # of all methods
+# of all methods
+WIDTHS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 @pytest.mark.slow
@@ -93,7 +106,9 @@ def test_biases_and_stop_strings_under_methods(
 
 
 def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
-    """Of a long accepted path only the tokens up to the string's end are kept, and counted as accepted."""
+    """Of a long accepted path only the tokens up to the string's end are kept,
+    and counted as accepted.
+    """
     greedy = SamplingParams(temperature=0.0, penalty=1.0)
     cut = 0
     whole = steps_of(model, FAST[-1], greedy)
@@ -112,11 +127,16 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
 def test_a_stop_string_in_what_was_written_is_refused(model: LoadedModel) -> None:
     tokens = tokens_of(steps_of(model, "ar", SamplingParams()))
     with pytest.raises(InputError, match=r"^stop: the text so far has"):
-        steps_of(model, "ar", SamplingParams(), stop=text_of(model, tokens[:9])[1:4], written=tokens[:9])
+        steps_of(
+            model, "ar", SamplingParams(), stop=text_of(model, tokens[:9])[1:4], written=tokens[:9]
+        )
 
 
 def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedModel) -> None:
-    wrong = {"stop": ("", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"), "logprobs": (-1, 21, 1.5, True, "3")}
+    wrong = {
+        "stop": ("", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"),
+        "logprobs": (-1, 21, 1.5, True, "3"),
+    }
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(InputError, match=rf"^{name}: must "):
@@ -125,15 +145,21 @@ def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedMo
         steps_of(model, "ar", SamplingParams(), stop=["x", ""])
 
 
-def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(model: LoadedModel) -> None:
+def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(
+    model: LoadedModel,
+) -> None:
     params = SamplingParams(logit_bias={320: 1.0})
-    with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
+    with pytest.raises(
+        InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"
+    ):
         preflight(ModelConfig(model=model.name), Demand(3, 50, "ar", DraftOptions()), params=params)
-    with pytest.raises(InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
+    with pytest.raises(
+        InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"
+    ):
         steps_of(model, "ar", params)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # log-probabilities
 
 
@@ -147,7 +173,9 @@ def rows_of(steps: list[Step]) -> np.ndarray:
 
 
 SAMPLINGS = {
-    "all": SamplingParams(0.8, 30, 0.9, 0.02, 0.001, 1.3, 25, logit_bias={40: 3.0, 41: -2.5, 100: 1.5}),
+    "all": SamplingParams(
+        0.8, 30, 0.9, 0.02, 0.001, 1.3, 25, logit_bias={40: 3.0, 41: -2.5, 100: 1.5}
+    ),
     "defaults": SamplingParams(),
     "greedy": SamplingParams(temperature=0.0, penalty=1.2, window=10**6, logit_bias={40: 3.0}),
 }
@@ -155,8 +183,12 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @torch.inference_mode()
-def test_logprobs_are_those_of_transformers(model: LoadedModel, checkpoint: Path, name: str) -> None:
-    """Recomputed from dense logits of the whole text in float64, with the warpers of transformers."""
+def test_logprobs_are_those_of_transformers(
+    model: LoadedModel, checkpoint: Path, name: str
+) -> None:
+    """Recomputed from dense logits of the whole text in float64,
+    with the warpers of transformers.
+    """
     params, top = SAMPLINGS[name], 4
     steps = steps_of(model, "tokenswift", params, logprobs=top)
     tokens, prompt, rows = tokens_of(steps), model.encode(PROMPT), rows_of(steps)
@@ -177,10 +209,13 @@ def test_logprobs_are_those_of_transformers(model: LoadedModel, checkpoint: Path
             own[text] = lower[text]
             warped = own.log_softmax(-1)
         for kind, logs in (("raw", raw), ("warped", warped)):
-            assert row[kind] == pytest.approx(float(logs[token]), abs=1e-7)  # transformers keeps biases in float32
+            # transformers keeps biases in float32
+            assert row[kind] == pytest.approx(float(logs[token]), abs=1e-7)
             best = logs.topk(top)
             assert row[f"{kind}_top"] == pytest.approx(best.values.numpy(), abs=1e-7)
-            assert row[f"{kind}_top"] == pytest.approx(logs[row[f"{kind}_ids"].astype(int)].numpy(), abs=1e-7)
+            assert row[f"{kind}_top"] == pytest.approx(
+                logs[row[f"{kind}_ids"].astype(int)].numpy(), abs=1e-7
+            )
 
 
 @WIDTHS
@@ -195,7 +230,9 @@ def test_logprobs_are_those_of_plain_decoding(
     for name in METHODS if every else (method,):
         rows = rows_of(steps_of(model, name, params, logprobs=top))
         for field in plain.dtype.names:
-            np.testing.assert_allclose(rows[field], plain[field], rtol=0, atol=0 if "ids" in field else 1e-9)
+            np.testing.assert_allclose(
+                rows[field], plain[field], rtol=0, atol=0 if "ids" in field else 1e-9
+            )
 
 
 def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel) -> None:
@@ -205,7 +242,9 @@ def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel
         stop = text_of(model, tokens_of(whole)[:count])[-4:]
         steps = steps_of(model, FAST[-1], greedy, logprobs=1, stop=stop)
         assert len(rows_of(steps)) == len(tokens_of(steps))
-        np.testing.assert_allclose(rows_of(steps)["raw"], rows_of(whole)["raw"][: len(tokens_of(steps))], atol=1e-9)
+        np.testing.assert_allclose(
+            rows_of(steps)["raw"], rows_of(whole)["raw"][: len(tokens_of(steps))], atol=1e-9
+        )
 
 
 def test_logprobs_go_on_after_what_was_written(model: LoadedModel) -> None:
@@ -213,7 +252,9 @@ def test_logprobs_go_on_after_what_was_written(model: LoadedModel) -> None:
     whole = steps_of(model, "ar", params, logprobs=3)
     rest = steps_of(model, "medusa", params, logprobs=3, written=tokens_of(whole)[:25])
     for field in ("raw", "warped", "warped_top"):
-        np.testing.assert_allclose(rows_of(rest)[field], rows_of(whole)[field][25:], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(
+            rows_of(rest)[field], rows_of(whole)[field][25:], rtol=0, atol=1e-9
+        )
 
 
 def test_nothing_is_recorded_unless_asked_for(model: LoadedModel) -> None:

@@ -25,7 +25,14 @@ def grown(root: int, limit: int, all_paths) -> DraftTree:
 @given(st.integers(0, 4), st.integers(1, 60), paths)
 def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> None:
     tree = grown(root, limit, all_paths)
-    assert len(tree) == len(tree.tokens) == len(tree.parents) == len(tree.depths) == len(tree.sources) <= limit
+    assert (
+        len(tree)
+        == len(tree.tokens)
+        == len(tree.parents)
+        == len(tree.depths)
+        == len(tree.sources)
+        <= limit
+    )
     assert (tree.tokens[0], tree.parents[0], tree.depths[0], tree.sources[0]) == (root, -1, 0, "")
     for node in range(1, len(tree)):
         assert 0 <= tree.parents[node] < node
@@ -38,7 +45,11 @@ def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> 
     if len(prefixes) <= limit:
         assert set(nodes) == prefixes
         for node in range(1, len(tree)):  # the source is the first that proposed the node
-            first = next(str(n) for n, path in enumerate(all_paths) if tuple(path[: tree.depths[node]]) == nodes[node])
+            first = next(
+                str(n)
+                for n, path in enumerate(all_paths)
+                if tuple(path[: tree.depths[node]]) == nodes[node]
+            )
             assert tree.sources[node] == first
     else:
         assert len(tree) == limit
@@ -58,7 +69,9 @@ def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) 
 
 
 @given(st.integers(1, 60), paths, st.integers(0, 10**6))
-def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(limit: int, all_paths, seed: int) -> None:
+def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(
+    limit: int, all_paths, seed: int
+) -> None:
     tree, random = grown(0, limit, all_paths), Random(seed)
     drawn = [random.randrange(5) for _ in range(len(tree))]
     path = tree.walk(drawn)

@@ -1,4 +1,6 @@
-"""One method for everybody: the fastest arm drafts, trials of the others are cheap, the text is plain decoding's."""
+"""One method for everybody: the fastest arm drafts, trials of the others are cheap,
+the text is plain decoding's.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,31 @@ from tswift.sampling.parameters import SamplingParams
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
 
-SLOW = replace(NOMINAL, base=tuple(10 * each for each in NOMINAL.base))  # so that all logits are kept
+# so that all logits are kept
+SLOW = replace(NOMINAL, base=tuple(10 * each for each in NOMINAL.base))
 
 
 class World:
-    """Arms on a simulated clock: seconds of a step, and tokens that it adds on average, by arm; they may change."""
+    """Arms on a simulated clock: seconds of a step, and tokens that it adds on average, by arm;
+    they may change.
+    """
 
-    def __init__(self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1) -> None:
+    def __init__(
+        self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1
+    ) -> None:
         self.paces, self.every, self.random = paces, every, Random(seed)
 
     def run(self, length: int) -> tuple[float, float, Counter[int]]:
-        """Seconds that a text took, those of whoever is the fastest at each token, and who took how many steps."""
-        bandit, tokens, seconds, fastest, took = Bandit(len(self.paces[0])), 0.0, 0.0, 0.0, Counter[int]()
+        """Seconds that a text took, those of whoever is the fastest at each token,
+        and who took how many steps.
+        """
+        bandit, tokens, seconds, fastest, took = (
+            Bandit(len(self.paces[0])),
+            0.0,
+            0.0,
+            0.0,
+            Counter[int](),
+        )
         while tokens < length:
             pace = self.paces[int(tokens) // self.every % len(self.paces)]
             step_s, mean = pace[bandit.chosen]
@@ -69,19 +84,28 @@ HOPELESS = [(1.0, 1), *[(20.0, 1)] * 4]
 
 
 @pytest.mark.parametrize("pace", first(1, [PLAIN_BEST, HEADS_BEST, RECALL_BEST, HOPELESS]))
-def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(pace: list[tuple[float, float]]) -> None:
+def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(
+    pace: list[tuple[float, float]],
+) -> None:
     worlds = [World(pace, seed=seed).run(20_000) for seed in range(4)]
-    assert sum(seconds for seconds, _, _ in worlds) <= 1.03 * sum(fastest for _, fastest, _ in worlds)
+    assert sum(seconds for seconds, _, _ in worlds) <= 1.03 * sum(
+        fastest for _, fastest, _ in worlds
+    )
     assert all(len(took) == len(pace) for _, _, took in worlds)
     for length in (1500, 5000, 20_000):
-        assert World(pace).run(length)[0] <= (1.05 if pace is HOPELESS else 1.03) * 1.05 * length  # plain decoding's
+        # plain decoding's
+        assert World(pace).run(length)[0] <= (1.05 if pace is HOPELESS else 1.03) * 1.05 * length
 
 
-@pytest.mark.parametrize("worlds", [(PLAIN_BEST, HEADS_BEST), (HEADS_BEST, RECALL_BEST), (PLAIN_BEST, RECALL_BEST)])
+@pytest.mark.parametrize(
+    "worlds", [(PLAIN_BEST, HEADS_BEST), (HEADS_BEST, RECALL_BEST), (PLAIN_BEST, RECALL_BEST)]
+)
 def test_when_the_text_changes_another_arm_takes_over(worlds) -> None:
     seconds, fastest, _ = World(*worlds, every=10_000).run(60_000)
     assert seconds <= 1.1 * fastest
-    alone = [sum(1.05 * pace[arm][0] / pace[arm][1] for pace in worlds) for arm in range(len(worlds[0]))]
+    alone = [
+        sum(1.05 * pace[arm][0] / pace[arm][1] for pace in worlds) for arm in range(len(worlds[0]))
+    ]
     assert seconds <= 1.03 * min(alone) * 60_000 / len(worlds)
 
 
@@ -99,7 +123,9 @@ def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
     bandit.learn(1, 1.0)
     assert bandit.chosen == 1
     assert bandit.arms[0].rate == 1.0  # the first step does not count
-    usual, paused = (bandit_after((2, 1, 1.0), (60, 4, 1.0), (count, 4, 3600.0)) for count in (0, 1))
+    usual, paused = (
+        bandit_after((2, 1, 1.0), (60, 4, 1.0), (count, 4, 3600.0)) for count in (0, 1)
+    )
     assert paused.chosen == 1
     assert paused.arms[1].rate > 0.8 * usual.arms[1].rate
 
@@ -117,14 +143,20 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
             self.learned += 1
 
     arms = {name: Noted() for name in ("ar", "one", "two")}
-    drafter, context, took = AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL), context_of([1], PARAMS), []
+    drafter, context, took = (
+        AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL),
+        context_of([1], PARAMS),
+        [],
+    )
     drafter.committed(context)
     for _ in range(200):
         drafter.propose(context, 100)
         took.append(drafter.choice)
         context.text.append(1)
         drafter.committed(context)
-    assert {name: arm.learned for name, arm in arms.items()} == {name: took.count(name) for name in arms}
+    assert {name: arm.learned for name, arm in arms.items()} == {
+        name: took.count(name) for name in arms
+    }
     assert min(map(took.count, arms)) > 0
     assert sum(len(arm.kept_up) for arm in arms.values()) == 203  # the prompt is for all
     assert arms["one"].kept_up[:2] == [1, 3]
@@ -133,7 +165,9 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
 @needs_program
 def test_its_arms_are_what_is_there() -> None:
     def arms(*, heads=None, draft=None, costs=NOMINAL, **options) -> list[str]:
-        made = make_drafter("auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs)
+        made = make_drafter(
+            "auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs
+        )
         assert isinstance(made, AdaptiveDrafter)
         return list(made.arms)
 
@@ -141,7 +175,13 @@ def test_its_arms_are_what_is_there() -> None:
     assert arms(recall=0) == ["ar", "cascade"]
     assert arms(heads=tiny_heads()) == ["ar", "medusa", "cascade", "recall"]
     assert arms(draft=tiny_draft()) == ["ar", "cascade", "recall", "standalone"]
-    assert arms(heads=tiny_heads(), costs=SLOW) == ["ar", "medusa", "medusa, tree auto", "cascade", "recall"]
+    assert arms(heads=tiny_heads(), costs=SLOW) == [
+        "ar",
+        "medusa",
+        "medusa, tree auto",
+        "cascade",
+        "recall",
+    ]
 
 
 LISTED = [*range(10), 3, *range(10), 4] * 4
@@ -159,9 +199,13 @@ LISTED = [*range(10), 3, *range(10), 4] * 4
     ),
     ids=["loops", "a list", "noise"],
 )
-def test_the_text_is_plain_decodings(prompt, params: SamplingParams, heads: str | None, costs: PassCosts) -> None:
+def test_the_text_is_plain_decodings(
+    prompt, params: SamplingParams, heads: str | None, costs: PassCosts
+) -> None:
     options = DraftOptions(budget=64)
-    drafter = make_drafter("auto", tiny_target(), heads and tiny_heads(kind=heads), options, costs=costs)
+    drafter = make_drafter(
+        "auto", tiny_target(), heads and tiny_heads(kind=heads), options, costs=costs
+    )
     take_turns(drafter)
     steps = decode_steps(tiny_target(), drafter, prompt, params, 5, 150)
     assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, params, 5, 150)
@@ -184,7 +228,9 @@ def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
     kind: str, levels: int, kv: str, nodes: int, recall: int, gamma: int, seed: int, length: int
 ) -> None:
     prompt = random_prompt(40, 3)
-    options = DraftOptions(budget=64, costs="nominal", kv=kv, nodes=nodes, recall=recall, gamma=gamma)
+    options = DraftOptions(
+        budget=64, costs="nominal", kv=kv, nodes=nodes, recall=recall, gamma=gamma
+    )
     runs = []
     for _ in range(2):
         drafter = make_drafter("auto", tiny_target(), tiny_heads(kind=kind, count=levels), options)
@@ -206,16 +252,27 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(drafter.bandit, "learn", choose)
     launch = DeviceStepper._launch_draft
-    monkeypatch.setattr(DeviceStepper, "_launch_draft", lambda self: launched.append(1) or launch(self))
+    monkeypatch.setattr(
+        DeviceStepper, "_launch_draft", lambda self: launched.append(1) or launch(self)
+    )
     proposed = []
     for name, arm in drafter.arms.items():
         propose = arm.propose
         monkeypatch.setattr(
-            arm, "propose", lambda *given, name=name, propose=propose: proposed.append(name) or propose(*given)
+            arm,
+            "propose",
+            lambda *given, name=name, propose=propose: proposed.append(name) or propose(*given),
         )
     prompt = random_prompt(60)
     steps = decode_steps(target, drafter, prompt, PARAMS, 3, 60)
-    plain = decode_steps(tiny_target(), make_drafter("ar", tiny_target(), None, DraftOptions()), prompt, PARAMS, 3, 60)
+    plain = decode_steps(
+        tiny_target(),
+        make_drafter("ar", tiny_target(), None, DraftOptions()),
+        prompt,
+        PARAMS,
+        3,
+        60,
+    )
     assert tokens_of(steps) == tokens_of(plain)
     choices = Counter(step.choice for step in steps)
     assert {"ar", "medusa", "cascade"} <= choices.keys()

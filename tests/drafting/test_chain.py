@@ -1,4 +1,6 @@
-"""Chains: what is drafted is what the drafting model would have written, and nothing of it stays behind."""
+"""Chains: what is drafted is what the drafting model would have written,
+and nothing of it stays behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tswift.sampling.parameters import SamplingParams
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
 
-def prefilled(prompt: list[int], params: SamplingParams = PARAMS, drafter: Drafter | None = None) -> Context:
+def prefilled(
+    prompt: list[int], params: SamplingParams = PARAMS, drafter: Drafter | None = None
+) -> Context:
     """The context of a decode of the tiny target, after its prefill."""
     decoding = Decoding(tiny_target(), prompt, params, 3, drafter or Drafter(), 60)
     decoding.prefill()
@@ -35,7 +39,9 @@ def prefilled(prompt: list[int], params: SamplingParams = PARAMS, drafter: Draft
 
 
 def own_level() -> SmallDraftModel:
-    return SmallDraftModel(tiny_draft(), StreamingKV(tiny_draft().kv_shape, 4096, 4, 12, CHUNK + 12))
+    return SmallDraftModel(
+        tiny_draft(), StreamingKV(tiny_draft().kv_shape, 4096, 4, 12, CHUNK + 12)
+    )
 
 
 def proposed(source: ChainSource, context: Context, wanted: int = 100) -> list[int]:
@@ -52,8 +58,14 @@ def proposed(source: ChainSource, context: Context, wanted: int = 100) -> list[i
 @pytest.mark.parametrize(("temperature", "shared"), [(0.0, True), (0.8, True), (0.8, False)])
 def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bool) -> None:
     """With the same noise, or without any."""
-    params, prompt = SamplingParams(temperature=temperature, min_p=0, penalty=1.3, window=5), random_prompt(300, 2)
-    context, source = prefilled(prompt, params), ChainSource("it", own_level(), 7, Drafter(), shared)
+    params, prompt = (
+        SamplingParams(temperature=temperature, min_p=0, penalty=1.3, window=5),
+        random_prompt(300, 2),
+    )
+    context, source = (
+        prefilled(prompt, params),
+        ChainSource("it", own_level(), 7, Drafter(), shared),
+    )
     likeliest = SamplingParams(temperature=0, min_p=0, penalty=1.3, window=5)
     wanted = decode_method("ar", tiny_draft(), prompt, params if shared else likeliest, 3, 7)
     held = context.kv.length
@@ -71,12 +83,21 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
     wanted = decode_method("ar", tiny_target(), prompt, PARAMS, 3, 9)
     inner = Drafter([ChainSource("small", own_level(), 2, Drafter(), True)], 2, 3)
     for drafter in (Drafter(), inner):
-        assert proposed(ChainSource("it", DraftModel(tiny_target()), 9, drafter, True), prefilled(prompt)) == wanted
+        assert (
+            proposed(
+                ChainSource("it", DraftModel(tiny_target()), 9, drafter, True), prefilled(prompt)
+            )
+            == wanted
+        )
 
 
 def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> None:
     prompt, level, passes = random_prompt(150, 5), own_level(), list[int]()
-    text, context, source = list(prompt), prefilled(prompt, PLAIN), ChainSource("it", level, 6, Drafter(), True)
+    text, context, source = (
+        list(prompt),
+        prefilled(prompt, PLAIN),
+        ChainSource("it", level, 6, Drafter(), True),
+    )
     right = level.target.forward
 
     def forward(tokens, *rest):
@@ -84,12 +105,14 @@ def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> Non
         return right(tokens, *rest)
 
     monkeypatch.setattr(level.target, "forward", forward, raising=False)
-    # of what was drafted none, some or all may be kept; and the text may grow by other tokens than those
+    # of what was drafted none, some or all may be kept; and the text may grow by other tokens than
+    # those
     unknown = 149
     for new in ([1], [5, 6, 7], [], [9, 3, 3, 1, 4, 2, 8], [12, 60], [7], [80, 3], []):
         passes.clear()
         drafted = proposed(source, context)
-        assert sum(passes) == unknown + 6  # nothing that stays is forwarded twice, and nothing is left out
+        # nothing that stays is forwarded twice, and nothing is left out
+        assert sum(passes) == unknown + 6
         assert drafted == decode_method("ar", tiny_draft(), text, PLAIN, 3, 6)
         kept = drafted[: len(new)] if len(new) == 3 else new
         unknown = 0 if len(new) == 3 else max(0, len(new) - 1)
@@ -112,7 +135,9 @@ def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
 
 
 def test_a_cascade_leaves_no_trace() -> None:
-    drafter = make_drafter("cascade", tiny_target(), tiny_heads(kind="conditioned"), DraftOptions(budget=64))
+    drafter = make_drafter(
+        "cascade", tiny_target(), tiny_heads(kind="conditioned"), DraftOptions(budget=64)
+    )
     context = prefilled(random_prompt(90, 4), drafter=drafter)
     level, newest = drafter.sources[0].draft_model, context.sampler.newest.clone()  # type: ignore[attr-defined]
 
@@ -128,7 +153,10 @@ def test_a_cascade_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize(
     "kv",
-    [pytest.param(kv, marks=[] if kv in ("full", "snapkv") else pytest.mark.slow) for kv in METHODS["magicdec"].kv],
+    [
+        pytest.param(kv, marks=[] if kv in ("full", "snapkv") else pytest.mark.slow)
+        for kv in METHODS["magicdec"].kv
+    ],
 )
 def test_the_target_over_its_own_cache(kv: str) -> None:
     prompt, options = random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)
@@ -147,8 +175,12 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
 
 
 @pytest.mark.parametrize(("kv", "observed"), [("dynamic", 1), ("snapkv", 32)])
-def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, observed: int, monkeypatch) -> None:
-    """Of committed tokens alone, in their order, though trees bring others: seen by plain passes over the text."""
+def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(
+    kv: str, observed: int, monkeypatch
+) -> None:
+    """Of committed tokens alone, in their order, though trees bring others:
+    seen by plain passes over the text.
+    """
     target, prompt, given, select = tiny_target(), random_prompt(80, 6), [], PartialKV.select
 
     def seen(self, full, queries) -> None:
@@ -157,11 +189,15 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv: str, obser
 
     monkeypatch.setattr(PartialKV, "select", seen)
     options = DraftOptions(kv=kv, budget=64, tree=(2, 2, 2), nodes=12)
-    steps = decode_steps(target, make_drafter("tokenswift", target, tiny_heads(), options), prompt, PARAMS, 1, 100)
+    steps = decode_steps(
+        target, make_drafter("tokenswift", target, tiny_heads(), options), prompt, PARAMS, 1, 100
+    )
     assert max(step.accepted for step in steps) > 0
     text = [*prompt, *tokens_of(steps)]
     parts = chunks(target, text, FullKV(target.kv_shape, len(text)))
-    queries = torch.cat([torch.stack(part.queries_of(range(len(part.hidden)))) for part in parts], dim=2)
+    queries = torch.cat(
+        [torch.stack(part.queries_of(range(len(part.hidden)))) for part in parts], dim=2
+    )
     assert len(given) >= 3
     for length, used in given:
         torch.testing.assert_close(torch.stack([*used]), queries[:, :, length - observed : length])

@@ -1,4 +1,6 @@
-"""Costs of steps: measured, remembered, and measured anew where what is remembered is broken or of something else."""
+"""Costs of steps: measured, remembered, and measured anew where what is remembered is broken or of
+something else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def own_folder(tmp_path, monkeypatch) -> None:
 
 
 def test_more_keys_cost_more() -> None:
-    found = measure(tiny_target("gqa", torch.float32), tiny_heads(torch.float32, kind="conditioned"))
+    found = measure(
+        tiny_target("gqa", torch.float32), tiny_heads(torch.float32, kind="conditioned")
+    )
     assert found.sound
     assert found.nodes == costs.NODES
     assert found.level > 0
@@ -43,7 +47,9 @@ def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
 
     monkeypatch.setattr(costs, "decode_step", noted)
     found = measure(tiny_target("gqa", torch.float32), None)
-    assert [found.seconds(nodes, 64) for nodes in costs.NODES] == [2.0 * nodes for nodes in costs.NODES]
+    assert [found.seconds(nodes, 64) for nodes in costs.NODES] == [
+        2.0 * nodes for nodes in costs.NODES
+    ]
     assert {accepted for nodes, accepted in taken if nodes > 3} == {3}
 
 
@@ -91,7 +97,9 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
     monkeypatch.setattr(passes, "_STEADY", 1e9)
     target, heads = tiny_target(), tiny_heads()
     first = costs_of(target, heads)
-    assert [json.loads(file.read_text())["base"] for file in folder().iterdir()] == [list(first.base)]
+    assert [json.loads(file.read_text())["base"] for file in folder().iterdir()] == [
+        list(first.base)
+    ]
     assert costs_of(target, heads) == first
     costs_of(target, None)  # without heads it is something else
     costs_of(tiny_target("gqa", torch.float32), tiny_heads(torch.float32))

@@ -1,4 +1,6 @@
-"""Dynamic trees and cascades: path probabilities, the size that pays, the same tokens as plain decoding."""
+"""Dynamic trees and cascades: path probabilities, the size that pays,
+the same tokens as plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.sampling.parameters import SamplingParams
 
 OFFERS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 5), st.sampled_from(["a", "b"]), st.floats(0.01, 0.99)), max_size=40
+    st.tuples(
+        st.integers(0, 30), st.integers(0, 5), st.sampled_from(["a", "b"]), st.floats(0.01, 0.99)
+    ),
+    max_size=40,
 )
 
 
@@ -53,25 +58,34 @@ def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
     for node, token, source, chance in offers:
         sketch.propose(node % len(sketch), token, source, chance, chance)
     probs, best = sketch.path_prob, sketch.likeliest(limit)
-    assert all(probs[node] <= probs[sketch.parents[node]] * (1 + 1e-9) for node in range(1, len(sketch)))
+    assert all(
+        probs[node] <= probs[sketch.parents[node]] * (1 + 1e-9) for node in range(1, len(sketch))
+    )
     assert len(best) == min(limit, len(sketch))
     assert all(sketch.parents[node] in best[:place] for place, node in enumerate(best) if place)
     least = min(probs[node] for node in best)
     assert all(probs[node] <= least * (1 + 1e-9) for node in range(len(sketch)) if node not in best)
     tree = sketch.prune(best)
     assert len(tree) == len(best)
-    assert {path_to(tree, node) for node in range(len(tree))} == {tuple(sketch.path(node)) for node in best}
+    assert {path_to(tree, node) for node in range(len(tree))} == {
+        tuple(sketch.path(node)) for node in best
+    }
 
 
 def test_what_came_teaches_only_where_the_text_went() -> None:
     acceptance = AcceptanceEstimator()
     for _ in range(200):
         sketch = CandidateTree(7, 3, acceptance)
-        right, other = (sketch.propose(0, token, "a", kind, 0.5) for token, kind in ((1, "sure"), (2, "unlikely")))
+        right, other = (
+            sketch.propose(0, token, "a", kind, 0.5)
+            for token, kind in ((1, "sure"), (2, "unlikely"))
+        )
         sketch.propose(right, 3, "a", "later", 0.5)
         sketch.propose(other, 4, "a", "never", 0.5)
         sketch.learn([1, 9])
-    found = {kind: acceptance.chance(("a", kind), 0.5) for kind in ("sure", "unlikely", "later", "never")}
+    found = {
+        kind: acceptance.chance(("a", kind), 0.5) for kind in ("sure", "unlikely", "later", "never")
+    }
     assert found["sure"] > 0.95
     assert max(found["unlikely"], found["later"]) < 0.05
     assert found["never"] == 0.5
@@ -86,12 +100,16 @@ def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], gue
     assert low - 1e-6 <= acceptance.chance("kind", guess) <= high + 1e-6
 
 
-CHANCES = st.lists(st.floats(0.01, 1), max_size=20).map(lambda found: [1.0, *sorted(found, reverse=True)])
+CHANCES = st.lists(st.floats(0.01, 1), max_size=20).map(
+    lambda found: [1.0, *sorted(found, reverse=True)]
+)
 COSTS = PassCosts((1, 8, 16), (1.0, 1.5, 4.0), (0.001, 0.001, 0.002), 0.2)
 
 
 @given(CHANCES, st.sampled_from([0, 300, 100_000]), st.floats(0, 10))
-def test_no_other_number_of_nodes_promises_more(reach: list[float], keys: int, spent: float) -> None:
+def test_no_other_number_of_nodes_promises_more(
+    reach: list[float], keys: int, spent: float
+) -> None:
     size = TreeBudget(COSTS).size(reach, keys, spent)
     rates = [sum(reach[:n]) / (spent + COSTS.seconds(n, keys)) for n in range(1, len(reach) + 1)]
     assert math.isclose(rates[size - 1], max(rates))
@@ -111,7 +129,9 @@ def test_worth_is_judged_by_the_rate_of_late() -> None:
 
 
 def budget_after(steps: int, seconds: float, timed: bool = True) -> TreeBudget:
-    """A budget after some steps: those over 16 nodes took so long, where 1.6 seconds were expected."""
+    """A budget after some steps: those over 16 nodes took so long,
+    where 1.6 seconds were expected.
+    """
     budget = TreeBudget(PassCosts((1, 8, 16), (1.0, 1.5, 1.6), (0.0, 0.0, 0.0), 0.2), timed=timed)
     for _ in range(steps):
         size = budget.size([1.0] * 16, 0, 0.5)
@@ -149,7 +169,15 @@ def test_costs_of_nothing() -> None:
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
 
-def steps_of(method: str, prompt: list[int], seed: int, length: int, heads: bool = True, costs=NOMINAL, **options):
+def steps_of(
+    method: str,
+    prompt: list[int],
+    seed: int,
+    length: int,
+    heads: bool = True,
+    costs=NOMINAL,
+    **options,
+):
     """What a method takes to write plain decoding's text."""
     drafter = make_drafter(
         method,
@@ -175,25 +203,44 @@ def steps_of(method: str, prompt: list[int], seed: int, length: int, heads: bool
     st.integers(0, 1000),
 )
 def test_cascades_change_no_token(kv: str, gamma: int, nodes: int, shared: bool, seed: int) -> None:
-    steps_of("cascade", random_prompt(70, seed), seed, 40, kv=kv, gamma=gamma, nodes=nodes, shared_noise=shared)
+    steps_of(
+        "cascade",
+        random_prompt(70, seed),
+        seed,
+        40,
+        kv=kv,
+        gamma=gamma,
+        nodes=nodes,
+        shared_noise=shared,
+    )
 
 
 def test_a_cascade_over_everything_drafts_what_will_be_drawn() -> None:
-    # it goes on as long as that pays, which with these random heads is not long; and all of its chain is accepted
-    chains = [step.accepted for step in steps_of("cascade", random_prompt(40, 4), 2, 100, budget=256, recall=0)[:-1]]
+    # it goes on as long as that pays, which with these random heads is not long; and all of its
+    # chain is accepted
+    chains = [
+        step.accepted
+        for step in steps_of("cascade", random_prompt(40, 4), 2, 100, budget=256, recall=0)[:-1]
+    ]
     assert min(chains) >= 1
     assert sum(chains) / len(chains) > 1.5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", first(1, [True, False]))
-def test_a_cascade_decodes_more_where_its_passes_cost_less(heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cascade_decodes_more_where_its_passes_cost_less(
+    heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tree that it is verified in costs what it did."""
     passes, found, right = list[int](), [], chains.decode_step
-    monkeypatch.setattr(chains, "decode_step", lambda *given, **how: passes.append(1) or right(*given, **how))
+    monkeypatch.setattr(
+        chains, "decode_step", lambda *given, **how: passes.append(1) or right(*given, **how)
+    )
     for share in (0.05, 20.0):
         passes.clear()
-        costs = replace(NOMINAL, base=tuple(share * each for each in NOMINAL.base), level=share * NOMINAL.level)
+        costs = replace(
+            NOMINAL, base=tuple(share * each for each in NOMINAL.base), level=share * NOMINAL.level
+        )
         steps = steps_of("cascade", random_prompt(80, 6), 1, 50, heads, costs, recall=0, nodes=24)
         found.append(len(passes) / len(steps))
     assert found[0] > found[1]
@@ -208,8 +255,12 @@ def test_no_more_is_drafted_than_is_wanted(method: str) -> None:
 
 @pytest.mark.slow
 def test_drafting_learns() -> None:
-    """A draft that is always right is trusted, so that trees grow; one that is never right is given up."""
-    steps = steps_of("tokenswift", random_prompt(70, 1), 1, 300, tree="auto", kv="full", budget=None)
+    """A draft that is always right is trusted, so that trees grow;
+    one that is never right is given up.
+    """
+    steps = steps_of(
+        "tokenswift", random_prompt(70, 1), 1, 300, tree="auto", kv="full", budget=None
+    )
     # the first drafted token is the target's own; what the random heads say is nearly never right
     late = steps[len(steps) // 2 :]
     assert all(step.accepted >= 1 for step in late[:-1])

@@ -48,7 +48,9 @@ def from_states(widths, shared_noise: bool) -> HeadSource:
         return lm_head(states[:count])
 
     whole = DraftHead(tiny_target(), None)
-    heads = SimpleNamespace(conditioned=False, pre_norm=False, levels=levels, draft_head=lambda target: whole)
+    heads = SimpleNamespace(
+        conditioned=False, pre_norm=False, levels=levels, draft_head=lambda target: whole
+    )
     source = HeadSource(tiny_target(), heads, None, widths, shared_noise)  # type: ignore[arg-type]
     source.read = lambda context: (Forwarded(states, []), 0)  # type: ignore[method-assign]
     return source
@@ -62,8 +64,14 @@ def proposed(source: HeadSource, context: Context, limit: int = 128) -> DraftTre
 
 
 @pytest.mark.parametrize("shared_noise", [True, False])
-def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared_noise: bool) -> None:
-    params, text, widths = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4), random_prompt(9), (2, 3, 1)
+def test_every_level_holds_its_best_candidates_and_all_their_combinations(
+    shared_noise: bool,
+) -> None:
+    params, text, widths = (
+        SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4),
+        random_prompt(9),
+        (2, 3, 1),
+    )
     tree = proposed(from_states(widths, shared_noise), context_of(text, params))
     logits = tiny_target().logits(random_states(3)) / 0.8
     for token in set(text[-4:]):
@@ -71,7 +79,9 @@ def test_every_level_holds_its_best_candidates_and_all_their_combinations(shared
         logits[:, token] = torch.where(column > 0, column / 1.3, column * 1.3)
     if shared_noise:  # of the positions that the levels' tokens will have
         logits += Sampler(params, 3, VOCAB, torch.device("cpu")).noise([9, 10, 11])
-    best = [set(row.topk(width).indices.tolist()) for row, width in zip(logits, widths, strict=True)]
+    best = [
+        set(row.topk(width).indices.tolist()) for row, width in zip(logits, widths, strict=True)
+    ]
     assert len(tree) == 1 + 2 + 6 + 6
     assert all(tree.tokens[node] in best[tree.depths[node] - 1] for node in range(1, len(tree)))
 
@@ -87,15 +97,26 @@ def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
 def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
     few = SamplingParams(top_k=2, min_p=0, penalty=1)
     assert len(proposed(from_states((3, 3), True), context_of([1], few))) == 1 + 2 + 4
-    tree, best = proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999), random_states(2)
+    tree, best = (
+        proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999),
+        random_states(2),
+    )
     assert tree.depths.count(1) == VOCAB
     likeliest = tiny_target().logits(best)[1].topk(2).indices.tolist()
-    assert {tree.tokens[node] for node in range(len(tree)) if tree.depths[node] == 2} == {*likeliest}
+    assert {tree.tokens[node] for node in range(len(tree)) if tree.depths[node] == 2} == {
+        *likeliest
+    }
 
 
 @pytest.mark.parametrize("limit", [3, 5, 128])
-def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_candidate_before(limit: int) -> None:
-    target, heads, context = tiny_target(), tiny_heads(kind="conditioned"), context_of([7, 8, 9], PLAIN)
+def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_candidate_before(
+    limit: int,
+) -> None:
+    target, heads, context = (
+        tiny_target(),
+        tiny_heads(kind="conditioned"),
+        context_of([7, 8, 9], PLAIN),
+    )
     source = HeadSource(target, heads, None, (2, 1, 3), True)
     assert len(proposed(source, context)) == 1  # there has been no pass
     context.last, context.path = prefill(target, [7, 8], FullKV(target.kv_shape, 8)), [1]
@@ -104,12 +125,20 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
     state, token, spine, others = context.last.hidden[1], 9, [], []
     for level, width in enumerate((2, 1, 3)):
         state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])
-        best = context.sampler.scores(target.logits(out)[None], None, [3 + level]).topk(width).indices[0].tolist()
+        best = (
+            context.sampler.scores(target.logits(out)[None], None, [3 + level])
+            .topk(width)
+            .indices[0]
+            .tolist()
+        )
         token = best[0]
         others += [[*spine, other] for other in best[1:]]
         spine.append(token)
     wanted = DraftTree(9, limit)
-    for path in [spine, *sorted(others, key=lambda path: (len(path) == 3 and path[-1] == best[2], len(path)))]:
+    for path in [
+        spine,
+        *sorted(others, key=lambda path: (len(path) == 3 and path[-1] == best[2], len(path))),
+    ]:
         wanted.add(path, "heads")
     assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
     assert len(tree) == min(limit, 1 + 3 + 3)
@@ -117,16 +146,22 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
 
 @pytest.mark.parametrize("budget", [64, 4096])
 def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) -> None:
-    """While the partial cache holds everything, the first level guesses every draw: at most a step per two tokens."""
+    """While the partial cache holds everything, the first level guesses every draw:
+    at most a step per two tokens.
+    """
     target, params = tiny_target(), SamplingParams(min_p=0, penalty=1.2, window=16)
     options = DraftOptions(tree=(1, 1), nodes=3, budget=budget, ngrams=0)
-    steps = decode_steps(target, drafter_of("tokenswift", target, options), random_prompt(10), params, 6, 40)
+    steps = decode_steps(
+        target, drafter_of("tokenswift", target, options), random_prompt(10), params, 6, 40
+    )
     assert all(step.accepted >= 1 for step in steps)
 
 
 @pytest.mark.parametrize("kind", first(1, [*HEAD_TYPES]))
 @pytest.mark.parametrize("method", first(1, ["medusa", "tokenswift"]))
-def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(kind: str, method: str) -> None:
+def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(
+    kind: str, method: str
+) -> None:
     target, params, prompt = tiny_target(), SamplingParams(min_p=0, penalty=1.1), random_prompt(10)
     heads = copy.deepcopy(tiny_heads(kind=kind))
     heads.draft_ids = torch.arange(1, VOCAB, 7, dtype=torch.int32)
@@ -138,7 +173,9 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(kind: 
 
     def watched(context: Context, most: int) -> DraftTree:
         tree = propose(context, most)
-        drafted.update(tree.tokens[node] for node in range(1, len(tree)) if tree.sources[node] == "heads")
+        drafted.update(
+            tree.tokens[node] for node in range(1, len(tree)) if tree.sources[node] == "heads"
+        )
         return tree
 
     drafter.propose = watched  # type: ignore[method-assign]

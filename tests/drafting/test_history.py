@@ -1,4 +1,6 @@
-"""Matches in the text so far, the logits kept of it and its n-grams, against brute force; what is drafted from them."""
+"""Matches in the text so far, the logits kept of it and its n-grams, against brute force;
+what is drafted from them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.drafting import methods
-from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, DynamicTreeDrafter, TreeBudget
+from tswift.drafting.dynamic_tree import (
+    AcceptanceEstimator,
+    CandidateTree,
+    DynamicTreeDrafter,
+    TreeBudget,
+)
 from tswift.drafting.history import Candidates, HistorySource, LogitHistory
 from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
@@ -29,7 +36,9 @@ pytestmark = needs_program
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
     """Of a model whose hidden states are its logits."""
-    return LogitHistory(SimpleNamespace(vocab_size=vocab, logits=lambda hidden: hidden), noise, kept)  # type: ignore[arg-type]
+    return LogitHistory(
+        SimpleNamespace(vocab_size=vocab, logits=lambda hidden: hidden), noise, kept
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (70_000, 6 * 64 + 4)])
@@ -37,7 +46,10 @@ def test_a_text_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
     recall, context = history(vocab), context_of([0], PLAIN, vocab=vocab)
     for _ in range(32):
         recall.prefilled(context, Forwarded(torch.zeros(64, vocab), []))
-    assert sum(recall._tables[name].nbytes for name in ("ids", "logs", "scales")) == 2048 * bytes_of_one
+    assert (
+        sum(recall._tables[name].nbytes for name in ("ids", "logs", "scales"))
+        == 2048 * bytes_of_one
+    )
     held = sum(each.nbytes for each in recall._tables.values()) + recall._fixed["newest"].nbytes
     assert held == LogitHistory.bytes_for(2048, vocab, 64)
 
@@ -58,11 +70,20 @@ def words(count: int) -> list[int]:
 
 
 def thoughts(count: int, seed: int = 4, vocab: int = VOCAB) -> torch.Tensor:
-    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+    return (
+        torch.randn(
+            count, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        * 2
+    )
 
 
-def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = True, reach: int = 1 << 20):
-    """What is recalled of a text that came in pieces, and its sampler; a prompt is prefilled in two chunks."""
+def recalled(
+    text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = True, reach: int = 1 << 20
+):
+    """What is recalled of a text that came in pieces, and its sampler;
+    a prompt is prefilled in two chunks.
+    """
     vocab, known = logits.shape[1], pieces[0] - 1
     recall, context = history(vocab, kept, noise), context_of(text[: pieces[0]], params, 7, vocab)
     recall._index.reach = reach
@@ -73,7 +94,9 @@ def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = T
         done = len(context.text)
         context.text += text[done : done + piece]
         # the tree had a node more, which was not accepted, before the ones that were
-        rows = torch.cat([logits[done - 1 : done], torch.full((1, vocab), 99.0), logits[done : done + piece - 1]])
+        rows = torch.cat(
+            [logits[done - 1 : done], torch.full((1, vocab), 99.0), logits[done : done + piece - 1]]
+        )
         context.path = [0, *range(2, piece + 1)]
         context.last, context.logits = Forwarded(rows, []), rows
         recall.committed(context)
@@ -82,7 +105,9 @@ def recalled(text, logits, pieces, params, *, kept: int = VOCAB, noise: bool = T
     return recall, context.sampler
 
 
-def expected(text, logits, path, params, noise: Sampler | None, kept: int) -> tuple[torch.Tensor, int, int]:
+def expected(
+    text, logits, path, params, noise: Sampler | None, kept: int
+) -> tuple[torch.Tensor, int, int]:
     """Scores ``[V]``, and the longest match and its place; by looking everywhere."""
     whole, matches = [*text[:-1], *path], []
     for end in range(len(text) - 1):
@@ -107,7 +132,9 @@ def expected(text, logits, path, params, noise: Sampler | None, kept: int) -> tu
     return scores + (noise.noise([len(whole)]).squeeze() if noise else 0.0), *matches[0]
 
 
-def check_guesses(text, logits, pieces, paths, params, *, noise: bool = True, kept: int = VOCAB, clean=None) -> None:
+def check_guesses(
+    text, logits, pieces, paths, params, *, noise: bool = True, kept: int = VOCAB, clean=None
+) -> None:
     recall, sampler = recalled(text, logits, pieces, params, noise=noise, kept=kept)
     paths = [[text[-1], *path] for path in paths]
     for path, guess in zip(paths, recall.guess(paths, 3), strict=True):
@@ -131,7 +158,10 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_guesses_are_those_of_all_that_was_thought(rule: str) -> None:
-    pieces, paths = [21, 1, 3, 40, *[2] * 27, 1], [[], [2], [4, 4, 1], [2, 0], *[[each % 5] for each in range(8)]]
+    pieces, paths = (
+        [21, 1, 3, 40, *[2] * 27, 1],
+        [[], [2], [4, 4, 1], [2, 0], *[[each % 5] for each in range(8)]],
+    )
     check_guesses(words(120), thoughts(120), pieces, paths, RULES[rule])
 
 
@@ -158,7 +188,8 @@ def test_banned_tokens_and_impossible_ones_are_not_guessed() -> None:
     text, logits = words(60), thoughts(60)
     clean = logits.clone()
     clean[:, [11, 12, 13]] = -math.inf
-    logits[:, 11], logits[:, 12], logits[:, 13] = 50.0, math.nan, -math.inf  # nothing of a banned token is looked at
+    # nothing of a banned token is looked at
+    logits[:, 11], logits[:, 12], logits[:, 13] = 50.0, math.nan, -math.inf
     params = SamplingParams(min_p=0.0, penalty=1.0, banned=(11, 12))
     check_guesses(text, logits, [2, *[2] * 29], [[], [1]], params, clean=clean)
     recall, _ = recalled(text, logits.nan_to_num(), [60], PLAIN)
@@ -170,8 +201,14 @@ def test_of_many_matches_the_latest_are_looked_at_also_where_tables_grew() -> No
     logits = thoughts(len(text))
     recall, _ = recalled(text, logits, [900, *[12] * 75, 3], PLAIN, reach=16)
     found = recall.guess([[3], [3, 1], [3, 9]], 1)
-    assert [(each.match, each.place) for each in found] == [(12, len(text) - 4), (3, 1500 - 3), (12, len(text) - 3)]
-    assert recall._tables["scales"][: len(text) - 1] == pytest.approx(logits[:-1].logsumexp(-1).numpy(), abs=0.01)
+    assert [(each.match, each.place) for each in found] == [
+        (12, len(text) - 4),
+        (3, 1500 - 3),
+        (12, len(text) - 3),
+    ]
+    assert recall._tables["scales"][: len(text) - 1] == pytest.approx(
+        logits[:-1].logsumexp(-1).numpy(), abs=0.01
+    )
 
 
 def test_what_nobody_recorded_is_known_by_the_token_that_came() -> None:
@@ -189,7 +226,9 @@ def test_what_nobody_recorded_is_known_by_the_token_that_came() -> None:
 
 def test_a_large_vocabulary_and_nothing_where_nothing_was() -> None:
     logits = thoughts(9, vocab=70_000)
-    recall, _ = recalled([1, 2] * 4 + [1], logits, [9], SamplingParams(temperature=0.0, penalty=1.0), kept=64)
+    recall, _ = recalled(
+        [1, 2] * 4 + [1], logits, [9], SamplingParams(temperature=0.0, penalty=1.0), kept=64
+    )
     assert recall.guess([[1]], 1)[0].tokens == [int(logits[6].argmax())]
     assert [len(guess.tokens) for guess in recall.guess([[3], [1, 2], [3, 50]], 3)] == [0, 3, 0]
     assert recall.guess([], 3) == []
@@ -214,7 +253,11 @@ class Known:
 
 def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), limit: int = 64):
     """A tree of guesses, of which those pay that are this likely."""
-    sketch, known, budget = CandidateTree(text[-1], depth, AcceptanceEstimator()), Known(guesses, len(text) - 1), None
+    sketch, known, budget = (
+        CandidateTree(text[-1], depth, AcceptanceEstimator()),
+        Known(guesses, len(text) - 1),
+        None,
+    )
     for path in before:
         sketch.add(path, "heads")
     budget = TreeBudget()
@@ -234,9 +277,16 @@ def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
     }
     sketch, known = sketched(guesses, 0.22)
     assert known.asked == [(1,), (1, 2), (1, 3), (1, 3, 5), (1, 2, 4)]
-    assert {tuple(sketch.path(node)) for node in range(1, len(sketch))} == {(2,), (3,), (2, 4), (3, 5), (2, 4, 6)}
+    assert {tuple(sketch.path(node)) for node in range(1, len(sketch))} == {
+        (2,),
+        (3,),
+        (2, 4),
+        (3, 5),
+        (2, 4, 6),
+    }
     assert sketched(guesses, 0.3)[1].asked == [(1,), (1, 2)]
-    assert sketched(guesses, 0.0, limit=2)[1].asked == [(1,), (1, 2)]  # the root and the likeliest node
+    # the root and the likeliest node
+    assert sketched(guesses, 0.0, limit=2)[1].asked == [(1,), (1, 2)]
     sketch, known = sketched(guesses, 0.0, depth=2)
     assert max(sketch.depths) == 2
     assert (1, 2, 4) not in known.asked
@@ -245,7 +295,8 @@ def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
 def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
     before, guesses = [[2, 7], [3]], {(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}
     (both, known), (plain, _), (alone, _) = (
-        sketched(given, 0.05, before=offered) for given, offered in ((guesses, before), ({}, before), (guesses, ()))
+        sketched(given, 0.05, before=offered)
+        for given, offered in ((guesses, before), ({}, before), (guesses, ()))
     )
     assert set(known.asked) >= {(1,), (1, 2), (1, 3), (1, 2, 7)}
 
@@ -276,7 +327,11 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
 
 
 def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding() -> None:
-    target, params, prompt = tiny_target(), SamplingParams(min_p=0.02, penalty=1.2, window=40), [3, 1, 4, 1, 5]
+    target, params, prompt = (
+        tiny_target(),
+        SamplingParams(min_p=0.02, penalty=1.2, window=40),
+        [3, 1, 4, 1, 5],
+    )
     written, steps = list[int](), []
     for piece in (40, 80, 120):  # each with less to recall
         budget, memory = TreeBudget(), LogitHistory(target, True)
@@ -300,12 +355,17 @@ class Counted:
         self.now += 1
         self.counts[gram] = (self.counts.get(gram, (0, 0))[0] + 1, self.now)
         if len(self.counts) > self.most:
-            self.counts = dict(sorted(self.counts.items(), key=lambda item: item[1])[-(self.most // 2) :])
+            self.counts = dict(
+                sorted(self.counts.items(), key=lambda item: item[1])[-(self.most // 2) :]
+            )
 
     def check(self, table: NgramTable) -> None:
         assert len(table) == len(self.counts) <= self.most
         for first in range(4):
-            ranked = sorted((item for item in self.counts.items() if item[0][0] == first), key=lambda item: item[1])
+            ranked = sorted(
+                (item for item in self.counts.items() if item[0][0] == first),
+                key=lambda item: item[1],
+            )
             assert table.continuations(first) == [gram[1:] for gram, _ in ranked[::-1][: self.k]]
 
 
@@ -313,7 +373,9 @@ texts = st.lists(token, min_size=60, max_size=200)  # else they would be of five
 
 
 @given(texts, st.integers(2, 4), st.integers(1, 8), st.integers(2, 40) | st.just(1 << 18))
-def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(text, n: int, k: int, most: int) -> None:
+def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(
+    text, n: int, k: int, most: int
+) -> None:
     table, wanted = NgramTable(n, k, most), Counted(k, most)
     for start in range(len(text) - n + 1):
         table.count(text[start : start + n])
@@ -321,10 +383,21 @@ def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(tex
         wanted.check(table)
 
 
-@given(texts, st.lists(st.integers(1, 9), max_size=30), st.integers(0, 60), st.booleans(), st.booleans())
-def test_only_what_left_the_penalty_window_is_counted(text, pieces, window, recent, penalises) -> None:
+@given(
+    texts,
+    st.lists(st.integers(1, 9), max_size=30),
+    st.integers(0, 60),
+    st.booleans(),
+    st.booleans(),
+)
+def test_only_what_left_the_penalty_window_is_counted(
+    text, pieces, window, recent, penalises
+) -> None:
     """Counting as the text grows, in any pieces, equals counting at once."""
-    table, context = NgramTable(4, 5), context_of([], SamplingParams(penalty=1.3 if penalises else 1.0, window=window))
+    table, context = (
+        NgramTable(4, 5),
+        context_of([], SamplingParams(penalty=1.3 if penalises else 1.0, window=window)),
+    )
     source, wanted, end = ReuseSource(table, 0, recent), Counted(5), 4
     for piece in [*pieces, len(text)]:
         context.text += text[len(context.text) : len(context.text) + piece]
@@ -337,13 +410,18 @@ def test_only_what_left_the_penalty_window_is_counted(text, pieces, window, rece
 
 def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
     context = context_of([1, 2, 3, 0, 1, 3, 3, 0, 1], PLAIN)
-    for below, expected in ((0, {(2, 3, 0), (3, 3, 0)}), (1, {(3, 0, 1, 3), (3, 3, 0, 1), (2, 3, 0, 1)})):
+    for below, expected in (
+        (0, {(2, 3, 0), (3, 3, 0)}),
+        (1, {(3, 0, 1, 3), (3, 3, 0, 1), (2, 3, 0, 1)}),
+    ):
         source, tree = ReuseSource(NgramTable(4, 20), below, False), DraftTree(1, 64)
         source.start(context)
         for drafted in (3, 2) if below else ():
             tree.add([drafted], "heads")
         source.propose(tree, context)
-        assert {path_to(tree, node) for node in range(1, len(tree)) if node not in tree.parents} == expected
+        assert {
+            path_to(tree, node) for node in range(1, len(tree)) if node not in tree.parents
+        } == expected
 
 
 @pytest.mark.parametrize(("vocab", "kept"), [(70_000, 64), (VOCAB, 200), (300, 64)])
@@ -364,7 +442,10 @@ def test_what_a_device_digests_is_what_is_kept_of_whole_rows(vocab: int, kept: i
         else:
             recall._keep(rows)
         tables.append(
-            {name: torch.from_numpy(recall._tables[name][:7].astype(float)) for name in ("ids", "logs", "scales")}
+            {
+                name: torch.from_numpy(recall._tables[name][:7].astype(float))
+                for name in ("ids", "logs", "scales")
+            }
         )
     whole, digest = tables
     known = whole["logs"] > -math.inf

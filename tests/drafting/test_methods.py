@@ -29,7 +29,14 @@ from tswift.caches import KVShape
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
-from tswift.drafting.methods import cache_slots, make_drafter, resolve, used, usual_nodes, verify_nodes
+from tswift.drafting.methods import (
+    cache_slots,
+    make_drafter,
+    resolve,
+    used,
+    usual_nodes,
+    verify_nodes,
+)
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
 from tswift.forward.passes import NOMINAL
@@ -42,7 +49,9 @@ LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 
 def test_options_that_are_not_looked_at() -> None:
     full = DraftOptions(kv="full")
-    assert used(find_method("tokenswift"), full) == used(find_method("tokenswift"), DraftOptions()) - {
+    assert used(find_method("tokenswift"), full) == used(
+        find_method("tokenswift"), DraftOptions()
+    ) - {
         "budget",
         "sinks",
     }
@@ -51,7 +60,9 @@ def test_options_that_are_not_looked_at() -> None:
     assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree=(1, 3)))
     assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree="auto", recall=0))
     for recall in (None, 1):
-        assert not ngrams & used(find_method("tokenswift"), DraftOptions(tree="auto", recall=recall))
+        assert not ngrams & used(
+            find_method("tokenswift"), DraftOptions(tree="auto", recall=recall)
+        )
     assert {"gamma", "budget", "inner_gamma"} <= used(find_method("triforce"), DraftOptions())
     for method in ("medusa", "tokenswift"):
         assert {"costs", "recall"} <= used(find_method(method), DraftOptions(tree="auto"))
@@ -61,7 +72,9 @@ def test_options_that_are_not_looked_at() -> None:
 def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None) -> Any:
     """The sizes of a model that is not there."""
     shape = KVShape(2, 1, 8, torch.float32, device)
-    return SimpleNamespace(device=device, groups=groups, most_nodes=most_nodes, speculator_spec=None, kv_shape=shape)
+    return SimpleNamespace(
+        device=device, groups=groups, most_nodes=most_nodes, speculator_spec=None, kv_shape=shape
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,8 +93,16 @@ def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | Non
             )
             for name, value in (("ngrams", 3), ("reuse_recent", True))
         ),
-        ("tokenswift", {"gamma": 4, "tree": "auto"}, r"gamma: must be between 0 and 3 for tokenswift, got 4"),
-        ("medusa", {"tree": (1, 1, 1, 1)}, r"tree: medusa can draft 3 levels with these heads, got 4"),
+        (
+            "tokenswift",
+            {"gamma": 4, "tree": "auto"},
+            r"gamma: must be between 0 and 3 for tokenswift, got 4",
+        ),
+        (
+            "medusa",
+            {"tree": (1, 1, 1, 1)},
+            r"tree: medusa can draft 3 levels with these heads, got 4",
+        ),
         ("medusa", {"nodes": 17}, r"nodes: must be at most 16 with this attention, got 17"),
         ("triforce", {"inner_gamma": 16}, r"gamma: must be below 16 with this attention, got 16"),
         ("magicdec", {"sinks": 1025}, r"sinks: must be at most a quarter of budget 4096, got 1025"),
@@ -102,9 +123,13 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: torch.
 
     for heads in (2, 7):
         assert gamma(heads, "auto", heads) == heads
-        with pytest.raises(InputError, match=rf"gamma: must be between \d and {heads} for {method}"):
+        with pytest.raises(
+            InputError, match=rf"gamma: must be between \d and {heads} for {method}"
+        ):
             gamma(heads, "auto", heads + 1)
-    with pytest.raises(InputError, match=rf"gamma: must be between \d and [34] for {method}, got 7"):
+    with pytest.raises(
+        InputError, match=rf"gamma: must be between \d and [34] for {method}, got 7"
+    ):
         gamma(7, None, 7)
 
 
@@ -113,14 +138,18 @@ def test_nodes_fill_the_rows_of_a_kv_head() -> None:
     assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
     asked = ((LLAMA, None), (MHA, None), (LLAMA, 128))
     resolved = [
-        resolve("tokenswift", model(CUDA, groups, 128), 3, DraftOptions(nodes=nodes)) for groups, nodes in asked
+        resolve("tokenswift", model(CUDA, groups, 128), 3, DraftOptions(nodes=nodes))
+        for groups, nodes in asked
     ]
     assert [each.nodes for each in resolved] == [32, 128, 128]
 
 
 def test_fewer_nodes_as_the_text_grows() -> None:
     weight_tokens = 15.0e9 / 131_072  # LLaMA3.1-8B in bfloat16
-    found = [verify_nodes(context, LLAMA, 128, weight_tokens) for context in (0, 4096, 20_000, 50_000, 100_000)]
+    found = [
+        verify_nodes(context, LLAMA, 128, weight_tokens)
+        for context in (0, 4096, 20_000, 50_000, 100_000)
+    ]
     assert found == sorted(found, reverse=True)
     assert found[:2] == [128, 128]
     assert 32 < found[-1] < found[2]
@@ -146,14 +175,22 @@ def levels_of(drafter: Drafter) -> Iterator[DraftModel]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_room_for_what_is_forwarded_over_a_partial_cache(method: str) -> None:
-    for options in ({"budget": 64}, {"budget": 64, "gamma": 2, "inner_gamma": 5}, {"gamma": 2, "tree": "auto"}):
+    for options in (
+        {"budget": 64},
+        {"budget": 64, "gamma": 2, "inner_gamma": 5},
+        {"gamma": 2, "tree": "auto"},
+    ):
         resolved = resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options))  # type: ignore[arg-type]
         levels = [*levels_of(made(method, **options))]
         partial, small = (
             [level.kv.capacity for level in levels if isinstance(level, kind)] or [0]
             for kind in (PartialDraftModel, SmallDraftModel)
         )
-        assert cache_slots(find_method(method), resolved, tiny_target().max_positions) == (*partial, *small, 0)
+        assert cache_slots(find_method(method), resolved, tiny_target().max_positions) == (
+            *partial,
+            *small,
+            0,
+        )
 
 
 def copy_of(target: Target, how) -> Target:
@@ -167,12 +204,16 @@ def test_drafting_passes_run_on_a_copy_and_others_do_not(method: str) -> None:
     target, copied = tiny_target(), copy_of(tiny_target(), garbage)
     options, draft = DraftOptions(budget=64), tiny_draft()
     costs = replace(NOMINAL, level=1.0)
-    drafter: Any = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied, draft_costs=costs)
+    drafter: Any = make_drafter(
+        method, target, tiny_heads(), options, draft, drafting=copied, draft_costs=costs
+    )
     for level in levels_of(drafter):
         assert level.target is (draft if isinstance(level, SmallDraftModel) else copied)
     if method == "cascade":  # the chain's own tree is chosen by what passes on the copy cost
         assert (drafter.budget.costs, drafter.sources[0].drafter.budget.costs) == (NOMINAL, costs)
-    make_drafter(method, target, tiny_heads() if METHODS[method].needs_heads else None, options, tiny_draft())
+    make_drafter(
+        method, target, tiny_heads() if METHODS[method].needs_heads else None, options, tiny_draft()
+    )
 
 
 DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.partial]
@@ -181,11 +222,22 @@ DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.partial]
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [rounded, garbage, broken])
 @pytest.mark.parametrize("method", DRAFTS_ITSELF)
-def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(method: str, how, monkeypatch) -> None:
-    target, prompt, params, passes = tiny_target(), random_prompt(80, 6), SamplingParams(min_p=0.02), []
+def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(
+    method: str, how, monkeypatch
+) -> None:
+    target, prompt, params, passes = (
+        tiny_target(),
+        random_prompt(80, 6),
+        SamplingParams(min_p=0.02),
+        [],
+    )
     copied = copy_of(target, how)
-    monkeypatch.setattr(copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given))
-    options = DraftOptions(budget=64, sinks=4, nodes=12 if "nodes" in METHODS[method].uses else None)
+    monkeypatch.setattr(
+        copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given)
+    )
+    options = DraftOptions(
+        budget=64, sinks=4, nodes=12 if "nodes" in METHODS[method].uses else None
+    )
     drafter = make_drafter(method, target, tiny_heads(), options, tiny_draft(), drafting=copied)
     if isinstance(drafter, AdaptiveDrafter):
         take_turns(drafter)
@@ -220,14 +272,24 @@ def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(method: str, h
 def test_depth_and_limit(method: str, options, depth: int) -> None:
     drafter = made(method, **options)
     chain = method in ("ar", "magicdec", "standalone", "triforce")
-    assert (drafter.depth, drafter.limit) == (depth, depth + 1 if chain else options.get("nodes", drafter.limit))
+    assert (drafter.depth, drafter.limit) == (
+        depth,
+        depth + 1 if chain else options.get("nodes", drafter.limit),
+    )
 
 
 def test_trees_that_pay() -> None:
     for method in ("medusa", "tokenswift"):
         assert made(method, tree="auto").budget.costs is NOMINAL
-        assert resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs == "measured"
+        assert (
+            resolve(method, tiny_target(), tiny_heads(), DraftOptions(tree="auto")).costs
+            == "measured"
+        )
     many = tiny_heads(count=30)
-    for method, gamma, nodes, depth in (("medusa", 9, None, 9), ("tokenswift", 9, None, 10), ("medusa", 29, 20, 19)):
+    for method, gamma, nodes, depth in (
+        ("medusa", 9, None, 9),
+        ("tokenswift", 9, None, 10),
+        ("medusa", 29, 20, 19),
+    ):
         options = DraftOptions(tree="auto", gamma=gamma, nodes=nodes, recall=0, ngrams=0)
         assert make_drafter(method, tiny_target(), many, options).depth == depth

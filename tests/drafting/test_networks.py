@@ -1,4 +1,6 @@
-"""Published drafters decode: the text is plain decoding's, whatever they say, over any window and in any tree."""
+"""Published drafters decode: the text is plain decoding's, whatever they say,
+over any window and in any tree.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter
 
-SAMPLED, PENALISED = SamplingParams(min_p=0.02, penalty=1.0), SamplingParams(min_p=0.02, penalty=1.2, window=32)
+SAMPLED, PENALISED = (
+    SamplingParams(min_p=0.02, penalty=1.0),
+    SamplingParams(min_p=0.02, penalty=1.2, window=32),
+)
 KINDS = ("dspark-rnn", "dflash", "eagle-safeai")
 PROMPT = random_prompt(90, 6, VOCAB)
 
@@ -78,26 +83,36 @@ def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     if NO_PROGRAM is None or tree != "auto":  # what is recalled goes as deep as there are nodes
         assert drafter.depth == {"auto": 31, "noise not shared": 2}.get(tree, drafter.depth)
     source = drafter.sources[0]
-    assert source._first + len(source._new) == len(PROMPT) + 40 - 1  # it has seen all but the last token
+    # it has seen all but the last token
+    assert source._first + len(source._new) == len(PROMPT) + 40 - 1
 
 
 @pytest.mark.parametrize("layout", first(1, KINDS))
 def test_any_prompt_and_what_was_written_before(layout: str) -> None:
     target, whole = drafted(layout), plain(SAMPLED)
-    rest = Decoding(target, PROMPT, SAMPLED, 3, drafter_of(layout, target, "auto"), 40, written=whole[:23]).steps()
+    rest = Decoding(
+        target, PROMPT, SAMPLED, 3, drafter_of(layout, target, "auto"), 40, written=whole[:23]
+    ).steps()
     assert whole[:23] + tokens_of([*rest]) == whole
     for length in (1, 2):
         drafter = drafter_of(layout, target)
-        assert decode(target, drafter, PROMPT[:length], SAMPLED, 3, 12) == plain(SAMPLED, length, 12)
+        assert decode(target, drafter, PROMPT[:length], SAMPLED, 3, 12) == plain(
+            SAMPLED, length, 12
+        )
 
 
-@pytest.mark.parametrize(("layout", "how"), first(1, [*zip(KINDS, ("nan", "zeros", "huge"), strict=True)]))
+@pytest.mark.parametrize(
+    ("layout", "how"), first(1, [*zip(KINDS, ("nan", "zeros", "huge"), strict=True)])
+)
 def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path) -> None:
     target = find_drafter(drafter_folder(tmp_path, layout)).load(target_of()).target
     for weight in target.speculator.parameters():
         weight.data = {"zeros": weight * 0, "nan": weight * torch.nan, "huge": weight * 1e200}[how]
     for tree in ("auto", "chain"):
-        assert decode(target, drafter_of(layout, target, tree), PROMPT, SAMPLED, 3, 20) == plain(SAMPLED)[:20]
+        assert (
+            decode(target, drafter_of(layout, target, tree), PROMPT, SAMPLED, 3, 20)
+            == plain(SAMPLED)[:20]
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,10 +128,16 @@ def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path)
         ],
     ),
 )
-def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layout: str, params) -> None:
-    """Paths of any length are accepted, on the best branches and beside them; the window is smaller than the text."""
+def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
+    layout: str, params
+) -> None:
+    """Paths of any length are accepted, on the best branches and beside them;
+    the window is smaller than the text.
+    """
     target = drafted(layout)
-    drafter: Any = make_drafter(method_of(layout), target, None, options_of(tree=(4, 3, 4), nodes=40, costs=None))
+    drafter: Any = make_drafter(
+        method_of(layout), target, None, options_of(tree=(4, 3, 4), nodes=40, costs=None)
+    )
     source, dense, random, checked = drafter.sources[0], Dense(layout, qwen3()), Random(4), []
     propose = source.propose
 
@@ -129,18 +150,29 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layo
         block = None if "eagle" in layout else dense.block(text, window)
         for node in {tree.parents[node] for node in range(1, len(tree))}:
             path = tree.path(node)
-            logits = dense.eagle(text, path, window) if block is None else dense.biased(block, [text[-1], *path])
+            logits = (
+                dense.eagle(text, path, window)
+                if block is None
+                else dense.biased(block, [text[-1], *path])
+            )
             logits, before = logits.clamp(min=-1e4), None
             if params.penalises:
                 before = torch.zeros(1, VOCAB, dtype=torch.bool)
-                before[0, [*text[-params.window :], *path]] = True  # the window of the root serves all levels
-            wanted = sampler.scores(logits[None], before, [len(text) + len(path)])[0].topk((4, 3, 4)[len(path)])
-            offered = [tree.tokens[each] for each in range(1, len(tree)) if tree.parents[each] == node]
+                # the window of the root serves all levels
+                before[0, [*text[-params.window :], *path]] = True
+            wanted = sampler.scores(logits[None], before, [len(text) + len(path)])[0].topk(
+                (4, 3, 4)[len(path)]
+            )
+            offered = [
+                tree.tokens[each] for each in range(1, len(tree)) if tree.parents[each] == node
+            ]
             assert offered == wanted.indices[wanted.values > -torch.inf].tolist()
             checked.append(len(path))
 
     source.propose = seen
-    decoding = Decoding(target, PROMPT, params, 3, drafter, 60, lambda tree, drawn: _any_path(tree, random))
+    decoding = Decoding(
+        target, PROMPT, params, 3, drafter, 60, lambda tree, drawn: _any_path(tree, random)
+    )
     accepted = [step.accepted for step in decoding.steps()]
     assert {0, 1, 2, 3} <= {*accepted}
     assert checked.count(0) > 3
@@ -159,9 +191,21 @@ def _any_path(tree, random: Random) -> list[int]:  # type: ignore[no-untyped-def
 def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
     target = target_of()
     for method, options, message in (
-        ("block", {}, "drafter: block drafts with a drafter of kind dspark or dflash, and there is none"),
-        ("eagle", {}, "drafter: eagle drafts with a drafter of kind eagle3, and this one is dflash"),
-        ("block", {"tree": (1, 1, 1, 1), "costs": None}, "tree: block can draft 3 levels with this drafter, got 4"),
+        (
+            "block",
+            {},
+            "drafter: block drafts with a drafter of kind dspark or dflash, and there is none",
+        ),
+        (
+            "eagle",
+            {},
+            "drafter: eagle drafts with a drafter of kind eagle3, and this one is dflash",
+        ),
+        (
+            "block",
+            {"tree": (1, 1, 1, 1), "costs": None},
+            "tree: block can draft 3 levels with this drafter, got 4",
+        ),
         ("block", {"gamma": 4}, "gamma: must be between 1 and 3 for block, got 4"),
     ):
         with pytest.raises(InputError, match=f"^{message}$"):
@@ -171,9 +215,13 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]), KINDS[2]])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]), KINDS[2]]
+)
 def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures are emulated on the CPU: what would wait for the device within a round is refused there."""
+    """Captures are emulated on the CPU: what would wait for the device within a round is refused
+    there.
+    """
     steps = []
     for captured in (False, True):
         target = Target(deepcopy(qwen3()), capture.StaticAttention)
@@ -190,16 +238,20 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("layout", KINDS[1:])
 def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
-    drafter: Any = make_drafter("auto", drafted(layout), None, options_of(nodes=6))  # fewer than others bring meanwhile
+    # fewer than others bring meanwhile
+    drafter: Any = make_drafter("auto", drafted(layout), None, options_of(nodes=6))
     steps = decode_steps(drafted(layout), drafter, PROMPT, SAMPLED, 3, 40)
     assert tokens_of(steps) == plain(SAMPLED)
     assert method_of(layout) in {step.choice for step in steps}
     network = drafter.arms[method_of(layout)].sources[0]
-    assert network._first + len(network._new) == len(PROMPT) + 40 - 1  # it has seen what other arms brought
+    # it has seen what other arms brought
+    assert network._first + len(network._new) == len(PROMPT) + 40 - 1
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
-def test_a_round_is_not_captured_where_passes_are_not_replayed(distrusted: bool, monkeypatch, tmp_path: Path) -> None:
+def test_a_round_is_not_captured_where_passes_are_not_replayed(
+    distrusted: bool, monkeypatch, tmp_path: Path
+) -> None:
     """The attention has no static passes, or steps on the device were found to differ."""
     target = Target(deepcopy(qwen3()), capture.StaticAttention if distrusted else TreeAttention)
     target.fallbacks.note("steps", "another text" if distrusted else None)
@@ -215,7 +267,9 @@ def test_a_round_is_not_captured_where_passes_are_not_replayed(distrusted: bool,
 
 @pytest.mark.parametrize("params", first(1, [SAMPLED, PENALISED]))
 def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Path) -> None:
-    """A target that looks at its last token only, and a DSpark whose bias is that target's LM head."""
+    """A target that looks at its last token only,
+    and a DSpark whose bias is that target's LM head.
+    """
     network = deepcopy(qwen3())
     for layer in network.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -223,19 +277,31 @@ def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Pat
     network.model.embed_tokens.weight.data.mul_(3)
     with torch.no_grad():
         states = network.model.norm(network.model.embed_tokens.weight).float()
-    own = {"embed_tokens.weight": network.model.embed_tokens.weight, "norm.weight": torch.zeros(HIDDEN)}
-    own |= {"markov_head.markov_w1.weight": states, "markov_head.markov_w2.weight": network.lm_head.weight}
+    own = {
+        "embed_tokens.weight": network.model.embed_tokens.weight,
+        "norm.weight": torch.zeros(HIDDEN),
+    }
+    own |= {
+        "markov_head.markov_w1.weight": states,
+        "markov_head.markov_w2.weight": network.lm_head.weight,
+    }
     own |= {"confidence_head.proj.weight": None, "confidence_head.proj.bias": None}
-    weights = {name: value if value is None else value.detach().float() for name, value in own.items()}
+    weights = {
+        name: value if value is None else value.detach().float() for name, value in own.items()
+    }
     said = {"markov_rank": HIDDEN, "enable_confidence_head": False}
-    target = find_drafter(drafter_folder(tmp_path, "dspark", said, weights)).load(Target(network)).target
+    target = (
+        find_drafter(drafter_folder(tmp_path, "dspark", said, weights)).load(Target(network)).target
+    )
     accepted = {}
     for name, options in {
         "chain": options_of(tree=(1,) * 4),
         "tree": options_of(recall=0, costs="nominal"),
         "noise not shared": options_of(tree=(1,) * 4, shared_noise=False),
     }.items():
-        steps = decode_steps(target, make_drafter("block", target, None, options), PROMPT, params, 3, 40)
+        steps = decode_steps(
+            target, make_drafter("block", target, None, options), PROMPT, params, 3, 40
+        )
         accepted[name] = [step.accepted for step in steps]
     assert accepted["chain"] == [4] * 8  # of five tokens a step
     assert sum(accepted["tree"]) >= 30

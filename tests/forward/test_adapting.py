@@ -37,10 +37,19 @@ NOTHING = AttentionSpec()
     [
         # Llama does no such thing
         ({"final_logit_softcapping": 30.0}, r"\(llama\) is not served exactly: logits differ"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type chunked_attention"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layers of type linear_attention",
+        ),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layers of type chunked_attention",
+        ),
         ({"kv_lora_rank": 8}, "latent attention"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary .* type dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary .* type dynamic",
+        ),
     ],
 )
 def test_refuses_what_it_would_compute_wrongly(
@@ -64,7 +73,10 @@ def test_a_model_that_gives_no_numbers(
     weights = load_file(tmp_path / "m" / "model.safetensors")
     weights[name][3] = value
     save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    reason = f"the first output that is not finite is that of {place}: its weights are broken, or {dtype} is too narrow"
+    reason = (
+        f"the first output that is not finite is that of {place}: its weights are broken, or "
+        f"{dtype} is too narrow"
+    )
     refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
 
 
@@ -88,7 +100,9 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.skipif(
+    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+)
 @pytest.mark.parametrize("lies", [False, True])
 def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     monkeypatch: pytest.MonkeyPatch, lies: bool
@@ -106,7 +120,9 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     assert wrap_model(network(), "tiny", "sdpa").fallbacks == {}
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     # all cases are in tests/attention/test_backends.py; the interpreter takes a minute for them
-    monkeypatch.setattr(backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False)))
+    monkeypatch.setattr(
+        backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False))
+    )
     monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
     target = wrap_model(network(), "tiny", "triton")
     assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
@@ -115,7 +131,9 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
         r"eager, as triton attention failed its numerical check \(relative error 0\.001\) "
         "with sliding windows of 24 tokens and soft-capped scores"
     )
-    assert re.fullmatch(words if lies else "eager, as no kernels are written for gemma2", model.about()["layers"])
+    assert re.fullmatch(
+        words if lies else "eager, as no kernels are written for gemma2", model.about()["layers"]
+    )
     if lies:
         monkeypatch.setattr(Lying, "__call__", None)
         prefill(target, list(range(60)), FullKV(target.kv_shape, 60))
@@ -130,7 +148,7 @@ def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.Monk
     assert copied.about()["draft_layers"] == "eager, as a fault"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Attention that is not to be trusted: their twins take over, and the records say why
 
 
@@ -150,16 +168,23 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
     monkeypatch.setattr(NativeAttention, "__call__", lying)
     model = tswift.load(device="cpu")
     assert model.about()["attention"] == "sdpa"
-    assert "as native attention failed its numerical check (relative error " in model.about()["layers"]
+    assert (
+        "as native attention failed its numerical check (relative error " in model.about()["layers"]
+    )
     refuse("demo", "native attention failed its numerical check", "attention", attention="native")
-    texts = [tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)]
+    texts = [
+        tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)
+    ]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass over 48 layers of random weights in bfloat16 and one in float32: as far apart as wide models' are."""
-    monkeypatch.setattr(shapes, "_STD", 1.28 / 256**0.5)  # products gain as with a hidden size of 4096 and 0.02
+    """A pass over 48 layers of random weights in bfloat16 and one in float32:
+    as far apart as wide models' are.
+    """
+    # products gain as with a hidden size of 4096 and 0.02
+    monkeypatch.setattr(shapes, "_STD", 1.28 / 256**0.5)
     config = LlamaConfig(
         vocab_size=500,
         hidden_size=256,

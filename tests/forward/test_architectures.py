@@ -1,4 +1,6 @@
-"""Every architecture that the C program takes: all methods give plain decoding's tokens, in a run gone on with, too."""
+"""Every architecture that the C program takes: all methods give plain decoding's tokens,
+in a run gone on with, too.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint_of(folder: Path, kind: str) -> Path:
     """A tiny random model with a tokenizer; sizes are multiples of a block of codes."""
     train_tokenizer(SENTENCES, TOKENS).save_pretrained(folder)
-    made = network(kind, hidden_size=64, intermediate_size=96, vocab_size=TOKENS, bos_token_id=0, eos_token_id=None)
+    made = network(
+        kind,
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=TOKENS,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
     made.save_pretrained(folder)
     return folder
 
@@ -48,17 +57,27 @@ def checkpoint_of(folder: Path, kind: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int4"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, weights: str | None, tmp_path: Path) -> None:
-    """In a run that is gone on with in another process, too; and the audit finds each drawn exactly, or altered."""
+def test_all_methods_give_the_tokens_of_plain_decoding(
+    kind: str, weights: str | None, tmp_path: Path
+) -> None:
+    """In a run that is gone on with in another process, too;
+    and the audit finds each drawn exactly, or altered.
+    """
     folder = str(checkpoint_of(tmp_path / "model", kind))
     model = load(folder, weights=weights)
     assert (model.layers, model.quantization) == (PROGRAM, weights)
     assert may_serve(model.target.model.config)
-    params, prompt, length = SamplingParams(min_p=0.02), model.encode(SENTENCES[0]), LENGTHS[weights]
+    params, prompt, length = (
+        SamplingParams(min_p=0.02),
+        model.encode(SENTENCES[0]),
+        LENGTHS[weights],
+    )
 
     def text(model: LoadedModel, method: str, written: Sequence[int] = ()) -> list[int]:
         options = options_for(method, **FIELDS)
-        steps = generate(model, prompt, length, method=method, options=options, params=params, written=written)
+        steps = generate(
+            model, prompt, length, method=method, options=options, params=params, written=written
+        )
         return [*written, *(token for step in steps for token in step.tokens)]
 
     wanted = text(model, "ar")
@@ -69,13 +88,20 @@ def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, weights: str |
     params = replace(params, banned=model.eos_ids)
     found = audit(model.target, prompt, wanted, params, 0)
     assert (found.exact, found.violations) == (length, [])
-    altered = [token if place != 300 else (token + 1) % TOKENS for place, token in enumerate(wanted)]
+    altered = [
+        token if place != 300 else (token + 1) % TOKENS for place, token in enumerate(wanted)
+    ]
     assert not audit(model.target, prompt, altered, params, 0).ok
 
 
 def test_what_depends_on_the_place_in_a_text_is_not_taken_for_what_does_not() -> None:
     """Ministral 3 scales queries, but only far into a text: no short text shows it."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    }
     config = Ministral3Config(
         vocab_size=97,
         hidden_size=48,
@@ -118,7 +144,12 @@ def test_what_has_other_parts_is_told(change, why: str) -> None:
 def test_other_layers_are_told() -> None:
     """Cohere's attention and MLP stand side by side."""
     config = CohereConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        pad_token_id=0,
     )
     assert not may_serve(config)
     target = wrap_model(AutoModelForCausalLM.from_config(config).eval(), "m", "native")

@@ -1,4 +1,6 @@
-"""Quantised weights: of a whole model, whose text is every method's; or of a copy for drafting passes only."""
+"""Quantised weights: of a whole model, whose text is every method's;
+or of a copy for drafting passes only.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ OPTIONS = DraftOptions(**FIELDS)
 
 
 class Int8Linear(nn.Module):
-    """A layer as quantisers make them: no parameters, a weight that is no float, a scale for each row."""
+    """A layer as quantisers make them: no parameters, a weight that is no float,
+    a scale for each row.
+    """
 
     def __init__(self, whole: nn.Linear) -> None:
         super().__init__()
@@ -58,11 +62,15 @@ def texts(model: LoadedModel) -> dict[str, list[int]]:
 
 @pytest.fixture
 def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder whose model comes with all linear layers quantised, the LM head's too, by a method of nobody's."""
+    """A folder whose model comes with all linear layers quantised, the LM head's too,
+    by a method of nobody's.
+    """
     folder = tmp_path / "quantised"
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "homemade"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "homemade"}})
+    )
     right = LlamaForCausalLM.from_pretrained
 
     def from_pretrained(kind, source, **asked):
@@ -160,30 +168,51 @@ def pointers(module: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("wrong", [0.0, torch.nan])
-def test_products_that_are_wrong_here_are_refused(checkpoint: Path, on_cpu: None, monkeypatch, wrong: float) -> None:
+def test_products_that_are_wrong_here_are_refused(
+    checkpoint: Path, on_cpu: None, monkeypatch, wrong: float
+) -> None:
     right = Float8Linear.forward
     monkeypatch.setattr(Float8Linear, "forward", lambda self, rows: right(self, rows) * wrong)
-    refuse(str(checkpoint), "fp8 products are off by .*% here", "draft_weights", draft_weights="fp8", **HALF)
+    refuse(
+        str(checkpoint),
+        "fp8 products are off by .*% here",
+        "draft_weights",
+        draft_weights="fp8",
+        **HALF,
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
-def test_all_but_the_decoders_linear_layers_is_shared(tmp_path: Path, on_cpu: None, changes: dict[str, object]) -> None:
+def test_all_but_the_decoders_linear_layers_is_shared(
+    tmp_path: Path, on_cpu: None, changes: dict[str, object]
+) -> None:
     model = load(str(make_checkpoint(tmp_path / "m", **changes)), draft_weights="fp8", **HALF)
     assert model.drafting is not None
     whole, copied = model.target.model, model.drafting.model
     own, theirs = pointers(whole), pointers(copied)
-    linear = {f"model.{name}" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)}
-    assert {name for name in own if own[name] != theirs[name]} == {f"{name}.weight" for name in linear}
+    linear = {
+        f"model.{name}" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)
+    }
+    assert {name for name in own if own[name] != theirs[name]} == {
+        f"{name}.weight" for name in linear
+    }
     assert theirs.keys() - own.keys() == {f"{name}.scale" for name in linear}
     assert len(linear) == 2 * 7
     assert copied.get_output_embeddings() is whole.get_output_embeddings()
     assert copied.get_input_embeddings() is whole.get_input_embeddings()
     assert model.drafting.kv_shape == model.target.kv_shape
     about = model.about()
-    assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == ("fp8", "eager", None)
+    assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == (
+        "fp8",
+        "eager",
+        None,
+    )
     assert model.remarks().endswith(", drafting passes in fp8")
-    assert costs._key(model.drafting, None) != costs._key(model.target, None)  # other passes, other costs
-    foreseen = inspect_model(ModelConfig(model=str(tmp_path / "m"), draft_weights="fp8", **HALF)).copy_bytes
+    # other passes, other costs
+    assert costs._key(model.drafting, None) != costs._key(model.target, None)
+    foreseen = inspect_model(
+        ModelConfig(model=str(tmp_path / "m"), draft_weights="fp8", **HALF)
+    ).copy_bytes
     parts = [each for each in copied.modules() if isinstance(each, Float8Linear)]
     assert foreseen == sum(part.weight.nbytes + part.scale.nbytes for part in parts)
     assert text(model, "tokenswift") == text(model, "ar")
@@ -191,24 +220,34 @@ def test_all_but_the_decoders_linear_layers_is_shared(tmp_path: Path, on_cpu: No
 
 def test_joined_layers_stay_joined(checkpoint: Path) -> None:
     """As on CUDA: queries, keys and values are one product, in the copy as in the model."""
-    network = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.bfloat16).requires_grad_(False)
+    network = AutoModelForCausalLM.from_pretrained(
+        str(checkpoint), dtype=torch.bfloat16
+    ).requires_grad_(False)
     single = cheaper_copy(network, "fp8")
     ids = torch.arange(9).unsqueeze(0)
     with torch.inference_mode():
         before, expected = network(ids).logits, single(ids).logits
         join(network)
         joined = cheaper_copy(network, "fp8")
-        kinds = [type(each) for each in joined.model.layers[0].modules() if isinstance(each, nn.Linear | Float8Linear)]
+        kinds = [
+            type(each)
+            for each in joined.model.layers[0].modules()
+            if isinstance(each, nn.Linear | Float8Linear)
+        ]
         assert (kinds.count(JoinedLinear), kinds.count(Float8Linear)) == (5, 2)
         assert torch.equal(joined(ids).logits, expected)
         assert torch.equal(network(ids).logits, before)
 
 
-def test_heads_that_start_before_the_final_norm(checkpoint: Path, on_cpu: None, monkeypatch) -> None:
+def test_heads_that_start_before_the_final_norm(
+    checkpoint: Path, on_cpu: None, monkeypatch
+) -> None:
     """The copy gives them its own states, and leaves the model's alone."""
     heads = MedusaHeads(32, 2, 320).bfloat16()
     heads.pre_norm = True
-    monkeypatch.setattr("tswift.loading.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1])
+    monkeypatch.setattr(
+        "tswift.loading.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1]
+    )
     model = load(str(checkpoint), draft_weights="fp8", **HALF)
     assert model.drafting is not None
     for target in (model.target, model.drafting):
@@ -220,13 +259,19 @@ def test_heads_that_start_before_the_final_norm(checkpoint: Path, on_cpu: None, 
     assert text(model, "tokenswift") == text(model, "ar")
 
 
-def test_what_it_takes_is_foreseen(checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_takes_is_foreseen(
+    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
     rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
     assert inspect_model(ModelConfig(model=str(checkpoint))).copy_bytes == 0
     ask = {"draft_weights": "fp8", **HALF}
-    ahead = preflight(ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS))
-    plain = preflight(ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS))
+    ahead = preflight(
+        ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS)
+    )
+    plain = preflight(
+        ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS)
+    )
     assert ahead.copy_bytes == linear + 4 * rows
     assert ahead.total_bytes == plain.total_bytes + ahead.copy_bytes
     assert "draft weights" in str(ahead)
@@ -238,10 +283,14 @@ def test_what_it_takes_is_foreseen(checkpoint: Path, on_cpu: None, monkeypatch: 
 
 
 def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLaMA3.1-8b: 6.98e9 weights in linear layers; in int4 with a scale and a zero for each 128."""
+    """LLaMA3.1-8b: 6.98e9 weights in linear layers;
+    in int4 with a scale and a zero for each 128.
+    """
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     found = {
-        kind: inspect_model(ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights=kind)).copy_bytes
+        kind: inspect_model(
+            ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights=kind)
+        ).copy_bytes
         for kind in ("fp8", "int4")
     }
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)

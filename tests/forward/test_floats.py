@@ -1,4 +1,6 @@
-"""Matrices that are held once, packed: the weights come back, and 16 bits give the tokens of float32."""
+"""Matrices that are held once, packed: the weights come back,
+and 16 bits give the tokens of float32.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = needs_program
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 48), (97, 64), (130, 33)])
-def test_weights_come_back_as_they_were_packed(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+def test_weights_come_back_as_they_were_packed(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).to(dtype)
     for given in (weight, weight.float()):
@@ -42,7 +46,11 @@ def test_gradients_flow_through_it() -> None:
 
 
 def tokens_of(model: LoadedModel, method: str, prompt: str | list[int] = "The ship") -> list[int]:
-    return [token for step in generate(model, prompt, 200, method=method, seed=2) for token in step.tokens]
+    return [
+        token
+        for step in generate(model, prompt, 200, method=method, seed=2)
+        for token in step.tokens
+    ]
 
 
 @pytest.mark.parametrize("tied", first(1, [False, True]))
@@ -54,12 +62,18 @@ def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bo
     network.save_pretrained(folder)
     narrow, wide = (load(str(folder), device="cpu", dtype=each) for each in (dtype, "float32"))
     assert narrow.layers == wide.layers == PROGRAM
-    assert (narrow.about()["dtype"], narrow.about()["kv_dtype"], narrow.dtype_note) == (dtype, "int16", "")
+    assert (narrow.about()["dtype"], narrow.about()["kv_dtype"], narrow.dtype_note) == (
+        dtype,
+        "int16",
+        "",
+    )
     assert all(weight.dim() < 2 for weight in narrow.target.model.parameters())
     assert tokens_of(narrow, "ar") == tokens_of(narrow, "tokenswift") == tokens_of(wide, "ar")
     embeddings = [model.target.embed(torch.tensor([3, 77])) for model in (narrow, wide)]
     assert torch.equal(*embeddings)
-    sizes = [inspect_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")]
+    sizes = [
+        inspect_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")
+    ]
     assert [each.dtype for each in sizes] == [torch.float32] * 2
     assert 2 * sizes[0].weight_bytes <= sizes[1].weight_bytes
 
@@ -77,7 +91,9 @@ def test_float32_is_held_once(tmp_path: Path) -> None:
     assert tokens_of(packed, "ar", prompt) == tokens_of(adopt(network), "ar", prompt)
 
 
-def test_products_that_are_wrong_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_are_wrong_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(make_checkpoint(tmp_path / "m", head_dim=32))
     monkeypatch.setattr("tswift.forward.floats.multiply", lambda c, rows: torch.ones(c.outputs))
     with pytest.raises(InputError, match="are wrong on this machine"):

@@ -1,4 +1,6 @@
-"""Kernels between a layer's products, interpreted on the CPU: plain PyTorch's bits, wherever a row is."""
+"""Kernels between a layer's products, interpreted on the CPU: plain PyTorch's bits,
+wherever a row is.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,21 @@ def same_bits(ours: Tensor, plain: Tensor) -> bool:
     return ours.dtype == plain.dtype and torch.equal(first, second)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Kernels
 
 
 @few
-@given(st.integers(1, 5), st.integers(1, 700), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 1000))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 700),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.integers(0, 1000),
+)
 def test_sums_and_norms(rows: int, size: int, dtype: torch.dtype, adds: bool, seed: int) -> None:
-    hidden, added = random(seed, 2, rows, size + 3, dtype=dtype)[..., :size]  # rows with a gap behind them
+    # rows with a gap behind them
+    hidden, added = random(seed, 2, rows, size + 3, dtype=dtype)[..., :size]
     weight = random(seed + 1, size, dtype=dtype)
     total, normed = kernels.add_norm(hidden, added if adds else None, weight, EPS)
     expected = hidden + added if adds else hidden
@@ -96,14 +105,24 @@ def test_the_exponential_is_one() -> None:
     assert ((plain_exponential(numbers) - exact).abs() / exact).max() < 3e-7
     assert plain_exponential(torch.tensor([0.0])).item() == 1.0
     odd = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 0.0]])
-    assert same_bits(kernels.silu_mul(odd[:, 3:], odd[:, 3:]), plain_silu_mul(odd[:, 3:], odd[:, 3:]))
-    assert kernels.silu_mul(odd, torch.ones_like(odd)).isnan().tolist() == [[False, False, True, False, False, False]]
+    assert same_bits(
+        kernels.silu_mul(odd[:, 3:], odd[:, 3:]), plain_silu_mul(odd[:, 3:], odd[:, 3:])
+    )
+    assert kernels.silu_mul(odd, torch.ones_like(odd)).isnan().tolist() == [
+        [False, False, True, False, False, False]
+    ]
 
 
 @few
 @given(
     *(st.integers(1, 9), st.integers(1, 5), st.sampled_from([8, 24, 64])),
-    *(st.integers(1, 6), st.integers(0, 20), st.booleans(), st.sampled_from(DTYPES), st.integers(0, 1000)),
+    *(
+        st.integers(1, 6),
+        st.integers(0, 20),
+        st.booleans(),
+        st.sampled_from(DTYPES),
+        st.integers(0, 1000),
+    ),
 )
 def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, seed) -> None:
     heads = min(12, groups * kv_heads)
@@ -114,7 +133,9 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
     nodes, capacity = 1 + seed % rows, held + 4  # the last slots may be missing
     cache = torch.full((2, kv_heads, capacity, head), torch.nan, dtype=dtype)
     length = torch.full((), held, dtype=torch.int32)
-    out = kernels.rotate(query, key, value, angles, weights, EPS, (cache[0], cache[1], length), nodes)
+    out = kernels.rotate(
+        query, key, value, angles, weights, EPS, (cache[0], cache[1], length), nodes
+    )
     first, second = (
         plain_rotate(part.unflatten(1, (-1, head)), angles, weight, EPS)
         for part, weight in zip((query, key), weights, strict=True)
@@ -126,9 +147,15 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
         assert cached[:, :held].isnan().all()
         assert cached[:, held + stored :].isnan().all()
     alone = kernels.rotate(
-        query[-1:], key[-1:], None, tuple(each[-1:] for each in angles), weights, EPS,
-        (fresh := torch.empty(kv_heads, 1, head, dtype=dtype), None, None), 1,
-    )  # fmt: skip
+        query[-1:],
+        key[-1:],
+        None,
+        tuple(each[-1:] for each in angles),
+        weights,
+        EPS,
+        (fresh := torch.empty(kv_heads, 1, head, dtype=dtype), None, None),
+        1,
+    )
     assert same_bits(alone[:, 0], out[:, -1])
     assert same_bits(fresh[:, 0], second[-1])
 
@@ -149,7 +176,9 @@ HALVES = (torch.bfloat16, torch.float16)
     ("inputs", "outputs", "parts"), first(1, [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
 )
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype) -> None:
+def test_products(
+    small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype
+) -> None:
     """Close to float64; a row has its bits wherever it is, and whatever is beside it."""
     given = random(1, rows, inputs + 3, dtype=dtype)[:, :inputs]
     weights = random(2, outputs, inputs, dtype=dtype) / 16
@@ -174,11 +203,19 @@ def test_products(small, rows: int, inputs: int, outputs: int, parts: int, dtype
 def test_rows_among_many_have_the_bits_that_they_have_among_few(
     inputs: int, outputs: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Products of a wide pass are those of passes of a width, whose parts are added where they are read."""
-    given, weights = random(1, rows, inputs, dtype=dtype), random(2, outputs, inputs, dtype=dtype) / 16
+    """Products of a wide pass are those of passes of a width,
+    whose parts are added where they are read.
+    """
+    given, weights = (
+        random(1, rows, inputs, dtype=dtype),
+        random(2, outputs, inputs, dtype=dtype) / 16,
+    )
     bias = random(3, outputs, dtype=dtype)
     assert kernels.product_parts(inputs, outputs) == inputs // 64
-    made, active = kernels.multiply(given, weights, None, bias), kernels.multiply_silu(given, weights)
+    made, active = (
+        kernels.multiply(given, weights, None, bias),
+        kernels.multiply_silu(given, weights),
+    )
     assert made.shape == (1, rows, outputs)
     few = given.split(32)
     products = [whole(kernels.multiply(each, weights, None, bias), dtype) for each in few]
@@ -197,7 +234,9 @@ def test_products_with_weights_in_fp8(small, rows: int) -> None:
     assert ((made.double().sum(0) - exact).abs() <= 1e-5 * exact.abs().max()).all()
     gate, up = exact.chunk(2, 1)
     wide = F.silu(gate) * up
-    assert ((kernels.multiply_silu(given, weights, scale) - wide).abs() <= 0.02 * wide.abs().max()).all()
+    assert (
+        (kernels.multiply_silu(given, weights, scale) - wide).abs() <= 0.02 * wide.abs().max()
+    ).all()
 
 
 def test_products_of_other_sizes_are_not_ours() -> None:
@@ -217,7 +256,13 @@ def whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @few
-@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from(HALVES), st.booleans(), st.integers(0, 1000))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(HALVES),
+    st.booleans(),
+    st.integers(0, 1000),
+)
 def test_parts_are_added_where_they_are_read(parts, rows, dtype, normed, seed) -> None:
     head, heads, kv_heads = 8, 4, 2
     made = random(seed, parts, rows, (heads + 2 * kv_heads) * head, dtype=torch.float32)
@@ -227,13 +272,20 @@ def test_parts_are_added_where_they_are_read(parts, rows, dtype, normed, seed) -
     found = []
     for query, key, value in (made.split(split, -1), whole(made, dtype).split(split, -1)):
         cache = torch.full((2, kv_heads, rows, head), torch.nan, dtype=dtype)
-        out = kernels.rotate(query, key, value, angles, weights, EPS, (cache[0], cache[1], None), rows)
+        out = kernels.rotate(
+            query, key, value, angles, weights, EPS, (cache[0], cache[1], None), rows
+        )
         found.append((out, cache))
     assert same_bits(found[0][0], found[1][0])
     assert same_bits(found[0][1], found[1][1])
-    hidden, weight = random(seed + 4, rows, split[0], dtype=dtype), random(seed + 5, split[0], dtype=dtype)
+    hidden, weight = (
+        random(seed + 4, rows, split[0], dtype=dtype),
+        random(seed + 5, split[0], dtype=dtype),
+    )
     added = made[..., : split[0]]
-    ours, plain = (kernels.add_norm(hidden, each, weight, EPS) for each in (added, whole(added, dtype)))
+    ours, plain = (
+        kernels.add_norm(hidden, each, weight, EPS) for each in (added, whole(added, dtype))
+    )
     assert same_bits(ours[0], plain[0])
     assert same_bits(ours[1], plain[1])
 
@@ -244,7 +296,7 @@ def test_a_sum_is_a_tree_of_pairs() -> None:
     assert tree_sum(torch.tensor([1.0, 1.0, big])).item() == big + 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Layers
 
 FIT = ("Llama, MQA, biases", "Mistral 7B v0.1", "Qwen2.5", "Qwen3")
@@ -284,7 +336,15 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    first(1, [(FIT[0], torch.bfloat16), (FIT[1], torch.float32), (FIT[2], torch.float32), (FIT[3], torch.bfloat16)]),
+    first(
+        1,
+        [
+            (FIT[0], torch.bfloat16),
+            (FIT[1], torch.float32),
+            (FIT[2], torch.float32),
+            (FIT[3], torch.bfloat16),
+        ],
+    ),
 )
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
     target = wrapped(name, dtype)
@@ -294,7 +354,8 @@ def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) ->
     allowed = 1e-5 if dtype == torch.float32 else 0.05
     assert ((ours - theirs).norm() / theirs.norm()) < allowed
     assert (
-        (cache.buffers[0][:, :, :15] - other.buffers[0][:, :, :15]).norm() / other.buffers[0][:, :, :15].norm()
+        (cache.buffers[0][:, :, :15] - other.buffers[0][:, :, :15]).norm()
+        / other.buffers[0][:, :, :15].norm()
     ) < allowed
     replayed, written = tree_pass(target, static=True)
     assert torch.equal(replayed, ours)
@@ -314,8 +375,11 @@ def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Call
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("Qwen2.5", 1), ("Qwen3", 2)])
-def test_layers_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch, name: str, layers: int) -> None:
-    """All products of a narrow pass are ours, and those of a prompt PyTorch's; together they are transformers' layers.
+def test_layers_with_products_of_ours(
+    small, monkeypatch: pytest.MonkeyPatch, name: str, layers: int
+) -> None:
+    """All products of a narrow pass are ours, and those of a prompt PyTorch's;
+    together they are transformers' layers.
 
     Also with weights in FP8, for drafts.
     """
@@ -327,7 +391,10 @@ def test_layers_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch, na
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
     made.clear()
     ours, cache = tree_pass(target)
-    assert made == {"multiply": 2 * 3 * target.kv_shape.layers, "multiply_silu": 2 * target.kv_shape.layers}
+    assert made == {
+        "multiply": 2 * 3 * target.kv_shape.layers,
+        "multiply_silu": 2 * target.kv_shape.layers,
+    }
     theirs, _ = tree_pass(Target(network(name, torch.bfloat16, layers), TreeAttention))
     assert ((ours - theirs).norm() / theirs.norm()) < 0.05
     replayed, written = tree_pass(target, static=True)
@@ -373,7 +440,8 @@ def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatc
         (forward_target, "_REPLAYED", 2),
         (kernels, "_STEP", 16),
         (kernels, "MOST_ROWS", few),
-        (kernels, "_MANY_ROWS", 16),  # as many as few rows are padded to: NumPy sums otherwise in another shape
+        # as many as few rows are padded to: NumPy sums otherwise in another shape
+        (kernels, "_MANY_ROWS", 16),
         (sdpa, "MAX_WIDTH", few),
     ):
         monkeypatch.setattr(place, attribute, value)
@@ -384,15 +452,20 @@ def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [SHORT, ("Mistral 7B v0.1", 1, 24)], indirect=True)
-def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
+    narrow: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = forward_target.CHUNK
     text, found = [(7 * at + 3) % 97 for at in range(2 * wide + 2)], []
     passes = Counter[int]()
     right = narrow._compute
-    monkeypatch.setattr(narrow, "_compute", lambda ids, *more: passes.update([len(ids)]) or right(ids, *more))
+    monkeypatch.setattr(
+        narrow, "_compute", lambda ids, *more: passes.update([len(ids)]) or right(ids, *more)
+    )
     for _ in range(2):
         kv = FullKV(narrow.kv_shape, len(text))
-        hidden = [part.hidden for part in chunks(narrow, text, kv, wide + 1)]  # all but a chunk and a token are behind
+        # all but a chunk and a token are behind
+        hidden = [part.hidden for part in chunks(narrow, text, kv, wide + 1)]
         found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
         if not narrow.wide_text:
             assert passes == {wide: 1, wide // 3: 3, 1: 2}
@@ -423,13 +496,17 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
 
 
 @pytest.mark.slow
-def test_layers_with_products_of_pytorch_have_narrow_passes(narrow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_products_of_pytorch_have_narrow_passes(
+    narrow: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "product_parts", lambda inputs, outputs: 0 if outputs == 32 else 1)
     adapting.try_wide_text(narrow)
     assert (narrow.wide_text, narrow.fallbacks) == (False, {})
 
 
-@pytest.mark.parametrize(("name", "word"), [("multiply", "products"), ("multiply_silu", "products with SiLU")])
+@pytest.mark.parametrize(
+    ("name", "word"), [("multiply", "products"), ("multiply_silu", "products with SiLU")]
+)
 def test_products_that_lie_are_not_used(small, lying, name: str, word: str) -> None:
     made = network("Qwen3", torch.bfloat16)
     join(made)
@@ -449,9 +526,14 @@ def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
-    """A layer that is called alone hands its sum to the next norm, which may be asked for another one."""
+    """A layer that is called alone hands its sum to the next norm,
+    which may be asked for another one.
+    """
     target = wrapped("Llama, GQA", torch.float32)
-    norm, hidden = target.model.get_decoder().layers[0].following[0], random(1, 1, 2, 32, dtype=torch.float32)
+    norm, hidden = (
+        target.model.get_decoder().layers[0].following[0],
+        random(1, 1, 2, 32, dtype=torch.float32),
+    )
     with torch.no_grad():
         expected = norm(hidden)
         norm.handed = (hidden + 1, hidden)
@@ -461,7 +543,9 @@ def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
         assert torch.equal(norm(hidden), expected)
 
 
-@pytest.mark.parametrize("name", first(1, ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"]))
+@pytest.mark.parametrize(
+    "name", first(1, ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"])
+)
 @pytest.mark.parametrize("dtype", first(1, DTYPES))
 def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
     made, plain = network(name, dtype, 1), network(name, dtype, 1)
@@ -478,11 +562,19 @@ def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch
 
 
 @pytest.mark.slow
-def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed text is forwarded by such passes, and has to have the bits that it was decoded with."""
+def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resumed text is forwarded by such passes,
+    and has to have the bits that it was decoded with.
+    """
     target, made = wrapped("Llama, MQA", torch.bfloat16, 1), Counter[str]()
     monkeypatch.setattr(kernels, "add_norm", counted(made, "add_norm", kernels.add_norm))
-    kv, length, ids = FullKV(target.kv_shape, 20), torch.full((), 5, dtype=torch.int32), torch.arange(2)
+    kv, length, ids = (
+        FullKV(target.kv_shape, 20),
+        torch.full((), 5, dtype=torch.int32),
+        torch.arange(2),
+    )
     assert torch.is_grad_enabled()
     target.compute_static(ids, ids + 5, kv, length, None)
     assert made["add_norm"] == 3
@@ -540,7 +632,9 @@ def test_taps_see_what_they_saw() -> None:
         each.tap()
         each.tap([0, 1])
     token = torch.tensor([5])
-    passes = [each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)]
+    passes = [
+        each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)
+    ]
     torch.testing.assert_close(passes[0].pre_norm, passes[1].pre_norm)
     torch.testing.assert_close(passes[0].layer_states, passes[1].layer_states)
 
@@ -562,7 +656,9 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lie
 
 
-@pytest.mark.parametrize(("name", "word"), [("add_norm", "norms"), ("silu_mul", "SiLU"), ("rotate", "rotation")])
+@pytest.mark.parametrize(
+    ("name", "word"), [("add_norm", "norms"), ("silu_mul", "SiLU"), ("rotate", "rotation")]
+)
 def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
     made = network("Qwen3")
     lying(name)
@@ -581,7 +677,10 @@ def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("Gemma 2", "no kernels are written for gemma2"), ("Phi-3", "no kernels are written for phi3")],
+    [
+        ("Gemma 2", "no kernels are written for gemma2"),
+        ("Phi-3", "no kernels are written for phi3"),
+    ],
 )
 def test_other_layers_stay_eager(name: str, reason: str) -> None:
     assert fuse(network(name)) == reason
@@ -595,9 +694,21 @@ def test_sizes_that_do_not_fit() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Counts PyTorch's operators, but for views and allocations, while it is on; kernels are counted by their names."""
+    """Counts PyTorch's operators, but for views and allocations, while it is on;
+    kernels are counted by their names.
+    """
 
-    VIEWS = ("view", "_unsafe_view", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes", "t")
+    VIEWS = (
+        "view",
+        "_unsafe_view",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "t",
+    )
     FREE: ClassVar = {
         *VIEWS,
         "transpose",
@@ -637,7 +748,9 @@ class Operators(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fits"), [("Qwen3", True), ("Gemma 2", False)])
 def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
-    """Four products, the attention (two), and four of these; also where a pass is padded to a width."""
+    """Four products, the attention (two), and four of these;
+    also where a pass is padded to a width.
+    """
     target = wrapped(name, torch.float32)
     target.width = 8
     operators = Operators()
@@ -648,7 +761,11 @@ def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits
     layer = target.model.get_decoder().layers[1]
     layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", True))
     layer.register_forward_hook(lambda *given: setattr(operators, "on", False))
-    kv, ids, length = FullKV(target.kv_shape, 20), torch.arange(3), torch.full((), 5, dtype=torch.int32)
+    kv, ids, length = (
+        FullKV(target.kv_shape, 20),
+        torch.arange(3),
+        torch.full((), 5, dtype=torch.int32),
+    )
     with torch.inference_mode(), operators:
         target.compute_static(ids, ids + 5, kv, length, None)
     wanted = {"product": 4, "attention": 1, "add_norm": 2, "rotate": 1, "silu_mul": 1}

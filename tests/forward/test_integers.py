@@ -1,4 +1,6 @@
-"""Weights as codes: they come back as packed, products are the definition's, and every method's text is ar's."""
+"""Weights as codes: they come back as packed, products are the definition's,
+and every method's text is ar's.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ INSTRUCTIONS = {  # the compiler's options, and what the processor has to have
 SIZES = [(1, 16), (40, 64), (97, 48), (33, 576), (200, 1536)]  # outputs and inputs
 
 
-def codes_of(outputs: int, inputs: int, bits: int, half: bool = True, block: int = 0, centre: int = 0) -> Codes:
+def codes_of(
+    outputs: int, inputs: int, bits: int, half: bool = True, block: int = 0, centre: int = 0
+) -> Codes:
     random = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, inputs, generator=random)
     made = quantize(weight, bits)
@@ -114,7 +118,9 @@ def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apar
     assert ((found - wanted).norm() / wanted.norm()) < apart
     counts, step = rounded(rows, 32, bits)
     assert (counts.abs() <= (127 if bits == 8 else 32639)).all()
-    assert torch.allclose((counts * step.unsqueeze(2)).flatten(1), rows, rtol=0, atol=float(step.max()))
+    assert torch.allclose(
+        (counts * step.unsqueeze(2)).flatten(1), rows, rtol=0, atol=float(step.max())
+    )
 
 
 def test_sums_are_rounded_once() -> None:
@@ -124,13 +130,18 @@ def test_sums_are_rounded_once() -> None:
     x, y, z = (torch.randn(30_000) * torch.randint(-9, 9, (30_000,)).exp2() for _ in range(3))
     z[:10_000] = -(x * y)[:10_000]
     x[10_000:20_000] = x[10_000:20_000].half().float()
-    y[10_000:20_000] = 2.0 ** torch.randint(-30, 3, (10_000,))  # halfway between two numbers, and just beside that
-    wanted = torch.tensor([fused(*each) for each in zip(x.tolist(), y.tolist(), z.tolist(), strict=True)])
+    # halfway between two numbers, and just beside that
+    y[10_000:20_000] = 2.0 ** torch.randint(-30, 3, (10_000,))
+    wanted = torch.tensor(
+        [fused(*each) for each in zip(x.tolist(), y.tolist(), z.tolist(), strict=True)]
+    )
     assert torch.equal(_fused(x, y, z), wanted)
 
 
 @cache
-def wanted_of(size: tuple[int, int], bits: int, held: tuple[bool, int, int], input_bits: int) -> tuple[Tensor, Tensor]:
+def wanted_of(
+    size: tuple[int, int], bits: int, held: tuple[bool, int, int], input_bits: int
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(size[1])
     rows = rows_of(64, size[1])
     return rows, multiply(rows, codes_of(*size, bits, *held), input_bits)
@@ -140,18 +151,24 @@ def wanted_of(size: tuple[int, int], bits: int, held: tuple[bool, int, int], inp
 @pytest.mark.parametrize("instructions", first(1, INSTRUCTIONS))
 @pytest.mark.parametrize("threads", first(1, [2, 1]))
 @pytest.mark.parametrize(("bits", "input_bits"), first(1, [(4, 16), (8, 8), (8, 16), (4, 8)]))
-def test_a_product_has_the_bits_of_its_definition(instructions: str, threads: int, input_bits: int, bits: int) -> None:
+def test_a_product_has_the_bits_of_its_definition(
+    instructions: str, threads: int, input_bits: int, bits: int
+) -> None:
     options, needed = INSTRUCTIONS[instructions]
     if needed not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this processor has no {instructions}")
     program, before = build(products._SOURCE, options=options), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for size, held in ((size, held) for size in SIZES for held in HELD if size[1] % held[1] == 0):
+        for size, held in (
+            (size, held) for size in SIZES for held in HELD if size[1] % held[1] == 0
+        ):
             rows, wanted = wanted_of(size, bits, held, input_bits)
             layer = IntegerLinear(codes_of(*size, bits, *held), input_bits=input_bits)
             for count in (*range(1, 10), 13, 16, 17, 31, 64):
-                assert torch.equal(products.multiply(layer.c, rows[:count], program), wanted[:count])
+                assert torch.equal(
+                    products.multiply(layer.c, rows[:count], program), wanted[:count]
+                )
     finally:
         torch.set_num_threads(before)
 
@@ -163,7 +180,9 @@ HELD = [(True, 32, 0), (True, 16, 128), (False, 32, 8), (False, 16, 0)]
 @needs_compiler
 @pytest.mark.parametrize("input_bits", [8, 16])
 def test_a_rows_bits_are_its_own(input_bits: int) -> None:
-    """Whatever the others are, how many there are and where it is among them; a broken row breaks no other."""
+    """Whatever the others are, how many there are and where it is among them;
+    a broken row breaks no other.
+    """
     torch.manual_seed(7)
     rows, bias = torch.randn(600, 96), torch.randn(50)
     layer = IntegerLinear(quantize(torch.randn(50, 96), 4), bias, input_bits)
@@ -199,8 +218,14 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
     made = network(kind, hidden_size=64, intermediate_size=96)
     for name, layer in [*made.named_modules()]:
         if isinstance(layer, nn.Linear):
-            made.set_submodule(name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits))
-    own = made.get_output_embeddings() if tied else IntegerLinear(quantize(made.get_input_embeddings().weight, 8))
+            made.set_submodule(
+                name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits)
+            )
+    own = (
+        made.get_output_embeddings()
+        if tied
+        else IntegerLinear(quantize(made.get_input_embeddings().weight, 8))
+    )
     made.set_input_embeddings(PackedEmbedding(own.packed))
     return made
 
@@ -258,7 +283,9 @@ def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("input_bits", [8, 16])
 def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
-    """So a run that is gone on with, whose text is forwarded at once, is the run that was not stopped."""
+    """So a run that is gone on with, whose text is forwarded at once,
+    is the run that was not stopped.
+    """
     target = target_of("qwen3", 4, input_bits=input_bits)
     assert fingerprint(target) == fingerprint(target)
     text = torch.randint(VOCAB, (700,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -285,5 +312,12 @@ def test_every_method_writes_plain_decodings_text(kind: str) -> None:
     heads = HEAD_TYPES["conditioned"](64, 3).requires_grad_(False)
     prepare(heads)
     for method in ("tokenswift", "medusa", "magicdec", "recall", "auto"):
-        options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
-        assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 400) == wanted
+        options = (
+            DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
+        )
+        assert (
+            decode(
+                target, make_drafter(method, target, heads, options, None), prompt, params, 3, 400
+            )
+            == wanted
+        )

@@ -1,4 +1,6 @@
-"""A KV cache in fewer bits than the model: part of what is decoded, whatever the method; recorded, and refused."""
+"""A KV cache in fewer bits than the model: part of what is decoded, whatever the method; recorded,
+and refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 import torch
 
 from tests.cli.conftest import tswift  # noqa: F401
-from tests.helpers import decode, drafter_of, first, needs_program, options_for, random_prompt, tiny_heads, tiny_llama
+from tests.helpers import (
+    decode,
+    drafter_of,
+    first,
+    needs_program,
+    options_for,
+    random_prompt,
+    tiny_heads,
+    tiny_llama,
+)
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
@@ -33,7 +44,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     first(1, [("tokenswift", torch.float16), ("snapkv", torch.bfloat16), ("snapkv", torch.int8)]),
 )
 def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
-    """In float64, where all that rounds is the cache: every method's text is plain decoding's, and it does round."""
+    """In float64, where all that rounds is the cache: every method's text is plain decoding's,
+    and it does round.
+    """
     params, prompt = SamplingParams(penalty=1.1), random_prompt(100)
     states = []
     for kind in (kv_dtype, torch.float64):
@@ -46,7 +59,10 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
         assert decode(target, drafter, prompt, params, 3, 50) == plain
         reference = target.reference()  # reads a cache that it need not convert
         assert reference.kv_shape.dtype == torch.float64
-        assert decode(reference, drafter_of("ar", reference, options_for("ar")), prompt, params, 3, 50) == plain
+        assert (
+            decode(reference, drafter_of("ar", reference, options_for("ar")), prompt, params, 3, 50)
+            == plain
+        )
         for read in (target, reference):
             kv = FullKV(read.kv_shape, len(prompt))
             states += [forwarded.hidden for forwarded in chunks(read, prompt, kv)]
@@ -64,9 +80,13 @@ def test_what_it_is() -> None:
     ):
         assert kv_dtype_for("auto", dtype, device, program) == dtype
     assert kv_dtype_for("bf16", torch.float32, CPU, False) == torch.bfloat16
-    with pytest.raises(InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"):
+    with pytest.raises(
+        InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"
+    ):
         kv_dtype_for("float16", torch.bfloat16, CUDA, False)
-    with pytest.raises(InputError, match=r"^kv_dtype: is no narrower than the model's own, float32; got float64$"):
+    with pytest.raises(
+        InputError, match=r"^kv_dtype: is no narrower than the model's own, float32; got float64$"
+    ):
         load(kv_dtype="float64")
     with pytest.raises(InputError, match=r"^kv_dtype: no dtype 'flot16'"):
         load(kv_dtype="flot16")
@@ -98,14 +118,17 @@ def test_a_model_that_does_not_bear_it_is_refused() -> None:
         (("bfloat16", "bfloat16"), {"dtype": "auto"}, "auto"),
     ],
 )
-def test_a_run_is_judged_with_its_own(recorded: tuple[str, str], typed: dict[str, str], wanted: str) -> None:
+def test_a_run_is_judged_with_its_own(
+    recorded: tuple[str, str], typed: dict[str, str], wanted: str
+) -> None:
     config = RunConfig.of(device="cpu", dtype=recorded[0], kv_dtype=recorded[1])
     assert verification._kv_dtype(config.model, typed) == wanted
 
 
 def test_memory_counts_its_bytes() -> None:
     narrow, wide = (
-        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind)) for kind in ("auto", "float32")
+        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind))
+        for kind in ("auto", "float32")
     )
     assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
     rows = wide.kv_shape.layers * wide.kv_shape.heads * 2  # of one token
@@ -116,8 +139,12 @@ def test_memory_counts_its_bytes() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_rows_of_bytes(bad: float) -> None:
-    """Each is off by half its own step at most, nothing stays nothing, and what is broken is broken."""
-    shape = replace(inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape, layers=1)
+    """Each is off by half its own step at most, nothing stays nothing,
+    and what is broken is broken.
+    """
+    shape = replace(
+        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape, layers=1
+    )
     rows = torch.randn(shape.heads, 5, shape.head_dim) * torch.tensor([1, 1e4, 0, 1e-4, 1])[:, None]
     rows[:, 4, 3] = bad
     kept = shape.narrowed(rows, 0, 0)
@@ -132,8 +159,17 @@ def test_rows_of_bytes(bad: float) -> None:
 @needs_program
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
-    """By default exact in int16; it is recorded, resumed and verified so, and what was typed is not forgotten."""
-    words = ["generate", "--prompt-text", "The ship had lain three days becalmed,", "--quiet", "--kv-dtype", kind]
+    """By default exact in int16; it is recorded, resumed and verified so,
+    and what was typed is not forgotten.
+    """
+    words = [
+        "generate",
+        "--prompt-text",
+        "The ship had lain three days becalmed,",
+        "--quiet",
+        "--kv-dtype",
+        kind,
+    ]
     own = {"auto": "int16"}.get(kind, kind)
     for method in ("ar", "tokenswift"):
         assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
@@ -145,9 +181,16 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # 
     found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
     assert found.code == 2
     assert f"--kv-dtype: the run was made with {own}, got float32" in found.err
-    assert tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", own, "--len", 60, "--verify").code == 0
+    assert (
+        tswift(
+            "generate", "--resume", tmp_path / "cut", "--kv-dtype", own, "--len", 60, "--verify"
+        ).code
+        == 0
+    )
     assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
-    with pytest.raises(InputError, match=rf"^kv_dtype: .* was made with a KV cache in {own}, not in float32$"):
+    with pytest.raises(
+        InputError, match=rf"^kv_dtype: .* was made with a KV cache in {own}, not in float32$"
+    ):
         resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
     found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
     assert "the arithmetic here differs" in found.out.decode()
@@ -156,7 +199,16 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # 
 @pytest.mark.slow
 @needs_program
 def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
-    words = ["generate", "--prompt-text", "The ship", "--method", "ar", "--kv-dtype", "float32", "--quiet"]
+    words = [
+        "generate",
+        "--prompt-text",
+        "The ship",
+        "--method",
+        "ar",
+        "--kv-dtype",
+        "float32",
+        "--quiet",
+    ]
     assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0
     assert tswift(*words, "--len", 9, "--out", tmp_path / "run").code == 0
     record = json.loads((tmp_path / "run" / RECORD).read_text())
@@ -165,4 +217,6 @@ def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_p
     del record["options"]["kv_dtype"]
     (tmp_path / "run" / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
     assert tswift("generate", "--resume", tmp_path / "run", "--len", 40).code == 0
-    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (tmp_path / "whole" / "tokens.u32").read_bytes()
+    assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
+        tmp_path / "whole" / "tokens.u32"
+    ).read_bytes()

@@ -1,4 +1,6 @@
-"""Models whose layers keep different keys and values (Gemma 4): what caches hold, and what is told before loading."""
+"""Models whose layers keep different keys and values (Gemma 4): what caches hold,
+and what is told before loading.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,61 @@ from tswift.models.shapes import shape_of
 
 CPU = torch.device("cpu")
 KINDS = {
-    "Gemma 4 (K = V, other heads in global layers)": [(2, 16, 0), (1, 32, 1), (2, 16, 2), (1, 32, 3)],
-    "Gemma 4 E (shared keys and values, embeddings by layer)": [(2, 16, 0), (2, 32, 1), (2, 16, 0), (2, 32, 1)],
+    "Gemma 4 (K = V, other heads in global layers)": [
+        (2, 16, 0),
+        (1, 32, 1),
+        (2, 16, 2),
+        (1, 32, 3),
+    ],
+    "Gemma 4 E (shared keys and values, embeddings by layer)": [
+        (2, 16, 0),
+        (2, 32, 1),
+        (2, 16, 0),
+        (2, 32, 1),
+    ],
 }
 
 
 @pytest.mark.parametrize("kind", first(2, [*KINDS]))
 def test_what_layers_keep_is_known_before_they_are_loaded(kind: str, tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES[kind], tmp_path)
-    target, spec = load(str(tmp_path)).target, inspect_model(ModelConfig(model=str(tmp_path), kv_dtype="float32"))
+    target, spec = (
+        load(str(tmp_path)).target,
+        inspect_model(ModelConfig(model=str(tmp_path), kv_dtype="float32")),
+    )
     kept = [LayerKV(*layer) for layer in KINDS[kind]]
     assert (list(target.kv_shape.by_layer), list(spec.kv_shape.by_layer)) == (kept, kept)
-    numbers = sum(heads * size for layer, (heads, size, source) in enumerate(kept) if source == layer)
+    numbers = sum(
+        heads * size for layer, (heads, size, source) in enumerate(kept) if source == layer
+    )
     assert target.kv_shape.bytes_per_token == spec.kv_shape.bytes_per_token == 2 * 4 * numbers
     shape = shape_of(target.model, 4)
-    assert (shape.kv_bytes, shape.flops(1) - shape.flops(0)) == (2 * 4 * numbers, 4 * 4 * (16 + 32 + 16 + 32))
-    tables = [weight.numel() for name, weight in target.model.named_parameters() if "per_layer.weight" in name]
+    assert (shape.kv_bytes, shape.flops(1) - shape.flops(0)) == (
+        2 * 4 * numbers,
+        4 * 4 * (16 + 32 + 16 + 32),
+    )
+    tables = [
+        weight.numel()
+        for name, weight in target.model.named_parameters()
+        if "per_layer.weight" in name
+    ]
     assert shape.parameters - shape.read == sum(tables)  # the LM head's are read
     assert FullKV(target.kv_shape, 10).nbytes == 10 * shape.kv_bytes
 
 
 def test_layers_with_the_same_keys_choose_by_all_their_queries() -> None:
     """A layer that is alone would take other keys than one that is read by two."""
-    shared = KVShape(2, 1, 4, torch.float64, CPU, True, by_layer=(LayerKV(1, 4, 0), LayerKV(1, 4, 0)))
+    shared = KVShape(
+        2, 1, 4, torch.float64, CPU, True, by_layer=(LayerKV(1, 4, 0), LayerKV(1, 4, 0))
+    )
     full = FullKV(shared, 100)
     made = torch.randn(1, 100, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     full.write(0, made, -made)
     full.advance(100)
     assert full.keys[0].data_ptr() == full.keys[1].data_ptr()
-    queries = [torch.tensor([[each]], dtype=torch.float64) for each in ([1.0, 0, 0, 0], [0.0, 1, 0, 0])]
+    queries = [
+        torch.tensor([[each]], dtype=torch.float64) for each in ([1.0, 0, 0, 0], [0.0, 1, 0, 0])
+    ]
     partial = PartialKV(shared, 16, 0, POLICIES["dynamic"])
     partial.select(full, queries)
     wanted = made[0, :96, 0] + made[0, :96, 1]

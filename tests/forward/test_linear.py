@@ -1,4 +1,6 @@
-"""Linear layers by oneDNN, and with the same input as one product: the same outputs, the same weights."""
+"""Linear layers by oneDNN, and with the same input as one product: the same outputs,
+the same weights.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,23 @@ class Block(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float64, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
-        for name, size in {"q_proj": 24, "k_proj": 8, "v_proj": 8, "gate_proj": 40, "up_proj": 40}.items():
+        for name, size in {
+            "q_proj": 24,
+            "k_proj": 8,
+            "v_proj": 8,
+            "gate_proj": 40,
+            "up_proj": 40,
+        }.items():
             setattr(self, name, nn.Linear(16, size, bias and len(name) == 6, dtype=dtype))
 
     def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.q_proj(given), self.k_proj(given), self.v_proj(given), self.gate_proj(given), self.up_proj(given)
+        return (
+            self.q_proj(given),
+            self.k_proj(given),
+            self.v_proj(given),
+            self.gate_proj(given),
+            self.up_proj(given),
+        )
 
     def joined(self) -> list[str]:
         return [name for name, layer in self.named_children() if isinstance(layer, JoinedLinear)]
@@ -57,11 +71,20 @@ def products(network: nn.Module) -> list[nn.Linear]:
 
 def held(network: nn.Module) -> int:
     """Bytes of all weights, those of products included; what is shared counts once."""
-    weights = [*network.parameters(), *(weight for each in products(network) for weight in each.parameters())]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}.values())
+    weights = [
+        *network.parameters(),
+        *(weight for each in products(network) for weight in each.parameters()),
+    ]
+    return sum(
+        {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights
+        }.values()
+    )
 
 
-@pytest.mark.parametrize(("dtype", "count", "bias"), [(torch.float64, 7, True), (torch.bfloat16, 1, False)])
+@pytest.mark.parametrize(
+    ("dtype", "count", "bias"), [(torch.float64, 7, True), (torch.bfloat16, 1, False)]
+)
 def test_the_same_products_of_the_same_weights(dtype: torch.dtype, count: int, bias: bool) -> None:
     block, given = Block(dtype, bias), rows(count, dtype)
     wanted, before, state = block(given), held(block), deepcopy(block.state_dict())
@@ -84,7 +107,8 @@ def test_layers_that_are_called_otherwise_compute_by_themselves() -> None:
     for name in ("k_proj", "v_proj", "up_proj"):  # nothing came before
         assert torch.equal(block.get_submodule(name)(given), plain.get_submodule(name)(given))
     block.q_proj(given)
-    for each in (other, given.clone(), given):  # what was handed over is for one input, and for one call
+    for each in (other, given.clone(), given):
+        # what was handed over is for one input, and for one call
         assert torch.equal(block.k_proj(each), plain.k_proj(each))
     block(given)
     block.up_proj(given)
@@ -127,7 +151,9 @@ class Quantised(torch.Tensor):
 @every_row(
     "change",
     [
-        lambda block: setattr(block.k_proj, "weight", nn.Parameter(block.k_proj.weight.data.as_subclass(Quantised))),
+        lambda block: setattr(
+            block.k_proj, "weight", nn.Parameter(block.k_proj.weight.data.as_subclass(Quantised))
+        ),
         lambda block: setattr(block.v_proj, "weight", block.k_proj.weight),
         lambda block: setattr(block, "other", block.k_proj),
         lambda block: setattr(block.q_proj, "bias", None),
@@ -151,10 +177,18 @@ def test_what_does_not_fit_is_left_alone(change) -> None:
 def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path) -> None:
     plain = ARCHITECTURES[name].make(97).double().eval()
     before = weights_hash(plain)
-    pair = target, alone = [wrap_model(deepcopy(plain), name, "sdpa", joined=joined) for joined in (True, None)]
-    assert (bool(products(target.model)), products(alone.model), weights_hash(target.model)) == (True, [], before)
+    pair = target, alone = [
+        wrap_model(deepcopy(plain), name, "sdpa", joined=joined) for joined in (True, None)
+    ]
+    assert (bool(products(target.model)), products(alone.model), weights_hash(target.model)) == (
+        True,
+        [],
+        before,
+    )
     texts = [
-        tokens_of(decode_steps(each, drafter_of("ar", each, OPTIONS), random_prompt(30), PARAMS, 3, 40))
+        tokens_of(
+            decode_steps(each, drafter_of("ar", each, OPTIONS), random_prompt(30), PARAMS, 3, 40)
+        )
         for each in pair
     ]
     assert texts[0] == texts[1]
@@ -165,18 +199,24 @@ def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path
 
 
 def test_the_comparison_of_logits_covers_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JoinedLinear, "forward", lambda self, input: nn.functional.linear(input, self.weight * 1.1))
+    monkeypatch.setattr(
+        JoinedLinear, "forward", lambda self, input: nn.functional.linear(input, self.weight * 1.1)
+    )
     wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
     with pytest.raises(InputError, match="is not served exactly: logits differ"):
         wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
 
 
-able = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN")
+able = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN"
+)
 
 
 def layers_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(1)
-    layers = nn.Sequential(nn.Linear(256, 600), nn.SiLU(), nn.Linear(600, 300, bias=False), nn.Linear(300, 30))
+    layers = nn.Sequential(
+        nn.Linear(256, 600), nn.SiLU(), nn.Linear(600, 300, bias=False), nn.Linear(300, 30)
+    )
     return layers.to(dtype).requires_grad_(False)
 
 
@@ -191,7 +231,8 @@ def test_onednn_computes_large_layers(dtype: torch.dtype, monkeypatch: pytest.Mo
     use_onednn(layers)
     assert [type(layer) for layer in layers] == [OneDNNLinear, nn.SiLU, OneDNNLinear, nn.Linear]
     copied = deepcopy(layers)
-    assert (type(copied[0]) is nn.Linear) == narrow  # with the layer's weights, whatever becomes of them
+    # with the layer's weights, whatever becomes of them
+    assert (type(copied[0]) is nn.Linear) == narrow
     for count in (1, 2, 10, 200):
         given = rows(count, dtype, 256)
         with torch.inference_mode():
@@ -239,7 +280,10 @@ def test_what_will_be_copied_is_foreseen() -> None:
     given = (torch.float32, cpu), (torch.float64, cpu), (torch.float32, torch.device("meta"))
     assert [copied_bytes(wide, *each) for each in given] == [held, 0, 0]
     weights = 4 * sum(weight.numel() for weight in model.parameters())
-    spec = {kind: inspect_model(ModelConfig(model="demo", device="cpu", attention=kind)) for kind in ("sdpa", "auto")}
+    spec = {
+        kind: inspect_model(ModelConfig(model="demo", device="cpu", attention=kind))
+        for kind in ("sdpa", "auto")
+    }
     assert spec["sdpa"].weight_bytes == weights + held > weights
     if tswift.load(device="cpu").layers == PROGRAM:
         assert spec["auto"].weight_bytes == weights  # packed, once

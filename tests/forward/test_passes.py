@@ -60,7 +60,9 @@ def static_target(attention: type = LengthOnDevice) -> Target:
 
 
 def text(target: Target, method: str = "tokenswift") -> list[int]:
-    return tokens_of(decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 60))
+    return tokens_of(
+        decode_steps(target, drafter_of(method, target, OPTIONS), random_prompt(30), PARAMS, 3, 60)
+    )
 
 
 @every_row("limit", [1, 8, 10, 41, 128])
@@ -129,22 +131,31 @@ def test_too_many_nodes_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter")
+@pytest.mark.skipif(
+    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+)
 @pytest.mark.parametrize(
     ("name", "method"),
     [("Gemma 2", "ar"), ("Gemma 2", "tokenswift"), ("Mistral 7B v0.1", "medusa")],
 )
 def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
     """Only passes over a partial cache, whose slots are in no order, are left to the host."""
-    network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(97)
+    network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(
+        97
+    )
     target = Target(network, BACKENDS["triton"]())
     assert target.attention_features
     assert target.replays
     heads = ChainedHeads(target.hidden_size, 2)
-    options, prompt = DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64), random_prompt(12)
+    options, prompt = (
+        DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64),
+        random_prompt(12),
+    )
     texts = []
     for each in (target, Target(network)):
-        drafter = make_drafter(method, each, heads, options if method != "ar" else DraftOptions(), None)
+        drafter = make_drafter(
+            method, each, heads, options if method != "ar" else DraftOptions(), None
+        )
         decoding = Decoding(each, prompt, SamplingParams(window=24), 3, drafter, 10)
         texts.append(tokens_of(list(decoding.steps())))
         assert (decoding._stepper is not None) == (each is target)
@@ -160,10 +171,14 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
         target.forward(torch.arange(5), torch.arange(5), kv, None)
 
 
-def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or plain decoding and other methods would begin with different keys and values."""
     target = static_target()
-    decoding = Decoding(target, random_prompt(30), PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60)
+    decoding = Decoding(
+        target, random_prompt(30), PARAMS, 3, drafter_of("tokenswift", target, OPTIONS), 60
+    )
     prepared = []
 
     def seen(target: Target, tokens: list[int], kv: FullKV, prompt: int) -> Iterator[Forwarded]:

@@ -1,4 +1,6 @@
-"""Passes and heads as C functions: what PyTorch computes but for rounding, and every row by itself."""
+"""Passes and heads as C functions: what PyTorch computes but for rounding,
+and every row by itself.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,12 @@ from tswift.speculators.heads import HEAD_TYPES, prepare
 
 pytestmark = needs_program
 VOCAB = 97
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 WINDOW = 40
 WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
@@ -85,15 +92,28 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0], "pad_token_id": 0}),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {**WINDOWED, "attn_logit_softcapping": 3.0}),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {**WINDOWED, "rope_parameters": TWO_ROTARIES}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": WINDOW, "rope_parameters": HALF}),
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"pad_token_id": 0, "sliding_window": WINDOW, "rope_parameters": HALF},
+    ),
     "granite": (GraniteConfig, GraniteForCausalLM, SCALES),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM, WINDOWED),
     "rotary": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
     # sizes that fill no vector
-    **{f"of {inner}": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": inner}) for inner in (50, 57, 172)},
+    **{
+        f"of {inner}": (LlamaConfig, LlamaForCausalLM, {"intermediate_size": inner})
+        for inner in (50, 57, 172)
+    },
 }
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 16}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 
 
@@ -101,7 +121,13 @@ def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTr
     config, model, about = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        settings = {**SHAPE, "initializer_range": 0.3, "tie_word_embeddings": False, **about, **changed}
+        settings = {
+            **SHAPE,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": False,
+            **about,
+            **changed,
+        }
         made = model(config(**settings)).eval().requires_grad_(False)
         for name, weight in made.named_parameters():
             if "norm" in name or "bias" in name:
@@ -114,7 +140,10 @@ KINDS_OF_KV = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.
 
 
 def target_of(
-    kind: str = "llama", half: bool = False, kv_dtype: torch.dtype = torch.float32, **changed: object
+    kind: str = "llama",
+    half: bool = False,
+    kv_dtype: torch.dtype = torch.float32,
+    **changed: object,
 ) -> Target:
     return wrap_model(network(kind, half, **changed), kind, "native", kv_dtype=kv_dtype)
 
@@ -137,7 +166,8 @@ def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize(
-    ("kind", "half"), first(3, [*((kind, kind in ("llama", "qwen3")) for kind in KINDS), ("llama", False)])
+    ("kind", "half"),
+    first(3, [*((kind, kind in ("llama", "qwen3")) for kind in KINDS), ("llama", False)]),
 )
 def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     target = target_of(kind, half)
@@ -153,7 +183,16 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
             out = target.forward(*tree[:2], kv, tree[2])
             queries = torch.stack([query[:, :nodes] for query in out.queries])
             cache = kv.buffers[0].clone(), kv.buffers[1].clone()
-            passes.append((out.hidden, out.pre_norm, out.layer_states, queries, target.logits(out.hidden), *cache))
+            passes.append(
+                (
+                    out.hidden,
+                    out.pre_norm,
+                    out.layer_states,
+                    queries,
+                    target.logits(out.hidden),
+                    *cache,
+                )
+            )
             target.program = kept
         assert torch.equal(passes[0][0], untapped.hidden)
         for own, other in zip(*passes, strict=True):
@@ -189,7 +228,9 @@ def test_a_row_has_the_same_bits_in_every_pass(kv_dtype: torch.dtype) -> None:
         pytest.param("gemma2", torch.int16, marks=pytest.mark.slow),
     ],
 )
-def test_avx2_has_the_bits_of_avx512(kind: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_avx2_has_the_bits_of_avx512(
+    kind: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for vectors in (widest_vectors(), ()):
         for module in (products, native):
@@ -204,7 +245,9 @@ def test_avx2_has_the_bits_of_avx512(kind: str, kv_dtype: torch.dtype, monkeypat
 
 @pytest.mark.parametrize("kv_dtype", KINDS_OF_KV[1:])
 def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> None:
-    """As PyTorch rounds: those of the first layer are the same numbers before, whatever the cache's dtype."""
+    """As PyTorch rounds: those of the first layer are the same numbers before,
+    whatever the cache's dtype.
+    """
     written, caches = [], []
     for kind in (torch.float32, kv_dtype):
         target = target_of(kv_dtype=kind)
@@ -217,12 +260,17 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
     assert [target.program.takes(each, 1) for each in caches] == [False, True]
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
         assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
-        assert kv.shape.widened(narrow, part, 0).float().sub(wide).abs().max() < 0.01 * wide.abs().max()
+        assert (
+            kv.shape.widened(narrow, part, 0).float().sub(wide).abs().max()
+            < 0.01 * wide.abs().max()
+        )
 
 
 @pytest.mark.slow
 def test_integers_show_what_is_broken() -> None:
-    """NaN and infinity become NaN, whoever keeps them; and no number that the weights can give is too large."""
+    """NaN and infinity become NaN, whoever keeps them;
+    and no number that the weights can give is too large.
+    """
     target = target_of("qwen3", kv_dtype=torch.int16)
     shape, kv = target.kv_shape, filled(target, 0, 9)
     made = torch.randn(shape.heads, 3, shape.head_dim)
@@ -258,12 +306,16 @@ def test_what_is_broken_in_a_prompt_is_told(prompt: list[int], kv_dtype: torch.d
         audit(target, prompt, [5, 6, 7], SamplingParams(), 3)
 
 
-def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Integers of a few steps would all be as good as 0; and nothing is filled up."""
     target, held = target_of(kv_dtype=torch.int16), list[Tensor]()
     compiled_pass = PassProgram.__call__
 
-    def watched(self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any) -> Any:
+    def watched(
+        self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any
+    ) -> Any:
         held.append(kv.shape.widened(kv.buffers[0][0, :, : kv.length], 0, 0))
         return compiled_pass(self, tokens, positions, kv, *rest)
 
@@ -278,7 +330,13 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(monkeypat
 
 @pytest.mark.parametrize(
     ("method", "kv_dtype"),
-    first(1, [*zip(("tokenswift", "medusa", "magicdec", "recall"), KINDS_OF_KV, strict=False), *IN_BYTES]),
+    first(
+        1,
+        [
+            *zip(("tokenswift", "medusa", "magicdec", "recall"), KINDS_OF_KV, strict=False),
+            *IN_BYTES,
+        ],
+    ),
 )
 def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
@@ -289,11 +347,16 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
     prepare(heads)
     wanted = decode_method("ar", target, prompt, params, 3, 100)
     options = DraftOptions(budget=64) if method in ("tokenswift", "magicdec") else DraftOptions()
-    assert decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 100) == wanted
+    assert (
+        decode(target, make_drafter(method, target, heads, options, None), prompt, params, 3, 100)
+        == wanted
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (5, 64), (48, 97), (256, 130), (1100, 4000)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1, 1), (5, 64), (48, 97), (256, 130), (1100, 4000)]
+)
 def test_a_product(inputs: int, outputs: int, threads: int) -> None:
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, outputs, bias=inputs != 48).requires_grad_(False)
@@ -368,7 +431,10 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
 
     monkeypatch.setattr(PassProgram, "__call__", wrong)
     target = target_of()
-    assert (target.program, execution_note(target)) == (None, "eager, as a C program gave other logits")
+    assert (target.program, execution_note(target)) == (
+        None,
+        "eager, as a C program gave other logits",
+    )
     monkeypatch.setattr(target_module, "PassProgram", unbuilt)
     assert execution_note(target_of()) == "eager, as a C program needs a C compiler"
 
@@ -383,7 +449,9 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
     ],
 )
 @pytest.mark.parametrize("drafted", [None, range(5, VOCAB, 3), range(7)])
-def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingParams, drafted: range | None) -> None:
+def test_all_levels_at_once_are_those_one_by_one(
+    direct: bool, params: SamplingParams, drafted: range | None
+) -> None:
     target, random = target_of(), torch.Generator().manual_seed(4)
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     for weight in heads.parameters():
@@ -391,7 +459,9 @@ def test_all_levels_at_once_are_those_one_by_one(direct: bool, params: SamplingP
     if drafted:
         heads.draft_ids = torch.tensor(drafted, dtype=torch.int32)
     prepare(heads)
-    source = HeadSource(target, heads, DraftModel(target) if direct else None, (1, 3, 2), shared_noise=True)
+    source = HeadSource(
+        target, heads, DraftModel(target) if direct else None, (1, 3, 2), shared_noise=True
+    )
     sampler = Sampler(params, 1, VOCAB, target.device)
     sampler.extend([*range(40), 7])
     for place in range(20):
@@ -413,7 +483,9 @@ def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
     model = network()
     layer = model.model.layers[1].self_attn.v_proj
     layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
-    with pytest.raises(InputError, match="cannot have a cache in int16: its weights are quantised or split"):
+    with pytest.raises(
+        InputError, match="cannot have a cache in int16: its weights are quantised or split"
+    ):
         wrap_model(model, "some/model", "native", kv_dtype=torch.int16)
 
 
@@ -430,7 +502,9 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     prefill(target, prompt, after)
     prefill(fresh, prompt, expected)
     assert torch.equal(target.kv_shape.steps, fresh.kv_shape.steps)
-    assert (after.buffers[1].int() - expected.buffers[1].int()).abs().max() < (1 if program else 100)
+    assert (after.buffers[1].int() - expected.buffers[1].int()).abs().max() < (
+        1 if program else 100
+    )
 
 
 def test_changed_weights_are_packed_anew() -> None:

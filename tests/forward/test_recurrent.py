@@ -1,6 +1,8 @@
-"""Layers with states: the logits of transformers, and one text whatever is drafted, rejected, taken back or resumed.
+"""Layers with states: the logits of transformers, and one text whatever is drafted, rejected,
+taken back or resumed.
 
-That trees, chunks and single tokens leave the same bits, those of the states too, is in tests/lossless/test_bits.py.
+That trees, chunks and single tokens leave the same bits, those of the states too, is in
+tests/lossless/test_bits.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ import torch
 import transformers
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint, stock
-from tests.helpers import PLAIN, Proposals, decode_steps, first, options_for, random_prompt, tokens_of
+from tests.helpers import (
+    PLAIN,
+    Proposals,
+    decode_steps,
+    first,
+    options_for,
+    random_prompt,
+    tokens_of,
+)
 from tests.lossless.models import exact_target, state_of
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
@@ -27,7 +37,11 @@ from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import load
 
-CONVOLVED, DELTA, SCANNED = "LFM2 (short convolutions)", "Qwen3.5 to 3.8 (gated delta nets)", "Bamba (Mamba2)"
+CONVOLVED, DELTA, SCANNED = (
+    "LFM2 (short convolutions)",
+    "Qwen3.5 to 3.8 (gated delta nets)",
+    "Bamba (Mamba2)",
+)
 KINDS = [
     kind
     for kind in (
@@ -56,7 +70,8 @@ class Wide:
 
 @pytest.mark.parametrize("kind", first(3, KINDS))
 def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which computes its recurrence in single precision whatever the model's: here it does not, nor does a norm.
+    """Which computes its recurrence in single precision whatever the model's: here it does not,
+    nor does a norm.
 
     Mamba2's it does.
     """
@@ -76,11 +91,15 @@ def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(("heads", "keys", "values"), first(2, [(4, 24, 80), (2, 16, 16), (6, 128, 128)]))
+@pytest.mark.parametrize(
+    ("heads", "keys", "values"), first(2, [(4, 24, 80), (2, 16, 16), (6, 128, 128)])
+)
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     compiled: bool, heads: int, keys: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By parents' states, as a chain, and one by one; in C, which gives nearly what PyTorch does."""
+    """By parents' states, as a chain, and one by one; in C,
+    which gives nearly what PyTorch does.
+    """
     if compiled and recurrent._library() is None:
         pytest.skip("no compiler")
     count, source = 30, torch.Generator().manual_seed(keys)
@@ -92,7 +111,10 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
         "rates": (heads,),
     }
     made = {name: torch.rand(count, *size, generator=source) - 0.5 for name, size in sizes.items()}
-    rows = Rows(**made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)}, corrects=heads != 2)
+    rows = Rows(
+        **made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)},
+        corrects=heads != 2,
+    )
     state = torch.randn(heads, keys, values, generator=source)
     other = step_states(rows, state, range(count), range(-1, count - 1))
     if not compiled:
@@ -117,19 +139,34 @@ def plain(target: Target, prompt: Sequence[int], length: int = LENGTH) -> list[i
     return tokens_of(decode_steps(target, Drafter(), prompt, SAMPLED, 4, length))
 
 
-# by step: how many right tokens are drafted, and whether beside each there is a wrong one, and one below that
-SCRIPT = [(0, True), (6, False), (0, False), (3, True), (0, True), (0, True), (4, True), (0, False), (1, False)]
+# by step: how many right tokens are drafted, and whether beside each there is a wrong one, and one
+# below that
+SCRIPT = [
+    (0, True),
+    (6, False),
+    (0, False),
+    (3, True),
+    (0, True),
+    (0, True),
+    (4, True),
+    (0, False),
+    (1, False),
+]
 
 
 def scripted(right: Sequence[int], prompt: int) -> Drafter:
-    """Drafts of these kinds in turn: a step rejects its first node, accepts all, drafts nothing or branches."""
+    """Drafts of these kinds in turn: a step rejects its first node, accepts all,
+    drafts nothing or branches.
+    """
     turns = iter(SCRIPT * LENGTH)
 
     def paths(context: Context) -> list[list[int]]:
         count, wrong = next(turns)
         at = len(context.text) - prompt
         known = list(right[at : at + count])
-        aside = [[*known[:depth], WRONG, right[0]] for depth in range(len(known) + 1)] if wrong else []
+        aside = (
+            [[*known[:depth], WRONG, right[0]] for depth in range(len(known) + 1)] if wrong else []
+        )
         return [*aside, known]  # the right one is the last child
 
     return Drafter([Proposals(paths)], depth=8, limit=16)
@@ -138,7 +175,8 @@ def scripted(right: Sequence[int], prompt: int) -> Drafter:
 @pytest.mark.parametrize("kind", [DELTA, CONVOLVED, SCANNED])
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
 def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: torch.dtype) -> None:
-    """Bit for bit. A step without a draft after one that accepted reads the states after that one, not before.
+    """Bit for bit. A step without a draft after one that accepted reads the states after that one,
+    not before.
 
     That is vLLM's #52942; llama.cpp's #26695 needs a second rejection in a row.
     """
@@ -154,7 +192,10 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
     assert [step.accepted for step in taken[: len(SCRIPT)]] == [count for count, _ in SCRIPT]
     kv = FullKV(target.kv_shape, len(prompt) + LENGTH)
     prefill(target, [*prompt, *wanted][: decoding._kv.length], kv, len(prompt) - 1)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(state_of(decoding._kv), state_of(kv), strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(state_of(decoding._kv), state_of(kv), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", first(1, [DELTA, CONVOLVED]))
@@ -163,7 +204,9 @@ def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
     target, prompt = exact_target(kind, torch.bfloat16), random_prompt(21, 3, WRONG)
     wanted = plain(target, prompt)
     ends = [0]
-    for step in decode_steps(target, scripted(wanted, len(prompt)), prompt, SAMPLED, 4, LENGTH)[: len(SCRIPT)]:
+    for step in decode_steps(target, scripted(wanted, len(prompt)), prompt, SAMPLED, 4, LENGTH)[
+        : len(SCRIPT)
+    ]:
         ends.append(ends[-1] + len(step.tokens))
     for end in ends:
         rest = scripted(wanted, len(prompt))
@@ -171,7 +214,9 @@ def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
         assert [*wanted[:end], *tokens_of(list(steps))] == wanted, end
     found = audit(target, prompt, wanted, SAMPLED, 4)
     assert (found.exact, found.violations) == (LENGTH, [])
-    assert not audit(target, prompt, [*wanted[:30], (wanted[30] + 1) % WRONG, *wanted[31:]], SAMPLED, 4).ok
+    assert not audit(
+        target, prompt, [*wanted[:30], (wanted[30] + 1) % WRONG, *wanted[31:]], SAMPLED, 4
+    ).ok
 
 
 @pytest.fixture(scope="module")
@@ -200,18 +245,32 @@ def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder: str) ->
     [
         ({}, "magicdec", "magicdec drafts by the model itself, whose recurrent layers"),
         ({}, "tokenswift", "tokenswift drafts by the model itself, whose recurrent layers"),
-        ({"draft_weights": "int4"}, "ar", "has recurrent layers, which cannot be copied in fewer bits yet"),
-        ({"draft_model": "itself"}, "standalone", "has recurrent layers, and what they have seen cannot be taken back"),
+        (
+            {"draft_weights": "int4"},
+            "ar",
+            "has recurrent layers, which cannot be copied in fewer bits yet",
+        ),
+        (
+            {"draft_model": "itself"},
+            "standalone",
+            "has recurrent layers, and what they have seen cannot be taken back",
+        ),
     ],
 )
-def test_what_cannot_be_had_is_refused(folder: str, options: dict[str, str], method: str, match: str) -> None:
+def test_what_cannot_be_had_is_refused(
+    folder: str, options: dict[str, str], method: str, match: str
+) -> None:
     options = {name: folder if value == "itself" else value for name, value in options.items()}
     with pytest.raises(InputError, match=match):
-        generate(load(folder, device="cpu", attention="sdpa", **options), "The ship", 5, method=method)
+        generate(
+            load(folder, device="cpu", attention="sdpa", **options), "The ship", 5, method=method
+        )
 
 
 def test_functions_of_transformers_stay_the_same_elsewhere(folder: str) -> None:
-    """A model that is wrapped gives its own logits when transformers calls it, and so does another one."""
+    """A model that is wrapped gives its own logits when transformers calls it,
+    and so does another one.
+    """
     target = exact_target(DELTA, torch.float32)
     ids = torch.tensor([random_prompt(30)])
     other = transformers.AutoModelForCausalLM.from_pretrained(folder)

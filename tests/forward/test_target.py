@@ -1,4 +1,6 @@
-"""The target against transformers' own forward of the same model: logits, windows, masks, queries."""
+"""The target against transformers' own forward of the same model: logits, windows, masks,
+queries.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tswift.forward.target import Target, prefill
 @pytest.mark.parametrize(
     ("kind", "attention", "tolerance"),
     # the stock eager attention takes its softmax in float32 whatever the model's dtype
-    [("gqa", "sdpa", 1e-10), ("mha", "sdpa", 1e-10), ("mqa", "sdpa", 1e-10), ("gqa", "eager", 1e-5)],
+    [
+        ("gqa", "sdpa", 1e-10),
+        ("mha", "sdpa", 1e-10),
+        ("mqa", "sdpa", 1e-10),
+        ("gqa", "eager", 1e-5),
+    ],
 )
 def test_logits_are_those_of_the_stock_model(kind: str, attention: str, tolerance: float) -> None:
     text = random_prompt(700, 2)  # more than a chunk
@@ -62,7 +69,9 @@ def test_far_positions() -> None:
     """Past position 4,096, against the stock model on the whole text."""
     text = random_prompt(4200, 4)
     with torch.inference_mode():
-        expected = tiny_llama("mqa", torch.float64)(torch.tensor([text]), logits_to_keep=3).logits[0]
+        expected = tiny_llama("mqa", torch.float64)(torch.tensor([text]), logits_to_keep=3).logits[
+            0
+        ]
     target = tiny_target("mqa")
     kv = FullKV(target.kv_shape, len(text))
     prefill(target, text[:-3], kv)
@@ -76,7 +85,8 @@ def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
     last = prefill(target, random_prompt(12), kv)
     assert [tuple(query.shape) for query in last.queries] == [(4, 12, 8)] * 2
     assert torch.equal(last.queries_of([7])[1], last.queries[1][:, 7:8])
-    # layer 0: rotated query of the same token at two positions have the same norm and different directions
+    # layer 0: rotated query of the same token at two positions have the same norm and different
+    # directions
     last = prefill(target, [3, 3], FullKV(target.kv_shape, 2))
     first, second = last.queries[0].unbind(1)
     torch.testing.assert_close(first.norm(dim=-1), second.norm(dim=-1))
@@ -105,7 +115,9 @@ def probed(config: str, **settings: object):
     return probe_attention(Architecture(config, settings).make(97))
 
 
-@pytest.mark.parametrize(("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))])
+@pytest.mark.parametrize(
+    ("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))]
+)
 def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int]) -> None:
     seen = probe_attention(tiny_llama(kind, torch.float32, layers=3))
     ((kv_heads, size), layout) = next(iter(seen.layouts.items()))
@@ -117,7 +129,10 @@ def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int])
 @pytest.mark.parametrize("window", [1, 7, 511, 512, 100_000])
 def test_windows_are_measured(window: int) -> None:
     found = window if window < 512 else None  # that many positions there are
-    assert [each.window for each in probed("MistralConfig", sliding_window=window).layer_specs] == [found, found]
+    assert [each.window for each in probed("MistralConfig", sliding_window=window).layer_specs] == [
+        found,
+        found,
+    ]
 
 
 def test_windows_of_some_layers() -> None:
@@ -128,8 +143,15 @@ def test_windows_of_some_layers() -> None:
 
 
 def test_a_window_that_is_named_and_not_used() -> None:
-    """OLMoE hands its attention a window, and masks as if it had none; Llama knows of no windows at all."""
-    assert probed("OlmoeConfig", sliding_window=WINDOW, num_experts=4, num_experts_per_tok=2).attention_features == ""
+    """OLMoE hands its attention a window, and masks as if it had none;
+    Llama knows of no windows at all.
+    """
+    assert (
+        probed(
+            "OlmoeConfig", sliding_window=WINDOW, num_experts=4, num_experts_per_tok=2
+        ).attention_features
+        == ""
+    )
     assert probed("LlamaConfig", sliding_window=WINDOW).attention_features == ""
 
 
@@ -137,7 +159,8 @@ def test_sinks_are_the_models_own() -> None:
     model = ARCHITECTURES["gpt-oss (windows, sinks)"].make(97)
     seen = probe_attention(model)
     assert [
-        each.sinks is layer.self_attn.sinks for each, layer in zip(seen.layer_specs, model.model.layers, strict=True)
+        each.sinks is layer.self_attn.sinks
+        for each, layer in zip(seen.layer_specs, model.model.layers, strict=True)
     ] == [True] * 2
     assert seen.attention_features.endswith("and attention sinks")
 
@@ -145,7 +168,9 @@ def test_sinks_are_the_models_own() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        transformers.masking_utils.chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.int64)),
+        transformers.masking_utils.chunked_causal_mask_function(
+            100, torch.zeros(1, dtype=torch.int64)
+        ),
         transformers.masking_utils.bidirectional_mask_function,  # sees the future
     ],
 )
@@ -153,7 +178,9 @@ def test_masks_of_another_kind(rule, monkeypatch) -> None:
     from transformers.models.llama import modeling_llama
 
     def masked(config, **kwargs):
-        return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](mask_function=rule)
+        return transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+            mask_function=rule
+        )
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", masked)
     with pytest.raises(UnsupportedModel, match="masks of its own"):
@@ -178,7 +205,9 @@ def test_what_a_layer_may_not_ask(monkeypatch, asked: dict[str, object], match: 
     def get_interface(name, default):
         def attend(module, query, key, value, attention_mask, **kwargs):
             given = dict(query=query, key=key, value=value, attention_mask=attention_mask, **kwargs)
-            return right(name, default)(module, **(given | (asked if module.layer_idx == 1 else {})))
+            return right(name, default)(
+                module, **(given | (asked if module.layer_idx == 1 else {}))
+            )
 
         return attend
 

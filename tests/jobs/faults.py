@@ -1,4 +1,6 @@
-"""What can happen to a process that writes files: an operating system that fails, or ends it, when it is told to."""
+"""What can happen to a process that writes files: an operating system that fails, or ends it,
+when it is told to.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ class Killed(BaseException):
 
 
 class FaultyOs:
-    """The ``os`` of :mod:`tswift.jobs.folder`, where call ``at`` (from 1) of those that change files goes wrong.
+    """The ``os`` of :mod:`tswift.jobs.folder`, where call ``at`` (from 1) of those that change
+    files goes wrong.
 
     Args:
         at: which call; 0 for none.
-        fault: what happens: ``kill`` (nothing is written from there on), ``full`` (a part is written, and from there on
-            there is no room), ``broken`` (an input/output error, once).
+        fault: what happens: ``kill`` (nothing is written from there on), ``full`` (a part is
+            written, and from there on there is no room), ``broken`` (an input/output error, once).
     """
 
     CHANGING = ("open", "write", "fsync", "ftruncate", "replace", "unlink")
@@ -64,7 +67,9 @@ class FaultyOs:
 
 
 def power_cut(folder: Path, written: dict[int, int], random: Random) -> None:
-    """What a power cut may leave of files that were appended to: what was synced, and anything or nothing after it."""
+    """What a power cut may leave of files that were appended to: what was synced,
+    and anything or nothing after it.
+    """
     for name in ("tokens.u32", "journal", "text.txt"):
         path = folder / name
         if not path.exists():

@@ -1,4 +1,6 @@
-"""``tswift`` in processes that are really killed: forked, so that none has to import everything anew."""
+"""``tswift`` in processes that are really killed: forked,
+so that none has to import everything anew.
+"""
 
 from __future__ import annotations
 
@@ -66,18 +68,32 @@ def result(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "tokens.u32").read_bytes(), (folder / "text.txt").read_bytes()
 
 
-FILE_CALLS = ("open", "write", "fsync", "ftruncate", "replace", "rename", "unlink", "mkdir", "rmdir")  # of ``os``
+# of ``os``
+FILE_CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "ftruncate",
+    "replace",
+    "rename",
+    "unlink",
+    "mkdir",
+    "rmdir",
+)
 
 
 def killed_before(call: int, work: Callable[[], object]) -> bool:
-    """Do some work in a fork of this process that SIGKILL ends before its file call ``call``, from 1.
+    """Do some work in a fork of this process that SIGKILL ends before its file call ``call``,
+    from 1.
 
     False if it came to its end first. An error in it is one here.
     """
     process = _CONTEXT.Process(target=_work_until, args=(call, work), daemon=True)
     process.start()
     process.join()
-    assert process.exitcode in (0, -signal.SIGKILL), f"the work ended with {process.exitcode}, to be killed at {call}"
+    assert process.exitcode in (0, -signal.SIGKILL), (
+        f"the work ended with {process.exitcode}, to be killed at {call}"
+    )
     return process.exitcode != 0
 
 

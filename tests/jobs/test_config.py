@@ -1,4 +1,6 @@
-"""A run's options: what is refused before anything is read, presets, and what is loaded for which method."""
+"""A run's options: what is refused before anything is read, presets,
+and what is loaded for which method.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,22 @@ from tswift.sampling.parameters import SamplingParams
 
 HUGE = 10**40
 VALUES: dict[str, Any] = {
-    **{"tree": (1, 2), "gamma": 2, "nodes": 8, "ngrams": 8, "budget": 64, "sinks": 4, "reuse_recent": True},
-    **{"shared_noise": False, "heads": "x", "draft_model": "x", "kv": "dynamic", "draft_weights": "fp8"},
+    **{
+        "tree": (1, 2),
+        "gamma": 2,
+        "nodes": 8,
+        "ngrams": 8,
+        "budget": 64,
+        "sinks": 4,
+        "reuse_recent": True,
+    },
+    **{
+        "shared_noise": False,
+        "heads": "x",
+        "draft_model": "x",
+        "kv": "dynamic",
+        "draft_weights": "fp8",
+    },
     **{"costs": "nominal", "recall": 5, "inner_gamma": 3},
 }
 # by method (and what else is typed): options that it does not use
@@ -39,7 +55,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"length": 0}, "length: must be at least 1, got 0"),
     ({"length": HUGE}, "length: must be at most 1,099,511,627,776"),
     ({"prefill": 0}, "prefill: must be at least 1, got 0"),
-    *(({"temperature": value}, "temperature: ") for value in (-1.0, float("nan"), float("inf"), 1e-320, 1e200)),
+    *(
+        ({"temperature": value}, "temperature: ")
+        for value in (-1.0, float("nan"), float("inf"), 1e-320, 1e200)
+    ),
     ({"top_k": -1}, "top_k: must be at least 0, got -1"),
     ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0"),
     ({"top_p": 1.0001}, "top_p: must be above 0 and at most 1"),
@@ -50,7 +69,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"penalty": 1e300}, "penalty: "),
     ({"window": -1}, "window: must be at least 0, got -1"),
     ({"window": 1_099_511_627_777}, "window: must be at most"),
-    ({"method": "nope"}, "method: no method 'nope'; there are ar, medusa, tokenswift, cascade, recall, reuse"),
+    (
+        {"method": "nope"},
+        "method: no method 'nope'; there are ar, medusa, tokenswift, cascade, recall, reuse",
+    ),
     ({"tree": (1, 0)}, "tree: wants auto, or numbers above 0"),
     ({"tree": (200, 200)}, "tree: "),
     ({"gamma": -1}, "gamma: must be "),
@@ -65,8 +87,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": 63}, "budget: must be at least 64, got 63"),
     ({"sinks": -1}, "sinks: must be at least 0, got -1"),
     ({"draft_weights": "int2"}, "draft_weights: "),
-    ({"attention": "eager"}, "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash"),
-    ({"model": "shape:qwen2.5-14b"}, "model: shape:qwen2.5-14b has random weights: its text says nothing"),
+    (
+        {"attention": "eager"},
+        "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash",
+    ),
+    (
+        {"model": "shape:qwen2.5-14b"},
+        "model: shape:qwen2.5-14b has random weights: its text says nothing",
+    ),
     ({"preset": "demo"}, "preset: no preset 'demo'"),
     # several
     ({"tree": (1, 2), "gamma": 2}, "gamma: cannot be given together with tree"),
@@ -95,7 +123,9 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 
 @every_row("text", ["", ",", "1,,2", "1,", "abc", "1.5", "1 2"])
 def test_no_tree(text: str) -> None:
-    with pytest.raises(InputError, match=r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "):
+    with pytest.raises(
+        InputError, match=r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "
+    ):
         parse_tree(text)
 
 
@@ -113,7 +143,9 @@ def test_no_tree(text: str) -> None:
 def test_right(options: dict[str, Any]) -> None:
     config = RunConfig.of(**{"method": "tokenswift", **options})
     recorded = config.recorded()
-    assert {name: {**recorded, **recorded["sampling"], **recorded["drafting"]}[name] for name in options} == options
+    assert {
+        name: {**recorded, **recorded["sampling"], **recorded["drafting"]}[name] for name in options
+    } == options
     assert config.sampling == SamplingParams(**recorded["sampling"])
     assert config.drafting == DraftOptions(**recorded["drafting"])
 
@@ -126,16 +158,36 @@ def test_right(options: dict[str, Any]) -> None:
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
         ("ar tokenswift", {"draft_weights": "fp8"}, {"draft_weights": "fp8"}),
         ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
-        ("ar standalone", {"model": "theirs"}, "draft_model: is required: standalone drafts with a smaller model "),
-        ("tokenswift", {"draft_model": "x"}, "draft_model: tokenswift does not use it; standalone, triforce, auto do"),
-        ("ar reuse", {"draft_model": "x"}, "draft_model: none of ar, reuse uses it; standalone, triforce, auto do"),
+        (
+            "ar standalone",
+            {"model": "theirs"},
+            "draft_model: is required: standalone drafts with a smaller model ",
+        ),
+        (
+            "tokenswift",
+            {"draft_model": "x"},
+            "draft_model: tokenswift does not use it; standalone, triforce, auto do",
+        ),
+        (
+            "ar reuse",
+            {"draft_model": "x"},
+            "draft_model: none of ar, reuse uses it; standalone, triforce, auto do",
+        ),
         ("ar block", {}, "drafter: is required: block drafts with a drafter (dspark or dflash)"),
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
         *(
-            (method, {"draft_weights": "fp8"}, f"draft_weights: {method} does not draft with the model itself; ")
+            (
+                method,
+                {"draft_weights": "fp8"},
+                f"draft_weights: {method} does not draft with the model itself; ",
+            )
             for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference")
         ),
-        ("ar medusa", {"draft_weights": "none"}, "draft_weights: none of ar, medusa drafts with the model itself; "),
+        (
+            "ar medusa",
+            {"draft_weights": "none"},
+            "draft_weights: none of ar, medusa drafts with the model itself; ",
+        ),
     ],
 )
 def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: Any) -> None:
@@ -174,12 +226,18 @@ def test_presets_are_table_10() -> None:
             penalty=float(row["penalty"]),
             window=int(row["penalty_window"]),
         )
-        assert config.recorded()["drafting"] == {"ngrams": int(row["ngram_k"]), "tree": (1, 3, 3, 3)}
+        assert config.recorded()["drafting"] == {
+            "ngrams": int(row["ngram_k"]),
+            "tree": (1, 3, 3, 3),
+        }
 
 
-@every_row("method", [name for name, method in METHODS.items() if not (method.draft or method.networks)])
+@every_row(
+    "method", [name for name, method in METHODS.items() if not (method.draft or method.networks)]
+)
 def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
-    config = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x")  # which refuses what is not used
+    # which refuses what is not used
+    config = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x")
     drafting = config.recorded()["drafting"]
     tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
     assert drafting.get("tree") == tree
@@ -189,7 +247,10 @@ def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
 @every_row(
     ("typed", "drafting"),
     [
-        ({"min_p": 0.02, "eta": 0.1, "nodes": 20}, {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20}),
+        (
+            {"min_p": 0.02, "eta": 0.1, "nodes": 20},
+            {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20},
+        ),
         ({"method": "medusa", "tree": (2, 2)}, {"tree": (2, 2)}),
         ({"gamma": 2}, {"ngrams": 20, "gamma": 2}),
         ({"tree": "auto"}, {"tree": "auto"}),
@@ -212,6 +273,11 @@ def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:
     assert banned_ids("qwen2.5-7b", right, 128_256) == ()
     texts[78_191] = "!"
     assert banned_ids("llama3.1-8b", right, 128_256) == ()
-    assert preset_note("llama3.1-8b", (18_328, 78_191)) == "preset llama3.1-8b; never drawn: 18328, 78191"
-    assert preset_note("llama3.1-8b", ()).startswith("preset llama3.1-8b; its banned ids mean something else")
+    assert (
+        preset_note("llama3.1-8b", (18_328, 78_191))
+        == "preset llama3.1-8b; never drawn: 18328, 78191"
+    )
+    assert preset_note("llama3.1-8b", ()).startswith(
+        "preset llama3.1-8b; its banned ids mean something else"
+    )
     assert preset_note("qwen2.5-7b", ()) == "preset qwen2.5-7b"

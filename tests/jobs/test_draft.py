@@ -1,4 +1,6 @@
-"""What else a job loads to draft with, a smaller model or weights of fewer bits: what it needs, what is kept of it."""
+"""What else a job loads to draft with, a smaller model or weights of fewer bits: what it needs,
+what is kept of it.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,24 @@ PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    changes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
+    }
     return make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
 
 
 def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
     """A run of 6 tokens that is made in ``run``, ready to begin."""
     (folder / "prompt.txt").write_text(PROMPT)
-    asked = {"length": 6, "method": "standalone", "prompt": str(folder / "prompt.txt"), "out": folder / "run"}
+    asked = {
+        "length": 6,
+        "method": "standalone",
+        "prompt": str(folder / "prompt.txt"),
+        "out": folder / "run",
+    }
     return start(RunConfig.of(**{**asked, "model": str(checkpoint), **changes}), ["tswift"])
 
 
@@ -62,8 +74,12 @@ def _plain(checkpoint: Path, folder: Path, length: int, **options: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path, small: Path, tmp_path: Path) -> None:
-    own = make_checkpoint(tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48)
+def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(
+    checkpoint: Path, small: Path, tmp_path: Path
+) -> None:
+    own = make_checkpoint(
+        tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48
+    )
     record = _run(_start(checkpoint, tmp_path, draft_model=str(own)))
     assert record["options"]["draft_model"] == record["model"]["draft"]["name"] == str(own)
     assert re.fullmatch("[0-9a-f]{64}", record["model"]["draft"]["weights"])
@@ -76,18 +92,26 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint: Path
     save_file(weights, own / "model.safetensors", {"format": "pt"})
     for asked, name in (({"length": 10}, own), ({"length": 12, "draft_model": str(small)}, small)):
         job = _resume(tmp_path, **asked)
-        said = f"the draft model {name} is not the one that the run was begun with; no token depends on it"
+        said = (
+            f"the draft model {name} is not the one that the run was begun with; no token depends "
+            "on it"
+        )
         assert said in job.notes
         record = _run(job)
     assert job.tokens == _plain(checkpoint, tmp_path, 12).tokens
-    assert [session["draft"]["name"] for session in record["resumed"]] == [str(own), str(own), str(small)]
+    assert [session["draft"]["name"] for session in record["resumed"]] == [
+        str(own),
+        str(own),
+        str(small),
+    ]
     with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
         _resume(tmp_path, length=14, draft_model="/nowhere")
 
 
 def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any:
     return preflight(
-        ModelConfig(model=str(checkpoint), draft_model=str(draft)), Demand(3, length, method, DraftOptions())
+        ModelConfig(model=str(checkpoint), draft_model=str(draft)),
+        Demand(3, length, method, DraftOptions()),
     )
 
 
@@ -95,26 +119,38 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = _preflight(checkpoint, 50, "standalone", small)
-    monkeypatch.setattr(engine, "inspect_model", lambda config: replace(inspect_model(config), heads=None))
-    assert replace(_preflight(checkpoint, 50, "standalone", small), heads_bytes=known.heads_bytes) == known
+    monkeypatch.setattr(
+        engine, "inspect_model", lambda config: replace(inspect_model(config), heads=None)
+    )
+    assert (
+        replace(_preflight(checkpoint, 50, "standalone", small), heads_bytes=known.heads_bytes)
+        == known
+    )
 
 
 @pytest.mark.parametrize("method", first(1, ["standalone", "auto"]))
 def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     with pytest.raises(InputError) as caught:
         _preflight(checkpoint, 62, method, small)
-    wanted = "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model has 64"
+    wanted = (
+        "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model "
+        "has 64"
+    )
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft_model=str(small))
     begin(model, Request([1, 2, 3], 61, method=method))
     begin(model, Request([1, 2, 3], 62, method="ar"))  # which does not look at it
     plain = _preflight(checkpoint, 50, "ar", small)
     assert (plain.draft_bytes, plain.draft_kv_bytes) == (0, 0)
-    with pytest.raises(InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
+    with pytest.raises(
+        InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"
+    ):
         begin(model, Request([1, 2, 3], 62, method=method))
 
 
-def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_is_seen_before_anything_is_loaded(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
         _preflight(checkpoint, 5, "standalone", other)
@@ -132,12 +168,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
     checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
-    job = _start(checkpoint, tmp_path, length=20, method="magicdec", draft_weights="fp8", dtype="bfloat16")
+    job = _start(
+        checkpoint, tmp_path, length=20, method="magicdec", draft_weights="fp8", dtype="bfloat16"
+    )
     assert "drafting passes in fp8" in job.statement()[0]
     record = _run(job)
     assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "fp8"
     assert record["model"]["quantization"] is None
-    for length, asked in ((30, {"draft_weights": "none"}), (40, {"draft_weights": "int4"}), (50, {})):
+    for length, asked in (
+        (30, {"draft_weights": "none"}),
+        (40, {"draft_weights": "int4"}),
+        (50, {}),
+    ):
         job = _resume(tmp_path, length=length, **asked)
         assert (job.model.drafting is None) is (length == 30)
         record = _run(job)
@@ -149,13 +191,19 @@ def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
 def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
     checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
-    with pytest.raises(InputError, match=r"^draft_weights: reuse does not draft with the model itself; "):
+    with pytest.raises(
+        InputError, match=r"^draft_weights: reuse does not draft with the model itself; "
+    ):
         _start(checkpoint, tmp_path, method="reuse", draft_weights="fp8")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
-    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, fp8, int4, got 'int9'"):
+    with pytest.raises(
+        InputError, match=r"^draft_weights: must be one of none, fp8, int4, got 'int9'"
+    ):
         _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
-        with pytest.raises(InputError, match=r"^draft_weights: ar does not draft with the model itself; "):
+        with pytest.raises(
+            InputError, match=r"^draft_weights: ar does not draft with the model itself; "
+        ):
             _resume(tmp_path, length=length, draft_weights="fp8")
 
 
@@ -164,12 +212,15 @@ def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None
     methods = ("ar", "medusa", "magicdec")
     prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
     asked = {"methods": methods, "model": str(checkpoint), "device": "cpu"}
-    entry = BenchOptions.of({}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "fp8"})
+    entry = BenchOptions.of(
+        {}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "fp8"}
+    )
     floor = floor_of(configure(entry), MACHINE)
     assert [floor.drafting[method].bits for method in methods] == [None, None, 8]
     plain = BenchOptions.of({}, asked)
     measured, without = (
-        begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE) for each in (entry, plain)
+        begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE)
+        for each in (entry, plain)
     )
     assert measured.workload.draft_weights == "fp8"
     assert "draft_weights" not in to_json(without)["workload"]

@@ -1,4 +1,6 @@
-"""A process that is killed before any of its file calls leaves a folder that ``--resume`` or ``--out`` takes."""
+"""A process that is killed before any of its file calls leaves a folder that ``--resume`` or
+``--out`` takes.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,20 @@ def asked(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(files, "_TOKENS", 5)
     monkeypatch.setattr(files, "_SECONDS", 3600.0)
     sampling = {"temperature": 1.3, "min_p": 0.0}
-    text = {"prompt_text": "Once, and then again: naïve café.", "length": LENGTH, "seed": 5, **sampling}
-    return RunConfig.of(**text, method="ar", model=str(checkpoint), dtype="float64", logprobs=1, out=tmp_path / "run")
+    text = {
+        "prompt_text": "Once, and then again: naïve café.",
+        "length": LENGTH,
+        "seed": 5,
+        **sampling,
+    }
+    return RunConfig.of(
+        **text,
+        method="ar",
+        model=str(checkpoint),
+        dtype="float64",
+        logprobs=1,
+        out=tmp_path / "run",
+    )
 
 
 def run(job: Job | None) -> None:
@@ -48,7 +62,10 @@ def go_on(path: Path, length: int | None = None) -> None:
 
 def content(path: Path) -> dict[str, bytes]:
     """What a run has made."""
-    return {name: (path / name).read_bytes() for name in ("prompt.u32", "tokens.u32", "text.txt", "logprobs.bin")}
+    return {
+        name: (path / name).read_bytes()
+        for name in ("prompt.u32", "tokens.u32", "text.txt", "logprobs.bin")
+    }
 
 
 def check(path: Path, wanted: dict[str, bytes]) -> None:
@@ -70,7 +87,9 @@ def failures(
     after: Callable[[], object],
     calls: Iterable[int],
 ) -> tuple[int, list[str]]:
-    """Kill some work before its file calls: at which it came to its end first, and what is wrong ``after`` which."""
+    """Kill some work before its file calls: at which it came to its end first,
+    and what is wrong ``after`` which.
+    """
     found = []
     for call in calls:
         shutil.rmtree(path, ignore_errors=True)
@@ -103,9 +122,14 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "calls"),
-    [(LONGER, REOPENING), *(pytest.param(length, ALL, marks=pytest.mark.slow) for length in (LENGTH, LONGER))],
+    [
+        (LONGER, REOPENING),
+        *(pytest.param(length, ALL, marks=pytest.mark.slow) for length in (LENGTH, LONGER)),
+    ],
 )
-def test_a_run_that_goes_on(asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]) -> None:
+def test_a_run_that_goes_on(
+    asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]
+) -> None:
     """One that was killed, and one that is finished and made longer."""
     path, before = asked.out, tmp_path / "before"
     if length == LENGTH:

@@ -1,4 +1,6 @@
-"""A run's folder: appended to with checkpoints, locked, never overwritten; what may be wrong with one that is read."""
+"""A run's folder: appended to with checkpoints, locked, never overwritten;
+what may be wrong with one that is read.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_puts_everything_on_the_disk(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing before it, and all of it even if a write is cut short."""
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, bytes(data)[:3]))
@@ -89,7 +93,9 @@ def test_a_checkpoint_puts_everything_on_the_disk(folder: RunFolder, monkeypatch
     assert saved.checkpoints[1].crc32 == crc32(bytes_of([*PROMPT, 1, 2**31, 3]))
 
 
-def test_neither_512_tokens_nor_many_seconds_are_at_stake(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_512_tokens_nor_many_seconds_are_at_stake(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(1023):
         folder.append([7], "", dict)
     assert folder.saved == 512
@@ -102,8 +108,14 @@ def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
     folder.record(Record(state="running"))
     folder.record(Record(state="finished", options={"out": folder.path}, choices={"ar": 1}))
     record = read_record(folder.path)
-    assert (record["schema"], record["state"], record["checksum"]) == (2, "finished", checksum(record))
-    assert Record.of(record) == Record(state="finished", options={"out": str(folder.path)}, choices={"ar": 1})
+    assert (record["schema"], record["state"], record["checksum"]) == (
+        2,
+        "finished",
+        checksum(record),
+    )
+    assert Record.of(record) == Record(
+        state="finished", options={"out": str(folder.path)}, choices={"ar": 1}
+    )
     assert "figures" not in record
     assert not list(folder.path.glob("*.new"))
 
@@ -120,7 +132,9 @@ def test_a_folder_is_for_one_run_and_one_process(folder: RunFolder) -> None:
     assert not (folder.path / "lock").exists()
 
 
-def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     folder.discard()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").mkdir()
@@ -129,7 +143,9 @@ def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(folder: RunF
     killed = RunFolder.create(tmp_path / "run")  # while its model was loading
     killed.keep_prompt([1, 2])
     killed.close()
-    with pytest.raises(InputError, match=r"holds no run: it was stopped while the model was loading; --out begins"):
+    with pytest.raises(
+        InputError, match=r"holds no run: it was stopped while the model was loading; --out begins"
+    ):
         read_record(tmp_path / "run")
     again = RunFolder.create(tmp_path / "run")
     again.append([5], "five", dict)
@@ -150,7 +166,10 @@ def test_reopened_where_it_was_left(folder: RunFolder) -> None:
     again.append([4], " four", dict)
     again.checkpoint({})
     again.close()
-    assert (read_tokens(folder.path / "tokens.u32"), (folder.path / "text.txt").read_text()) == ([1, 4], "one four")
+    assert (read_tokens(folder.path / "tokens.u32"), (folder.path / "text.txt").read_text()) == (
+        [1, 4],
+        "one four",
+    )
     assert read_saved(folder.path, PROMPT).tokens == [1, 4]
 
 
@@ -176,7 +195,9 @@ def test_a_folder_that_goes_is_noticed(folder: RunFolder, goes: Callable[[Path],
         folder.checkpoint({})
 
 
-def test_a_clock_that_was_set_back_takes_no_name_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_was_set_back_takes_no_name_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stopped(module.datetime):
         @classmethod
         def now(cls, tz=None) -> Stopped:
@@ -190,16 +211,23 @@ def test_a_clock_that_was_set_back_takes_no_name_twice(tmp_path: Path, monkeypat
 
 # --- the journal
 
-COUNTERS = st.dictionaries(st.sampled_from(["passes", "seconds", "reused"]), st.integers(0, 9) | st.floats(0, 9))
+COUNTERS = st.dictionaries(
+    st.sampled_from(["passes", "seconds", "reused"]), st.integers(0, 9) | st.floats(0, 9)
+)
 
 
 @given(counts=st.sets(st.integers(1, 2**40), max_size=6), data=st.data())
 def test_checkpoints_come_back(counts: set[int], data: st.DataObject) -> None:
-    checkpoints = [Checkpoint(n, data.draw(st.integers(0, 2**32 - 1)), data.draw(COUNTERS)) for n in sorted(counts)]
+    checkpoints = [
+        Checkpoint(n, data.draw(st.integers(0, 2**32 - 1)), data.draw(COUNTERS))
+        for n in sorted(counts)
+    ]
     content = b"".join(checkpoint.line() for checkpoint in checkpoints)
     journal = parse_journal(content)
     assert journal == (checkpoints, False, None)
-    assert [checkpoint.end for checkpoint in journal.checkpoints][-1:] == ([len(content)] if counts else [])
+    assert [checkpoint.end for checkpoint in journal.checkpoints][-1:] == (
+        [len(content)] if counts else []
+    )
 
 
 @given(content=st.binary(max_size=200))
@@ -224,7 +252,9 @@ def test_a_line_that_says_nothing_or_does_not_rise_is_broken(text: bytes) -> Non
 
 def journaled(folder: Path, counts: list[int], tokens: list[int] = TEXT) -> Path:
     """A journal with checkpoints at these counts, and the tokens."""
-    lines = [Checkpoint(n, crc32(bytes_of(PROMPT + TEXT[:n])), {"passes": n}).line() for n in counts]
+    lines = [
+        Checkpoint(n, crc32(bytes_of(PROMPT + TEXT[:n])), {"passes": n}).line() for n in counts
+    ]
     (folder / "journal").write_bytes(b"".join(lines))
     (folder / "tokens.u32").write_bytes(bytes_of(tokens))
     return folder
@@ -255,7 +285,9 @@ def test_a_torn_last_line_is_no_damage(tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(data=st.data())
-def test_every_changed_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_every_changed_bit_is_seen(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder = journaled(tmp_path_factory.mktemp("flipped"), [2, 4, 5])
     name = data.draw(st.sampled_from(["journal", "tokens.u32"]))
     content = bytearray((folder / name).read_bytes())
@@ -274,8 +306,23 @@ def test_every_changed_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, dat
 
 def test_reads_everything(tmp_path: Path) -> None:
     (tmp_path / "prompt.u32").write_bytes(bytes_of(PROMPT))
-    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.0, "eta": 0.1, "penalty": 1.1, "window": 8}
-    model = {"name": "x/y", "device": "cpu", "dtype": "float64", "attention": "native", "heads": None, "eos_ids": [0]}
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.0,
+        "eta": 0.1,
+        "penalty": 1.1,
+        "window": 8,
+    }
+    model = {
+        "name": "x/y",
+        "device": "cpu",
+        "dtype": "float64",
+        "attention": "native",
+        "heads": None,
+        "eos_ids": [0],
+    }
     record = {
         "schema": 2,
         "state": "interrupted",
@@ -292,10 +339,18 @@ def test_reads_everything(tmp_path: Path) -> None:
     made = RunConfig.of(**asked, model="x/y", device="cpu", dtype="float64", kv_dtype="float64")
     # the native kernel may be missing elsewhere
     assert found.config == changed(made, {"exact": False, "sampling_from": "paper"})
-    assert (found.state, found.prompt, found.bits, found.eos_ids) == ("interrupted", PROMPT, None, (0,))
+    assert (found.state, found.prompt, found.bits, found.eos_ids) == (
+        "interrupted",
+        PROMPT,
+        None,
+        (0,),
+    )
 
 
-@every_row(("data", "message"), [(b"1234567", "is not a file of uint32: it has 7 bytes"), (b"", "holds no tokens")])
+@every_row(
+    ("data", "message"),
+    [(b"1234567", "is not a file of uint32: it has 7 bytes"), (b"", "holds no tokens")],
+)
 def test_what_is_no_file_of_tokens(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "some.u32").write_bytes(data)
     with pytest.raises(InputError, match=f"^tokens: .*some.u32 {message}"):
@@ -309,7 +364,9 @@ def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:
     folder = RunFolder.create(path)
     folder.keep_prompt([1])
     options = {"length": 100, "method": "ar"}
-    folder.record(Record(state=state, options=options, model={"name": "m"}, started=started, **more))
+    folder.record(
+        Record(state=state, options=options, model={"name": "m"}, started=started, **more)
+    )
     return folder
 
 

@@ -89,5 +89,7 @@ def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
     tokens = np.fromfile(folder / "tokens.u32", "<u4").tolist()
     assert 0 < len(before) < len(tokens) == 400
     model = tswift.load(dtype="float64")
-    steps = tswift.generate(model, run.prompt, 400, method="ar", params=run.params, seed=run.config.text.seed)
+    steps = tswift.generate(
+        model, run.prompt, 400, method="ar", params=run.params, seed=run.config.text.seed
+    )
     assert tokens == [token for step in steps for token in step.tokens]

@@ -31,16 +31,25 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("0123456789")
     assert read_prompt(str(path)) == "0123456789"
     path.write_text("0123456789a")
-    with pytest.raises(InputError, match=r"system: .*prompt.txt is too large, more than 10 bytes are not read"):
+    with pytest.raises(
+        InputError, match=r"system: .*prompt.txt is too large, more than 10 bytes are not read"
+    ):
         read_prompt(str(path), "system")
 
 
 def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
-    code = "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MAX_BYTES = 1000\n"
+    code = (
+        "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MAX_BYTES "
+        "= 1000\n"
+    )
     code += "try: read_prompt('-')\nexcept ValueError as error: print(error)"
     with open("/dev/zero", "rb") as endless:
-        done = subprocess.run([sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "prompt: standard input is too large, more than 1,000 bytes are not read\n", done.stderr
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdin=endless, capture_output=True, text=True, timeout=60
+        )
+    assert (
+        done.stdout == "prompt: standard input is too large, more than 1,000 bytes are not read\n"
+    ), done.stderr
 
 
 def test_what_a_shell_pipes_in_by_name() -> None:
@@ -53,11 +62,13 @@ def test_what_a_shell_pipes_in_by_name() -> None:
 
 # the special token of the tests' tokenizer, as templates begin with their model's first token
 TEMPLATE = (
-    "<|endoftext|>{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "<|endoftext|>{% for message in messages %}[{{ message.role }}]{{ message.content }}\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ messages[-1].content }}"
 )
 
@@ -68,14 +79,32 @@ NO_SYSTEM = (
         (TEMPLATE, None, "<|endoftext|>[user]Hello!\n[assistant]"),
         (TEMPLATE, "Be brief.\n", "<|endoftext|>[system]Be brief.\n\n[user]Hello!\n[assistant]"),
         (None, None, "chat: the tokenizer of some/model has no chat template"),
-        (NO_SYSTEM, "Be brief.", "system: the chat template of some/model does not take it (System role not supported"),
-        ("{{ nothing.at.all }}", None, "chat: the chat template of some/model does not take it ('nothing' is undefin"),
+        (
+            NO_SYSTEM,
+            "Be brief.",
+            "system: the chat template of some/model does not take it (System role not supported",
+        ),
+        (
+            "{{ nothing.at.all }}",
+            None,
+            "chat: the chat template of some/model does not take it ('nothing' is undefin",
+        ),
         ("{% if %}", None, "chat: the chat template of some/model does not take it"),
-        ("{{ messages[-1].content }}", "Be brief.", "system: the chat template of some/model drops system prompts"),
-        ("{{ messages[0].role }}", None, "chat: the chat template of some/model does not hold the prompt"),
+        (
+            "{{ messages[-1].content }}",
+            "Be brief.",
+            "system: the chat template of some/model drops system prompts",
+        ),
+        (
+            "{{ messages[0].role }}",
+            None,
+            "chat: the chat template of some/model does not hold the prompt",
+        ),
     ],
 )
-def test_a_chat_by_its_template(checkpoint: Path, template: str | None, system: str | None, found: str) -> None:
+def test_a_chat_by_its_template(
+    checkpoint: Path, template: str | None, system: str | None, found: str
+) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.chat_template = template
     said = {"system": system, "user": "Hello!"}

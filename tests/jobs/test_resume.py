@@ -1,4 +1,6 @@
-"""A run that is ended at any moment, in any way, goes on to the tokens of one that was never disturbed."""
+"""A run that is ended at any moment, in any way,
+goes on to the tokens of one that was never disturbed.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,21 @@ def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def asked(checkpoint: Path, tmp_path: Path) -> RunConfig:
     sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
-    text = {"prompt_text": "Once, and then again: naïve café.", "length": LENGTH, "seed": 5, **sampling}
+    text = {
+        "prompt_text": "Once, and then again: naïve café.",
+        "length": LENGTH,
+        "seed": 5,
+        **sampling,
+    }
     how = {"method": "tokenswift", "budget": 64, "model": str(checkpoint), "dtype": "float64"}
     return RunConfig.of(**text, **how, out=tmp_path / "run")
 
 
 def with_method(asked: RunConfig, method: str, **changes: Any) -> RunConfig:
     if method not in ("tokenswift", "magicdec"):
-        asked = replace(asked, method=method, drafting=DraftOptions(), given=asked.given - {"budget"})
+        asked = replace(
+            asked, method=method, drafting=DraftOptions(), given=asked.given - {"budget"}
+        )
     return changed(asked, {"method": method, **changes})
 
 
@@ -68,7 +77,9 @@ def run(job: Job | None) -> Job:
     return job
 
 
-def go_on(folder: Path, options: dict[str, Any] | None = None, discard_damaged: bool = False) -> Job:
+def go_on(
+    folder: Path, options: dict[str, Any] | None = None, discard_damaged: bool = False
+) -> Job:
     return run(resume(folder, options or {}, discard_damaged, []))
 
 
@@ -109,7 +120,9 @@ def calls_of(asked: RunConfig, faulty: Faulty) -> int:
 
 
 def killed_at(moment: int, job: Job | None, faulty: Faulty) -> FaultyOs:
-    """Run a job whose process is killed at a call, if it makes so many; nothing goes wrong after that."""
+    """Run a job whose process is killed at a call, if it makes so many;
+    nothing goes wrong after that.
+    """
     system = faulty(moment)
     try:
         run(job)
@@ -121,14 +134,20 @@ def killed_at(moment: int, job: Job | None, faulty: Faulty) -> FaultyOs:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name == "tokenswift" else pytest.mark.slow) for name in METHODS]
+    "method",
+    [
+        pytest.param(name, marks=() if name == "tokenswift" else pytest.mark.slow)
+        for name in METHODS
+    ],
 )
 def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, method: str) -> None:
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
     asked = with_method(asked, method)
     count, random = calls_of(asked, faulty), Random(method)
     folder = asked.out
-    for number, moment in enumerate(random.sample(range(1, count + 1), min(count, MOMENTS // len(METHODS) + 1))):
+    for number, moment in enumerate(
+        random.sample(range(1, count + 1), min(count, MOMENTS // len(METHODS) + 1))
+    ):
         faulty(0)
         system = killed_at(moment, start(asked, []), faulty)
         assert system.dead
@@ -145,7 +164,9 @@ def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, meth
 
 @pytest.mark.slow
 def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Faulty) -> None:
-    """At calls from a third of the way to the end: tokens, text, end and log-probabilities of an undisturbed run."""
+    """At calls from a third of the way to the end: tokens, text,
+    end and log-probabilities of an undisturbed run.
+    """
     folder = asked.out
     text = whole[1].decode(errors="replace")
     stop = next(text[at : at + 2] for at in range(45, 60) if text.index(text[at : at + 2]) == at)
@@ -170,7 +191,9 @@ def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Fau
         shutil.rmtree(folder)
 
 
-def test_killed_while_the_prompt_is_prefilled(asked: RunConfig, whole: Files, faulty: Faulty) -> None:
+def test_killed_while_the_prompt_is_prefilled(
+    asked: RunConfig, whole: Files, faulty: Faulty
+) -> None:
     job, system = start(asked, []), faulty(0)
 
     def kill(done: int, total: int) -> None:
@@ -187,7 +210,9 @@ def test_killed_while_the_prompt_is_prefilled(asked: RunConfig, whole: Files, fa
     assert in_folder(asked.out) == whole
 
 
-def test_a_power_cut_takes_nothing_from_a_finished_run(asked: RunConfig, whole: Files, faulty: Faulty) -> None:
+def test_a_power_cut_takes_nothing_from_a_finished_run(
+    asked: RunConfig, whole: Files, faulty: Faulty
+) -> None:
     """Nobody would write its text anew: there is nothing left to go on with."""
     job = start(asked, [])
     system = faulty(0)
@@ -197,15 +222,22 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(asked: RunConfig, whole: 
         assert in_folder(asked.out) == whole
 
 
-@pytest.mark.parametrize(("fault", "part"), first(1, [("full", 0.2), ("broken", 0.5), ("full", 0.9)]))
-def test_a_disk_that_fails(asked: RunConfig, whole: Files, faulty: Faulty, fault: str, part: float) -> None:
+@pytest.mark.parametrize(
+    ("fault", "part"), first(1, [("full", 0.2), ("broken", 0.5), ("full", 0.9)])
+)
+def test_a_disk_that_fails(
+    asked: RunConfig, whole: Files, faulty: Faulty, fault: str, part: float
+) -> None:
     count = calls_of(asked, faulty)
     faulty(0)
     job = start(asked, [])
     system = faulty(max(1, round(part * count)), fault)
-    with pytest.raises(DecodeError, match=r"cannot be written to \((No space|Input/output).* saved in .*--resume"):
+    with pytest.raises(
+        DecodeError, match=r"cannot be written to \((No space|Input/output).* saved in .*--resume"
+    ):
         run(job)
-    # a second sync, which could succeed although the first lost something, is not tried: run.json alone is written
+    # a second sync, which could succeed although the first lost something, is not tried: run.json
+    # alone is written
     assert fault == "full" or system.calls <= system.at + 6
     faulty(0)
     saved = read_saved(asked.out, job.prompt)
@@ -235,7 +267,9 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
     for other in ({"logprobs": 1}, {"stop": ("x",)}):
         with pytest.raises(InputError, match=r"the run was made with"):
             resume(folder, other, True, [])
-    with pytest.raises(InputError, match=r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"):
+    with pytest.raises(
+        InputError, match=r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"
+    ):
         resume(folder, {}, False, [])
     assert go_on(folder, {}, True).resumed[-1]["at"] <= 20
     assert in_folder(folder)[0][: len(made)] == made
@@ -243,8 +277,12 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_changed_bit_of_log_probabilities_is_damage(asked: RunConfig, whole: Files, old: bool) -> None:
-    """Wherever it is, at every resumption; an older journal has no checksum of them, and vouches for tokens alone."""
+def test_a_changed_bit_of_log_probabilities_is_damage(
+    asked: RunConfig, whole: Files, old: bool
+) -> None:
+    """Wherever it is, at every resumption; an older journal has no checksum of them,
+    and vouches for tokens alone.
+    """
     folder = interrupted(replace(asked, logprobs=2))
     path, journal = folder / "logprobs.bin", folder / "journal"
     content, kind = path.read_bytes(), row_type(2)
@@ -255,7 +293,10 @@ def test_a_changed_bit_of_log_probabilities_is_damage(asked: RunConfig, whole: F
         content = path.read_bytes()
     for place in (0, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with pytest.raises(InputError, match=r"logprobs.bin does not match its checksum between .*; --discard-damaged"):
+        with pytest.raises(
+            InputError,
+            match=r"logprobs.bin does not match its checksum between .*; --discard-damaged",
+        ):
             resume(folder, {}, False, [])
     go_on(folder, {}, True)
     assert in_folder(folder) == whole
@@ -268,7 +309,10 @@ def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole
     path = asked.out / "text.txt"
     for forged in (b"", whole[1][:-1], whole[1] + b"!", b"!" + whole[1][1:]):
         path.write_bytes(forged)
-        with pytest.raises(InputError, match=r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard"):
+        with pytest.raises(
+            InputError,
+            match=r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard",
+        ):
             resume(asked.out, {}, False, [])
     assert resume(asked.out, {}, True, []) is None
     assert in_folder(asked.out) == whole
@@ -292,12 +336,18 @@ def test_what_a_resumed_run_records(asked: RunConfig, whole: Files) -> None:
     assert session["drafting"]["nodes"] == 5
     figures = record["figures"]
     assert figures["prefill_seconds"] == record["prefill_seconds"] + session["prefill_seconds"]
-    assert figures["target_passes"] == sum(record["accepted"].values()) > before["figures"]["target_passes"]
+    assert (
+        figures["target_passes"]
+        == sum(record["accepted"].values())
+        > before["figures"]["target_passes"]
+    )
     assert figures["decode_seconds"] > before["figures"]["decode_seconds"]
     assert (figures["tokens"], figures["distinct"]["1"]) == (LENGTH, len(set(whole[0])) / LENGTH)
 
 
-def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(asked: RunConfig, whole: Files) -> None:
+def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(
+    asked: RunConfig, whole: Files
+) -> None:
     run(start(changed(asked, {"length": 50}), []))
     before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
     assert resume(asked.out, {"length": 50}, False, []) is None
@@ -322,10 +372,16 @@ def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
     assert in_folder(asked.out) == text
 
 
-@pytest.mark.parametrize(("recall", "reuses"), [pytest.param(None, False, marks=needs_program), (0, True)])
-def test_what_a_tree_that_pays_does_not_use_is_refused(asked: RunConfig, recall: int | None, reuses: bool) -> None:
+@pytest.mark.parametrize(
+    ("recall", "reuses"), [pytest.param(None, False, marks=needs_program), (0, True)]
+)
+def test_what_a_tree_that_pays_does_not_use_is_refused(
+    asked: RunConfig, recall: int | None, reuses: bool
+) -> None:
     folder = interrupted(changed(asked, {"tree": "auto", "recall": recall}))
-    message = "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
+    message = (
+        "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
+    )
     with pytest.raises(InputError, match=f"ngrams: {message}"):
         resume(folder, {"ngrams": 7}, False, [])
 
@@ -337,7 +393,9 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
     kept = weight[7, 3].item()
     weight.data[7, 3] = kept * (1 + 2**-50)
     try:
-        with pytest.raises(InputError, match=r"is not the model that .* was made with: weights differ"):
+        with pytest.raises(
+            InputError, match=r"is not the model that .* was made with: weights differ"
+        ):
             resume(folder, {}, False, [])
     finally:
         weight.data[7, 3] = kept
@@ -364,16 +422,28 @@ def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
         if stats.tokens >= 40 and asked.out.exists():
             shutil.rmtree(asked.out)
 
-    with pytest.raises(DecodeError, match=r"was removed or moved; [0-9]+ tokens could not be saved"):
+    with pytest.raises(
+        DecodeError, match=r"was removed or moved; [0-9]+ tokens could not be saved"
+    ):
         start(asked, []).run(show)
     assert not asked.out.exists()
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), ZeroDivisionError()]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        ZeroDivisionError(),
+    ],
 )
-def test_what_breaks_in_a_step(asked: RunConfig, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Memory that runs out is told in a line; a mistake of ours is not hidden. What was made is saved."""
+def test_what_breaks_in_a_step(
+    asked: RunConfig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Memory that runs out is told in a line; a mistake of ours is not hidden.
+
+    What was made is saved.
+    """
     job = start(asked, [])
     target, real, calls = job.model.target, type(job.model.target).forward, []
 
@@ -385,14 +455,18 @@ def test_what_breaks_in_a_step(asked: RunConfig, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(target, "forward", forward)
     ours = isinstance(error, ZeroDivisionError)
-    message = None if ours else r"cpu has no memory left after .* lower --nodes or --budget .* saved in"
+    message = (
+        None if ours else r"cpu has no memory left after .* lower --nodes or --budget .* saved in"
+    )
     with pytest.raises(ZeroDivisionError if ours else DecodeError, match=message):
         run(job)
     assert (job.state, job.reason == "ZeroDivisionError()") == ("failed", ours)
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
 
 
-def test_a_signal_lets_the_step_under_way_finish(asked: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_lets_the_step_under_way_finish(
+    asked: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, made = start(asked, []), list[int]()
     target, real = job.model.target, type(job.model.target).forward
 

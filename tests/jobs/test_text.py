@@ -22,7 +22,10 @@ def tokenizer() -> Any:
 
 def _pieces(tokenizer: Any, tokens: list[int], step: int) -> list[str]:
     stream = TextStream(tokenizer)
-    return [*(stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)), stream.finish()]
+    return [
+        *(stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)),
+        stream.finish(),
+    ]
 
 
 class Plain:
@@ -47,18 +50,25 @@ def _whole(tokenizer: Any, tokens: list[int]) -> str:
 @given(st.data())
 def test_random_tokens_decode_as_a_whole(tokenizer: Any, merging: Any, data: st.DataObject) -> None:
     used = data.draw(st.sampled_from([tokenizer, merging]))
-    least = data.draw(st.sampled_from([0, 100, 262]))  # the first are bytes: all of them, ASCII apart, or none
-    tokens = data.draw(st.lists(st.integers(min(least, len(used) - 9), len(used) - 1), max_size=150))
+    # the first are bytes: all of them, ASCII apart, or none
+    least = data.draw(st.sampled_from([0, 100, 262]))
+    tokens = data.draw(
+        st.lists(st.integers(min(least, len(used) - 9), len(used) - 1), max_size=150)
+    )
     pieces = _pieces(used, tokens, data.draw(st.integers(1, 4)))
     assert "".join(pieces) == _whole(used, tokens)
     assert "".join(pieces) == "".join(_pieces(used, tokens, 1))
 
 
 def _ended(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[str, str | None, int]:
-    """Text, string, and tokens up to the one that completes it, tried token by token on texts decoded whole."""
+    """Text, string, and tokens up to the one that completes it,
+    tried token by token on texts decoded whole.
+    """
     for count in range(1, len(tokens) + 1):
         text = _whole(tokenizer, tokens[:count]).rstrip("\ufffd")
-        found = [(text.index(each) + len(each), text.index(each), each) for each in stop if each in text]
+        found = [
+            (text.index(each) + len(each), text.index(each), each) for each in stop if each in text
+        ]
         if found:
             _, begin, each = min(found)
             return text[:begin], each, count
@@ -67,8 +77,12 @@ def _ended(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[str, str
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_the_text_ends_before_the_first_stop_string(tokenizer: Any, merging: Any, data: st.DataObject) -> None:
-    """Across tokens, in the middle of one, where one begins a character; whatever is added together."""
+def test_the_text_ends_before_the_first_stop_string(
+    tokenizer: Any, merging: Any, data: st.DataObject
+) -> None:
+    """Across tokens, in the middle of one, where one begins a character;
+    whatever is added together.
+    """
     used = data.draw(st.sampled_from([tokenizer, merging]))
     if data.draw(st.booleans()):
         tokens = used(data.draw(st.text("ab 日本語größe\n", max_size=30)))["input_ids"]
@@ -76,7 +90,11 @@ def test_the_text_ends_before_the_first_stop_string(tokenizer: Any, merging: Any
         tokens = data.draw(st.lists(st.integers(0, len(used) - 9), max_size=40))
     whole = _whole(used, tokens)
     at = data.draw(st.integers(0, len(whole)))
-    stop = [*data.draw(st.lists(st.text("ab日語 \n", min_size=1, max_size=3), max_size=2)), whole[at : at + 3], "abab"]
+    stop = [
+        *data.draw(st.lists(st.text("ab日語 \n", min_size=1, max_size=3), max_size=2)),
+        whole[at : at + 3],
+        "abab",
+    ]
     stop = [each for each in stop if each and "\ufffd" not in each]
     text, each, count = _ended(used, tokens, stop)
     stream, pieces, step = TextStream(used, stop), [], data.draw(st.integers(1, 4))
@@ -119,15 +137,29 @@ def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
 
 
 def test_a_tokenizer_that_falls_back_to_bytes() -> None:
-    """As Llama 2's: a space is put before the text and stripped, characters it does not know are bytes."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.,"]
+    """As Llama 2's: a space is put before the text and stripped,
+    characters it does not know are bytes.
+    """
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz.,",
+    ]
     vocab = {word: at for at, word in enumerate(words)}
     backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)
     rng = random.Random(3)
     for _ in range(100):
-        text = "".join(rng.choice(["the", "▁the", "▁", "a", ".", "é", "😀", "語", "▁x"]) for _ in range(60))
+        text = "".join(
+            rng.choice(["the", "▁the", "▁", "a", ".", "é", "😀", "語", "▁x"]) for _ in range(60)
+        )
         tokens = backend.encode(f"▁{text}").ids
         pieces = _pieces(Plain(backend), tokens, rng.randint(1, 4))
         assert "".join(pieces) == backend.decode(tokens) == text.replace("▁", " ")

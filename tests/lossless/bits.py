@@ -1,4 +1,6 @@
-"""What decoding computes under the settings of this process, as hashes: ``python -m tests.lossless.bits``, in JSON."""
+"""What decoding computes under the settings of this process, as hashes:
+``python -m tests.lossless.bits``, in JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models whose passes are exact, made for a test: random ones of several architectures, in any dtype."""
+"""Models whose passes are exact, made for a test: random ones of several architectures,
+in any dtype.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ POSITIONS = 4096
 WRONG = 60  # tokens from here on are in no text
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDE = "Llama, wide"  # products of so many terms that every other order of summing shows
-_WIDE = Architecture("LlamaConfig", {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4})
+_WIDE = Architecture(
+    "LlamaConfig", {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+)
 KINDS = (
     WIDE,
     "Llama, MHA",
@@ -74,7 +78,9 @@ def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @functools.cache
-def exact_target(kind: str, dtype: torch.dtype, attention: type = BatchInvariantAttention) -> Target:
+def exact_target(
+    kind: str, dtype: torch.dtype, attention: type = BatchInvariantAttention
+) -> Target:
     """A model that is seen to be exact."""
     target = Target(network(kind, dtype), attention)
     assert set_width(target, "sdpa", True) is None
@@ -83,7 +89,9 @@ def exact_target(kind: str, dtype: torch.dtype, attention: type = BatchInvariant
 
 
 def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV:
-    """A cache with room for ``slots``, of which ``held`` have random keys and values: a prompt in no time."""
+    """A cache with room for ``slots``, of which ``held`` have random keys and values:
+    a prompt in no time.
+    """
     kv, random = FullKV(target.kv_shape, slots), torch.Generator().manual_seed(seed)
     for buffer in kv.buffers:
         buffer.fill_(float("nan"))  # what is not there must not be read
@@ -106,13 +114,19 @@ def plainly(target: Target, text: Sequence[int], kv: FullKV) -> tuple[Tensor, Te
     """Hidden states and logits of a text, ``[n, H]`` and ``[n, V]``, forwarded token by token."""
     found = []
     for token in text:
-        found.append(target.forward(torch.tensor([token]), torch.tensor([kv.length]), kv, None).hidden)
+        found.append(
+            target.forward(torch.tensor([token]), torch.tensor([kv.length]), kv, None).hidden
+        )
         kv.commit([0])
     return torch.cat(found), torch.cat([target.logits(each) for each in found])
 
 
-def by_trees(target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int) -> tuple[Tensor, Tensor]:
-    """As :func:`plainly`, by passes over random trees that have a piece of the text on one path, scattered."""
+def by_trees(
+    target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int
+) -> tuple[Tensor, Tensor]:
+    """As :func:`plainly`, by passes over random trees that have a piece of the text on one path,
+    scattered.
+    """
     hidden, logits, at = [], [], 0
     while at < len(text):
         nodes = random.randint(1, size)
@@ -124,7 +138,9 @@ def by_trees(target: Target, text: Sequence[int], kv: FullKV, random: Random, si
                 node = tree.grow(path[-1], piece[len(path)], "text")
                 path.append(node)
             else:
-                tree.grow(random.randrange(len(tree)), WRONG + random.randrange(VOCAB - WRONG), "random")
+                tree.grow(
+                    random.randrange(len(tree)), WRONG + random.randrange(VOCAB - WRONG), "random"
+                )
         places = torch.tensor(tree.depths) + kv.length
         forwarded = target.forward(torch.tensor(tree.tokens), places, kv, tree.ancestors())
         hidden.append(forwarded.hidden[path])
@@ -134,7 +150,9 @@ def by_trees(target: Target, text: Sequence[int], kv: FullKV, random: Random, si
     return torch.cat(hidden), torch.cat(logits)
 
 
-def by_chunks(target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int) -> tuple[Tensor, Tensor]:
+def by_chunks(
+    target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int
+) -> tuple[Tensor, Tensor]:
     """As :func:`plainly`, by chunks of random sizes."""
     hidden, at = [], 0
     while at < len(text):

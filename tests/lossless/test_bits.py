@@ -1,4 +1,6 @@
-"""Passes of a fixed width give the same bits however a text is forwarded; what breaks that is seen and named."""
+"""Passes of a fixed width give the same bits however a text is forwarded;
+what breaks that is seen and named.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,11 @@ BORDERS = (0, 16, 64, 256, 1024, 2048)  # of chunks, tails and blocks
 
 
 def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int = 0) -> bool:
-    """Whether three ways of forwarding a text behind ``held`` random keys and values give the same bits.
+    """Whether three ways of forwarding a text behind ``held`` random keys and values give the same
+    bits.
 
-    Where ``prepared`` is not 0, passes over up to so many nodes are replayed, if the attention can be.
+    Where ``prepared`` is not 0, passes over up to so many nodes are replayed, if the attention can
+    be.
     """
     text, found = random_prompt(length, seed, WRONG), []
     for way in (plainly, by_trees, by_chunks):
@@ -60,7 +64,11 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
         assert kv.length == held + length
         found.append((hidden, logits, *state_of(kv)))
     assert all(part.isfinite().all() for part in found[0])
-    return all(torch.equal(ours, plain) for other in found[1:] for ours, plain in zip(other, found[0], strict=True))
+    return all(
+        torch.equal(ours, plain)
+        for other in found[1:]
+        for ours, plain in zip(other, found[0], strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -72,7 +80,9 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
     beyond=st.integers(-TEXT, 70),
     seed=st.integers(0, 1 << 16),
 )
-def test_plain_passes_trees_and_chunks_have_the_same_bits(kind, dtype, border, beyond, seed) -> None:
+def test_plain_passes_trees_and_chunks_have_the_same_bits(
+    kind, dtype, border, beyond, seed
+) -> None:
     assert same(exact_target(kind, dtype), max(0, border + beyond), seed)
 
 
@@ -84,7 +94,8 @@ def test_every_architecture(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float32)]
+    ("kind", "dtype"),
+    [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float32)],
 )
 def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
     """Which take the length from the device, and are filled up with nodes of their own."""
@@ -98,7 +109,10 @@ def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
     ("held", "dtype"),
     [
         (250, DTYPES[0]),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip((0, 1000), DTYPES[1:], strict=True)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in zip((0, 1000), DTYPES[1:], strict=True)
+        ),
     ],
 )
 def test_native_attention(held: int, dtype: torch.dtype) -> None:
@@ -125,7 +139,9 @@ def wide_verification(patch: Patch) -> None:
 
 def narrow_plain_passes(patch: Patch) -> None:
     right = module.rows_of
-    patch.setattr(module, "rows_of", lambda width, kv, nodes: 1 if nodes == 1 else right(width, kv, nodes))
+    patch.setattr(
+        module, "rows_of", lambda width, kv, nodes: 1 if nodes == 1 else right(width, kv, nodes)
+    )
 
 
 def large_chunks(patch: Patch) -> None:
@@ -163,13 +179,19 @@ OF_WIDTH: dict[str, Callable[[Patch], None]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), first(1, zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "dtype"), first(1, zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True))
+)
 def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
-    """Products whose bits depend on the number of rows: with some on every machine, here with each."""
+    """Products whose bits depend on the number of rows: with some on every machine,
+    here with each.
+    """
     model = network("Llama, GQA", dtype)
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
-            part.register_forward_hook(lambda part, given, out: out + out * (out.shape[-2] * torch.finfo(dtype).eps))
+            part.register_forward_hook(
+                lambda part, given, out: out + out * (out.shape[-2] * torch.finfo(dtype).eps)
+            )
     target = Target(model, BatchInvariantAttention)
     target.width = 16
     fingerprint(target)
@@ -214,13 +236,17 @@ def with_module(place: str, module: type, dtype: torch.dtype) -> Target:
 
 @pytest.mark.parametrize("module", [OverRows, ByPlace])
 @pytest.mark.parametrize(("place", "dtype"), zip(PLACES, DTYPES, strict=True))
-def test_a_module_that_looks_beyond_its_row_is_named(place: str, module: type, dtype: torch.dtype) -> None:
+def test_a_module_that_looks_beyond_its_row_is_named(
+    place: str, module: type, dtype: torch.dtype
+) -> None:
     with pytest.raises(Inexact, match=rf"^the result of {place}\.1 depends on"):
         fingerprint(with_module(place, module, dtype))
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(place: str, monkeypatch) -> None:
+def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(
+    place: str, monkeypatch
+) -> None:
     target = with_module(place, ByNumber, torch.float32)
     fingerprint(target)
     monkeypatch.setattr(module, "rows_of", lambda width, kv, nodes: nodes)
@@ -230,13 +256,18 @@ def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(place: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["Mixtral", *(pytest.param(other, marks=pytest.mark.slow) for other in ("Qwen3 MoE", "OLMoE"))]
+    "name",
+    ["Mixtral", *(pytest.param(other, marks=pytest.mark.slow) for other in ("Qwen3 MoE", "OLMoE"))],
 )
 def test_experts_are_named(name: str, tmp_path: Path) -> None:
-    """How many rows an expert gets depends on the others; in 16 bits a tiny one rounds alike by chance."""
+    """How many rows an expert gets depends on the others;
+    in 16 bits a tiny one rounds alike by chance.
+    """
     with silence():
         checkpoint(ARCHITECTURES[name], tmp_path)
-    with pytest.raises(InputError, match=r"^exact: cannot be had here: an expert takes as many rows as choose it$"):
+    with pytest.raises(
+        InputError, match=r"^exact: cannot be had here: an expert takes as many rows as choose it$"
+    ):
         load(str(tmp_path), dtype="float16", device="cpu", exact=True)
     model = load(str(tmp_path), dtype="float16", device="cpu")
     assert (model.exact, model.target.width) == (None, None)

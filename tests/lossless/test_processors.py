@@ -1,6 +1,8 @@
-"""What differs between processors and what does not, under the instruction sets that this one can stand in for.
+"""What differs between processors and what does not,
+under the instruction sets that this one can stand in for.
 
-Run by ``make test-isa``. Each setting is a process of its own, as libraries choose their code when they are loaded.
+Run by ``make test-isa``. Each setting is a process of its own, as libraries choose their code when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +27,24 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "its own": {},
     # our C program, too, follows the first
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OPENBLAS_CORETYPE": "Haswell"},
-    "AVX-512 without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "OPENBLAS_CORETYPE": "SkylakeX"},
+    "AVX2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OPENBLAS_CORETYPE": "Haswell",
+    },
+    "AVX-512 without bfloat16": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "OPENBLAS_CORETYPE": "SkylakeX",
+    },
     "no AVX2": {"ATEN_CPU_CAPABILITY": "default"},  # and no C program
 }
 EXACT = ["lossless/test_bits.py", "lossless/test_tokens.py", "forward/test_linear.py"]
-ROUNDED = ["decoding/test_audit.py", "sampling/test_rule.py", "training/test_golden.py", "training/test_losses.py"]
+ROUNDED = [
+    "decoding/test_audit.py",
+    "sampling/test_rule.py",
+    "training/test_golden.py",
+    "training/test_losses.py",
+]
 # Tests that rounding could turn, by setting. Only products in bfloat16 are others in the second.
 TURNED = {"AVX2": [*EXACT, *ROUNDED], "AVX-512 without bfloat16": EXACT}
 LONG = "not test_every_method and not test_log_probabilities"  # ten seconds and more
@@ -42,7 +56,9 @@ def start(setting: str, *words: object) -> subprocess.Popen[str]:
     given = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **SETTINGS[setting]}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, env=kept | given, stdout=PIPE, stderr=STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=kept | given, stdout=PIPE, stderr=STDOUT, text=True
+    )
 
 
 def run(setting: str, *words: object) -> str:
@@ -59,7 +75,9 @@ def bits(setting: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("setting", ["its own", "AVX2", "no AVX2"])
-def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_text(setting: str) -> None:
+def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_text(
+    setting: str,
+) -> None:
     found = bits(setting)
     assert found["texts"] == {"float32": TEXT, "float64": TEXT}
     if NO_PROGRAM is None:
@@ -74,7 +92,18 @@ def test_what_rounding_could_turn(setting: str) -> None:
 
 
 def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) -> None:
-    words = ["tswift", "generate", "--prompt", NOVEL, "--seed", 7, "--len", 2000, "--quiet", "--out"]
+    words = [
+        "tswift",
+        "generate",
+        "--prompt",
+        NOVEL,
+        "--seed",
+        7,
+        "--len",
+        2000,
+        "--quiet",
+        "--out",
+    ]
     run("its own", *words, tmp_path / "whole")
     with start("its own", *words, tmp_path / "run", "--method", "ar") as process:
         assert process.stdout is not None

@@ -1,5 +1,7 @@
 """Exact runs at the command line: what they record, going on with them, and what is refused."""
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import json
@@ -19,7 +21,7 @@ SAMPLED = ["--seed", 5, "--min-p", 0.05]
 
 
 @pytest.fixture
-def words(checkpoint: Path, prompt: Path) -> Words:  # noqa: F811
+def words(checkpoint: Path, prompt: Path) -> Words:
     return ["generate", "--model", checkpoint, "--prompt", prompt, "--dtype", "bfloat16", *SAMPLED]
 
 
@@ -36,7 +38,7 @@ def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:
     for options, name in ((["--len", 60, "--method", "ar"], "whole"), (["--len", 17], "run")):
         found = tswift(*words, *options, "--out", tmp_path / name)
         assert found.code == 0, found.err
@@ -51,11 +53,14 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:
     tswift(*words, "--len", 9, "--out", tmp_path / "exact")
     tswift(*words, "--no-exact", "--len", 9, "--out", tmp_path / "inexact")
     assert record(tmp_path / "inexact")["model"]["exact"] is None
-    for run, option, message in (("exact", "--no-exact", "True, got False"), ("inexact", "--exact", "False, got True")):
+    for run, option, message in (
+        ("exact", "--no-exact", "True, got False"),
+        ("inexact", "--exact", "False, got True"),
+    ):
         before = result(tmp_path / run)
         found = tswift("generate", "--resume", tmp_path / run, option, "--len", 20)
         assert (found.code, found.out) == (2, b"")
@@ -63,29 +68,38 @@ def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path)
         assert result(tmp_path / run) == before
 
 
-def test_a_machine_that_rounds_otherwise_says_so(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+def test_a_machine_that_rounds_otherwise_says_so(
+    tswift: Tswift, words: Words, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     tswift(*words, "--len", 20, "--out", run)
     edit(run, lambda found: found["model"]["exact"].update(bits="0123456789abcdef"))
     found = tswift("generate", "--resume", run, "--len", 40)
     assert found.code == 0, found.err
-    assert "this machine rounds otherwise than the one before: the text may go on differently than there" in found.err
+    assert (
+        "this machine rounds otherwise than the one before: the text may go on differently than "
+        "there" in found.err
+    )
     made = record(run)
     assert made["model"]["exact"]["bits"] == "0123456789abcdef"
     assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
 
 
-def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
-    found = tswift(*words, "--method", "ar-reference", "--exact", "--len", 20, "--out", tmp_path / "run")
+def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:
+    found = tswift(
+        *words, "--method", "ar-reference", "--exact", "--len", 20, "--out", tmp_path / "run"
+    )
     assert found.code == 2
     assert "exact: cannot be had with ar-reference" in found.err
-    found = tswift(*words, "--method", "ar-reference", "--len", 150, "--out", tmp_path / "run", "--verify")
+    found = tswift(
+        *words, "--method", "ar-reference", "--len", 150, "--out", tmp_path / "run", "--verify"
+    )
     assert found.code == 0, found.err
     assert record(tmp_path / "run")["model"]["exact"] is None
 
 
 def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
-    tswift: Tswift,  # noqa: F811
+    tswift: Tswift,
     words: Words,
     tmp_path: Path,
 ) -> None:
@@ -97,7 +111,9 @@ def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
         assert json.loads(found.out)["width"] == exact
 
 
-def test_a_long_chain_is_cut_and_can_be_asked_for_again(tswift: Tswift, words: Words, tmp_path: Path) -> None:  # noqa: F811
+def test_a_long_chain_is_cut_and_can_be_asked_for_again(
+    tswift: Tswift, words: Words, tmp_path: Path
+) -> None:
     chain = ["--method", "magicdec", "--gamma", 24]
     found = tswift(*words, *chain, "--len", 20, "--out", tmp_path / "run")
     assert found.code == 0, found.err
@@ -108,13 +124,15 @@ def test_a_long_chain_is_cut_and_can_be_asked_for_again(tswift: Tswift, words: W
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
-    tswift: Tswift,  # noqa: F811
+    tswift: Tswift,
     words: Words,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tswift(*words, "--len", 20, "--out", tmp_path / "run")
-    monkeypatch.setattr("tswift.loading.set_width", lambda target, attention, exact: "no" if exact else None)
+    monkeypatch.setattr(
+        "tswift.loading.set_width", lambda target, attention, exact: "no" if exact else None
+    )
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
     assert found.code == 2
     assert "exact: cannot be had here: no" in found.err

@@ -1,4 +1,6 @@
-"""In passes of a fixed width every method writes plain decoding's text, in 16 bits too, cut and resumed anywhere."""
+"""In passes of a fixed width every method writes plain decoding's text, in 16 bits too,
+cut and resumed anywhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 import torch
 
 import tswift
-from tests.helpers import METHODS, decode, drafter_of, first, near_tie, random_prompt, tiny_draft, tiny_heads
+from tests.helpers import (
+    METHODS,
+    decode,
+    drafter_of,
+    first,
+    near_tie,
+    random_prompt,
+    tiny_draft,
+    tiny_heads,
+)
 from tests.lossless.models import ExactOnDevice, exact_target, network
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
@@ -38,8 +49,11 @@ TREES = {
 
 @functools.cache
 def demo(dtype: str, exact: bool = True) -> LoadedModel:
-    attention = "auto" if dtype == "float32" else "sdpa"  # passes of one width by PyTorch, no C program
-    return tswift.load("demo", dtype=dtype, device="cpu", draft_model=DEMO_DRAFT, exact=exact, attention=attention)
+    # passes of one width by PyTorch, no C program
+    attention = "auto" if dtype == "float32" else "sdpa"
+    return tswift.load(
+        "demo", dtype=dtype, device="cpu", draft_model=DEMO_DRAFT, exact=exact, attention=attention
+    )
 
 
 @functools.cache
@@ -50,7 +64,16 @@ def novel(tokens: int) -> list[int]:
 def text_of(model, prompt, length, method, params, seed=1, options=None, written=()) -> list[int]:
     options = options or DraftOptions(budget=64, costs="nominal")
     run = begin(
-        model, Request(prompt, length, method=method, params=params, seed=seed, options=options, written=written)
+        model,
+        Request(
+            prompt,
+            length,
+            method=method,
+            params=params,
+            seed=seed,
+            options=options,
+            written=written,
+        ),
     )
     return [token for step in run.steps() for token in step.tokens]
 
@@ -78,12 +101,20 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, tre
 
 @pytest.mark.parametrize("exact", first(1, [True, False]))
 def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
-    """So the equality above is none that would hold anyway: it is one ulp, and one drawn token, from failing."""
+    """So the equality above is none that would hold anyway: it is one ulp, and one drawn token,
+    from failing.
+    """
     model, greedy = demo("bfloat16", exact), SamplingParams(temperature=0, penalty=1)
     token = text_of(model, novel(90), 20, "ar", greedy)[-1]
-    other = next(each for each in range(1, model.target.vocab_size) if each not in model.eos_ids and each != token)
+    other = next(
+        each
+        for each in range(1, model.target.vocab_size)
+        if each not in model.eos_ids and each != token
+    )
     with near_tie(model.target.model, token, other, rows=1):
-        plain, drafted = (text_of(model, novel(90), 40, method, greedy) for method in ("ar", "medusa"))
+        plain, drafted = (
+            text_of(model, novel(90), 40, method, greedy) for method in ("ar", "medusa")
+        )
     assert (drafted == plain) is exact
 
 
@@ -93,52 +124,86 @@ def test_a_text_cut_anywhere_goes_on_the_same() -> None:
     plain = text_of(model, prompt, 90, "ar", params)
     for method in NAMES:
         cut = random.randrange(1, 80)
-        assert text_of(model, prompt, cut + 10, method, params, written=plain[:cut]) == plain[cut : cut + 10], method
+        assert (
+            text_of(model, prompt, cut + 10, method, params, written=plain[:cut])
+            == plain[cut : cut + 10]
+        ), method
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float16)]
+    ("kind", "dtype"),
+    [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float16)],
 )
 def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) -> None:
-    """Where it is cut into prompt and text decides nothing, although it is then prefilled or decoded."""
-    target, params, prompt = exact_target(kind, dtype), SamplingParams(min_p=0.02, window=24), random_prompt(9)
-    whole = [*prompt, *decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 90)]
+    """Where it is cut into prompt and text decides nothing,
+    although it is then prefilled or decoded.
+    """
+    target, params, prompt = (
+        exact_target(kind, dtype),
+        SamplingParams(min_p=0.02, window=24),
+        random_prompt(9),
+    )
+    whole = [
+        *prompt,
+        *decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 90),
+    ]
     for cut in (1, 2, 15, 16, 17, 33, 70):
         drafter = drafter_of("medusa", target, DraftOptions(tree=(2, 2, 1)))
         written = whole[cut:-20] if cut < len(prompt) else whole[cut:75]
-        decoding = Decoding(target, whole[:cut], params, 4, drafter, len(written) + 9, written=written)
+        decoding = Decoding(
+            target, whole[:cut], params, 4, drafter, len(written) + 9, written=written
+        )
         found = [token for step in decoding.steps() for token in step.tokens]
         at = cut + len(written)
         assert found == whole[at : at + 9]
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), first(1, [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)])
+    ("kind", "dtype"),
+    first(1, [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)]),
 )
 def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
     """The same tokens, keys and values as one by one by the host."""
     prompt, params, found = random_prompt(50, 3), SamplingParams(min_p=0.02, window=24), []
-    for attention, method in ((BatchInvariantAttention, "ar"), (ExactOnDevice, "ar"), (ExactOnDevice, "tokenswift")):
+    for attention, method in (
+        (BatchInvariantAttention, "ar"),
+        (ExactOnDevice, "ar"),
+        (ExactOnDevice, "tokenswift"),
+    ):
         target = exact_target(kind, dtype, attention)
-        drafter = make_drafter(method, target, tiny_heads(dtype), TREES.get(method, DraftOptions()), tiny_draft(dtype))
+        drafter = make_drafter(
+            method, target, tiny_heads(dtype), TREES.get(method, DraftOptions()), tiny_draft(dtype)
+        )
         decoding = Decoding(target, prompt, params, 4, drafter, 60)
         tokens = [token for step in decoding.steps() for token in step.tokens]
         assert (decoding._stepper is None) == (attention is BatchInvariantAttention)
         kv = decoding._kv
         found.append((torch.tensor(tokens), kv.buffers[0][:, :, :109], kv.buffers[1][:, :, :109]))
-    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
+    assert all(
+        torch.equal(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True)
+    )
 
 
 @pytest.mark.slow
 def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> None:
-    model, prompt, params = demo("bfloat16"), novel(90), SamplingParams(window=30, logit_bias={261: 2.0})
+    model, prompt, params = (
+        demo("bfloat16"),
+        novel(90),
+        SamplingParams(window=30, logit_bias={261: 2.0}),
+    )
     asked = {"params": params, "seed": 5, "logprobs": 3}
     plain = list(begin(model, Request(prompt, 40, method="ar", **asked)).steps())
     tokens, rows = [step.tokens[0] for step in plain], [step.logprobs.tobytes() for step in plain]
     for method, cut in (("tokenswift", 0), ("cascade", 17), ("ar", 30)):  # the second recalls
         options = DraftOptions() if method == "ar" else DraftOptions(budget=64, costs="nominal")
-        run = begin(model, Request(prompt, 40, method=method, written=tokens[:cut], options=options, **asked))
-        assert b"".join(step.logprobs.tobytes() for step in run.steps()) == b"".join(rows[cut:]), (method, cut)
+        run = begin(
+            model,
+            Request(prompt, 40, method=method, written=tokens[:cut], options=options, **asked),
+        )
+        assert b"".join(step.logprobs.tobytes() for step in run.steps()) == b"".join(rows[cut:]), (
+            method,
+            cut,
+        )
 
 
 LONG = 600  # tokens of a prompt: a whole chunk, and a part of one
@@ -156,10 +221,21 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", first(1, [BatchInvariantAttention, ExactOnDevice]))
-def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(attention: type) -> None:
-    """And what was generated has the width however long it is: a resumed run is the undisturbed one, bit for bit."""
-    target, params, prompt = wide_target(attention), SamplingParams(min_p=0.02, window=24), random_prompt(LONG)
-    assert [len(part.hidden) for part in chunks(target, prompt, FullKV(target.kv_shape, LONG))] == [512, LONG - 512]
+def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
+    attention: type,
+) -> None:
+    """And what was generated has the width however long it is:
+    a resumed run is the undisturbed one, bit for bit.
+    """
+    target, params, prompt = (
+        wide_target(attention),
+        SamplingParams(min_p=0.02, window=24),
+        random_prompt(LONG),
+    )
+    assert [len(part.hidden) for part in chunks(target, prompt, FullKV(target.kv_shape, LONG))] == [
+        512,
+        LONG - 512,
+    ]
     plain = decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 120)
     held = []
     for method, cut in (("ar", 0), ("medusa", 0), ("medusa", 1), ("reuse", 37), ("ar", 100)):
@@ -168,19 +244,26 @@ def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(a
         decoding = Decoding(target, prompt, params, 4, drafter, 120, written=plain[:cut])
         assert plain[:cut] + [token for step in decoding.steps() for token in step.tokens] == plain
         kv = decoding._kv
-        held.append(torch.stack([kv.buffers[0][:, :, : LONG + 119], kv.buffers[1][:, :, : LONG + 119]]))
+        held.append(
+            torch.stack([kv.buffers[0][:, :, : LONG + 119], kv.buffers[1][:, :, : LONG + 119]])
+        )
     assert all(torch.equal(held[0], other) for other in held[1:])
     assert audit(target, prompt, plain, params, 4).exact == 120
-    assert not audit(target, [*prompt, *plain[:60]], plain[60:], params, 4).ok  # the bits of another prompt
+    # the bits of another prompt
+    assert not audit(target, [*prompt, *plain[:60]], plain[60:], params, 4).ok
 
 
 def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where passes can be replayed, those over what was generated are, all but the last; the bits are the same."""
+    """Where passes can be replayed, those over what was generated are, all but the last;
+    the bits are the same.
+    """
     target, text, found = wide_target(ExactOnDevice), random_prompt(LONG), []
     captured: list[object] = []
     eager: list[int] = []
     monkeypatch.setattr(target, "capture", lambda run: captured.append(run) or run)
-    monkeypatch.setattr(target, "forward", lambda *given: eager.append(1) or Target.forward(target, *given))
+    monkeypatch.setattr(
+        target, "forward", lambda *given: eager.append(1) or Target.forward(target, *given)
+    )
     for replayed in (True, False):
         kv = FullKV(target.kv_shape, LONG)
         eager.clear()

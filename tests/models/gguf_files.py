@@ -1,4 +1,6 @@
-"""GGUF files of tiny random models, made by the writer of the package ``gguf`` as llama.cpp's converter would."""
+"""GGUF files of tiny random models, made by the writer of the package ``gguf`` as llama.cpp's
+converter would.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers import VOCAB
 
-# one of each architecture; sizes are multiples of a block, and of 256 where a kind of codes wants that
+# one of each architecture; sizes are multiples of a block, and of 256 where a kind of codes wants
+# that
 _SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -78,7 +81,9 @@ def tiny_model(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def quantized(weight: np.ndarray, kind: Kind) -> np.ndarray:
-    """The bytes of a matrix in a kind; of kinds that the package cannot make, random ones with scales that fit."""
+    """The bytes of a matrix in a kind; of kinds that the package cannot make,
+    random ones with scales that fit.
+    """
     try:
         return gguf.quantize(np.ascontiguousarray(weight), kind)
     except NotImplementedError:
@@ -86,11 +91,19 @@ def quantized(weight: np.ndarray, kind: Kind) -> np.ndarray:
 
 
 # where the numbers in float16 of a block are
-_SCALES = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+_SCALES = {
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+}
 
 
 def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random bytes of a kind, all of whose bits are used, but scales of a size that weights have."""
+    """Random bytes of a kind, all of whose bits are used,
+    but scales of a size that weights have.
+    """
     random = np.random.default_rng(seed)
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
@@ -113,7 +126,9 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     **metadata: int | str,
 ) -> Path:
-    """A GGUF file of a model: its matrices in a kind, norms in float32, and perhaps a tokenizer of bytes."""
+    """A GGUF file of a model: its matrices in a kind, norms in float32,
+    and perhaps a tokenizer of bytes.
+    """
     config = model.config
     name = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, name)
@@ -151,7 +166,9 @@ def write_gguf(
         if weight.ndim == 2 and kind not in (Kind.F32, Kind.F16):
             writer.add_tensor(own, quantized(weight, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(own, weight.astype(np.float16) if kind is Kind.F16 and weight.ndim == 2 else weight)
+            writer.add_tensor(
+                own, weight.astype(np.float16) if kind is Kind.F16 and weight.ndim == 2 else weight
+            )
     for own, weight in (extra or {}).items():
         writer.add_tensor(own, weight)
     writer.write_header_to_file()
@@ -173,12 +190,16 @@ def _tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
         weight = parameter.detach().numpy()
         if name in PERMUTED and module.split(".")[-1] in heads:
             weight = permuted(weight, heads[module.split(".")[-1]])
-        tensors[f"{known.get_name(module)}.{kind}"] = weight + 1 if name in CENTRED and weight.ndim == 1 else weight
+        tensors[f"{known.get_name(module)}.{kind}"] = (
+            weight + 1 if name in CENTRED and weight.ndim == 1 else weight
+        )
     return tensors
 
 
 def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """A tokenizer of single letters: the first ones of GPT-2's alphabet of bytes, an end of text, and a template."""
+    """A tokenizer of single letters: the first ones of GPT-2's alphabet of bytes, an end of text,
+    and a template.
+    """
     letters = [chr(code) for code in range(33, 124)][: vocab_size - 4]
     tokens = ["<|end|>", *letters, "\u0120", "\u010a", "th"]
     tokens += [f"[{index}]" for index in range(vocab_size - len(tokens))]
@@ -189,7 +210,9 @@ def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    writer.add_chat_template("{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}")
+    writer.add_chat_template(
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    )
 
 
 def dequantized(model: PreTrainedModel, path: Path) -> PreTrainedModel:
@@ -204,7 +227,11 @@ def dequantized(model: PreTrainedModel, path: Path) -> PreTrainedModel:
         weight = gguf.dequantize(tensor.data, tensor.tensor_type)
         part = tensor.name.split(".")[-2]
         if name in PERMUTED and part in heads:
-            weight = weight.reshape(heads[part], -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+            weight = (
+                weight.reshape(heads[part], -1, 2, *weight.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(weight.shape)
+            )
         if name in CENTRED and weight.ndim == 1:
             weight = weight - 1
         state[names[tensor.name]] = torch.from_numpy(np.array(weight))

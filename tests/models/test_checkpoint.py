@@ -1,4 +1,7 @@
-"""A model's folder is looked at before it is read: what is let through. ``tests/cli/bad_inputs`` has what is not."""
+"""A model's folder is looked at before it is read: what is let through.
+
+``tests/cli/bad_inputs`` has what is not.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def _logits(model: Path) -> torch.Tensor:
         config(torch_dtype="torch.float16"),
         config(head_dim=None, unknown=[1, {"a": 2}]),
         config(eos_token_id=[0, 3]),
-        # whatever attention a file asks for, ours is used: nothing is fetched, and no code of anybody's run
+        # whatever attention a file asks for, ours is used: nothing is fetched, and no code of
+        # anybody's run
         config(attn_implementation="nobody/kernels", _attn_implementation="nobody/kernels"),
         config(attn_implementation="flash_attention_2"),
         lambda folder: (folder / "generation_config.json").unlink(),
@@ -62,10 +66,21 @@ def _logits(model: Path) -> torch.Tensor:
             (folder / "model.safetensors").rename(folder / "blob"),
             (folder / "model.safetensors").symlink_to("blob"),  # as in the hub's cache
         ],
-        # buffers of integers and tensors that are none of the model's; an index beside a whole file is not read
-        tensors(lambda weights: weights.update({"model.layers.0.self_attn.masked_bias": torch.zeros(3).long()})),
-        tensors(lambda weights: weights.update({"model.medusa_layers.0.linear.weight": torch.zeros(32, 32)})),
-        edit_json("model.safetensors.index.json", lambda index: index.update(weight_map={"a": "../x"})),
+        # buffers of integers and tensors that are none of the model's; an index beside a whole file
+        # is not read
+        tensors(
+            lambda weights: weights.update(
+                {"model.layers.0.self_attn.masked_bias": torch.zeros(3).long()}
+            )
+        ),
+        tensors(
+            lambda weights: weights.update(
+                {"model.medusa_layers.0.linear.weight": torch.zeros(32, 32)}
+            )
+        ),
+        edit_json(
+            "model.safetensors.index.json", lambda index: index.update(weight_map={"a": "../x"})
+        ),
     ],
 )
 def test_what_is_fine(folder: Path, checkpoint: Path, change: Callable[[Path], object]) -> None:
@@ -85,31 +100,52 @@ def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
 
 
 def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
-    config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(folder)
-    tensors(lambda weights: [weights.update({f"other.{name}": weights.pop(name)}) for name in list(weights)])(folder)
-    with pytest.raises(InputError, match=r"model: .* has 39,072 weights, config.json asks for [0-9,]{17}"):
+    config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(
+        folder
+    )
+    tensors(
+        lambda weights: [
+            weights.update({f"other.{name}": weights.pop(name)}) for name in list(weights)
+        ]
+    )(folder)
+    with pytest.raises(
+        InputError, match=r"model: .* has 39,072 weights, config.json asks for [0-9,]{17}"
+    ):
         load(str(folder))
 
 
 def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
     config(quantization_config={"quant_method": "nope"})(folder)
     wanted = AutoConfig.from_pretrained(folder)
-    refuse_misfit(wanted, {"model.embed_tokens.weight": stored("I32", 320, 16)}, "m")  # an eighth, and of integers
+    # an eighth, and of integers
+    refuse_misfit(wanted, {"model.embed_tokens.weight": stored("I32", 320, 16)}, "m")
     with pytest.raises(InputError, match=r"has 320 weights, config\.json asks for 39,072"):
         refuse_misfit(wanted, {"x": stored("I32", 320)}, "m")
 
 
 def test_possible_numbers() -> None:
-    refuse_numbers({"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}, "m")
+    refuse_numbers(
+        {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}, "m"
+    )
     # one for every layer is left to the model
-    refuse_numbers({"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m")
+    refuse_numbers(
+        {"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m"
+    )
 
 
 @every_row(
     ("name", "value"),
     [
         *(("hidden_size", value) for value in (-1, 0, "abc", 1.5, True, 10**12)),
-        *((name, 0) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")),
+        *(
+            (name, 0)
+            for name in (
+                "vocab_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+            )
+        ),
         *(("intermediate_size", 10**12), ("max_position_embeddings", 0)),
     ],
 )
@@ -124,11 +160,13 @@ def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
     sparse(folder / "notes.md", 1 << 40)
     refuse_broken(folder)
     sparse(folder / "vocab.txt", 1 << 40)
-    with pytest.raises(InputError, match=r"model: .*vocab.txt is too large, more than 256,000,000 bytes"):
+    with pytest.raises(
+        InputError, match=r"model: .*vocab.txt is too large, more than 256,000,000 bytes"
+    ):
         refuse_broken(folder)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What tells one network from another, and what heads remember of the one they were made for
 
 
@@ -140,12 +178,18 @@ def test_the_dtype_is_of_no_matter() -> None:
     network = tiny_llama("gqa", torch.float64)
     with torch.no_grad():  # what float16 rounds to zero
         network.lm_head.weight[0] *= 1e-12
-    found = {fingerprint_in_any_dtype(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES}
+    found = {
+        fingerprint_in_any_dtype(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES
+    }
     assert len(found) == 1
-    assert len({fingerprint_of(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES}) > 1
+    assert (
+        len({fingerprint_of(deepcopy(network).to(getattr(torch, dtype))) for dtype in DTYPES}) > 1
+    )
 
 
-@pytest.mark.parametrize("weight", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "weight", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
+)
 def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
     network = tiny_llama("gqa", torch.float32)
     before = fingerprint_in_any_dtype(network)
@@ -155,20 +199,32 @@ def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
 
 
 @pytest.mark.parametrize("kind", first(1, [ChainedHeads, ConditionedHeads]))
-def test_heads_remember_their_base_model(checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None) -> None:
+def test_heads_remember_their_base_model(
+    checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None
+) -> None:
     path, other = tmp_path / "mine.safetensors", make_checkpoint(tmp_path / "other")
-    tensors(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(-1))(other)  # trained otherwise
+    # trained otherwise
+    tensors(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(-1))(other)
     base = fingerprint_in_any_dtype(load(str(checkpoint), dtype="float32").target.model)
     for saved in (base, None):
         kind(32, 2).save(path, base=saved)
-        for model, dtype in ((checkpoint, "float64"), (checkpoint, "float32"), ("shape:tiny", "float32")):
+        for model, dtype in (
+            (checkpoint, "float64"),
+            (checkpoint, "float32"),
+            ("shape:tiny", "float32"),
+        ):
             heads = load(str(model), dtype=dtype, heads=path, exact=False).heads
             assert heads is not None
             assert heads.base == saved
         if saved is None:
             assert load(str(other), heads=path).heads is not None
         else:
-            refuse(str(other), r"^heads: .*mine.safetensors was made for another model: ", "heads", heads=path)
+            refuse(
+                str(other),
+                r"^heads: .*mine.safetensors was made for another model: ",
+                "heads",
+                heads=path,
+            )
 
 
 def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Models around an ordinary decoder, which read images, too: the part that writes text is served, nothing else."""
+"""Models around an ordinary decoder, which read images, too: the part that writes text is served,
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,35 @@ TEXT = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-SEES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+SEES = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "head_dim": 8,
+}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
-SEES_QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+SEES_QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
 
 
 def mistral() -> PreTrainedModel:
-    config = Mistral3Config(text_config={**TEXT, "model_type": "mistral", "sliding_window": None}, vision_config=SEES)
+    config = Mistral3Config(
+        text_config={**TEXT, "model_type": "mistral", "sliding_window": None}, vision_config=SEES
+    )
     return Mistral3ForConditionalGeneration(config)
 
 
 def qwen() -> PreTrainedModel:
     vision = {**SEES_QWEN, "deepstack_visual_indexes": [0]}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config={**TEXT, **ROPE}, vision_config=vision))
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config={**TEXT, **ROPE}, vision_config=vision)
+    )
 
 
 KINDS = {"mistral": mistral, "qwen": qwen}
@@ -74,7 +92,9 @@ def saved(folder: Path, kind: str) -> Path:
 def text_of(model: LoadedModel, method: str) -> list[int]:
     params = SamplingParams(min_p=0.02)
     options = options_for(method, nodes=12, budget=64, sinks=4)
-    steps = generate(model, model.encode(SENTENCES[0]), 100, method=method, options=options, params=params)
+    steps = generate(
+        model, model.encode(SENTENCES[0]), 100, method=method, options=options, params=params
+    )
     return [token for step in steps for token in step.tokens]
 
 
@@ -95,7 +115,9 @@ def test_logits_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     whole = type(KINDS[kind]()).from_pretrained(tmp_path, dtype=torch.float64)
     with torch.inference_mode():
         wanted = whole(text[None]).logits[0]
-    found = target.logits(target.forward(text, torch.arange(60), FullKV(target.kv_shape, 60), None).hidden)
+    found = target.logits(
+        target.forward(text, torch.arange(60), FullKV(target.kv_shape, 60), None).hidden
+    )
     assert (found - wanted).abs().max() < 1e-9 * wanted.std()
 
 
@@ -116,14 +138,29 @@ def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("positions", "kept"), [(512, 2.0), (64, 1.0)])
-def test_a_text_that_grows_long_turns_alike_from_its_start(positions: int, kept: float, tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    sizes = {**TEXT, "max_position_embeddings": positions, "head_dim": 8, "original_max_position_embeddings": 64}
-    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+def test_a_text_that_grows_long_turns_alike_from_its_start(
+    positions: int, kept: float, tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    sizes = {
+        **TEXT,
+        "max_position_embeddings": positions,
+        "head_dim": 8,
+        "original_max_position_embeddings": 64,
+    }
+    config = Phi3Config(
+        **sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=0, eos_token_id=0
+    )
     config.save_pretrained(tmp_path)
     read = read_config(str(tmp_path))
     assert read.rope_parameters["short_factor"] == read.rope_parameters["long_factor"] == [kept] * 4
-    with pytest.raises(InputError, match="rotary embeddings of type longrope"):  # as transformers has loaded it
+    with pytest.raises(InputError, match="rotary embeddings of type longrope"):
+        # as transformers has loaded it
         adopt(Phi3ForCausalLM(config))
 
 

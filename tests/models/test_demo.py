@@ -1,4 +1,6 @@
-"""The bundled models: small enough, plain transformers, of use to each other, and the same text from every method."""
+"""The bundled models: small enough, plain transformers, of use to each other,
+and the same text from every method.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,16 @@ load = functools.cache(tswift.load)
 
 
 def decode(
-    model: LoadedModel, prompt: Sequence[int], length: int, method: str, params: SamplingParams, options: DraftOptions
+    model: LoadedModel,
+    prompt: Sequence[int],
+    length: int,
+    method: str,
+    params: SamplingParams,
+    options: DraftOptions,
 ) -> tuple[list[int], DecodeStats]:
-    run = begin(model, Request(prompt, length, method=method, params=params, seed=5, options=options))
+    run = begin(
+        model, Request(prompt, length, method=method, params=params, seed=5, options=options)
+    )
     stats, tokens = DecodeStats(run.depth), []
     for step in run.steps():
         stats.add(step)
@@ -53,7 +62,9 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     wanted = plain(ids).logits[0]
     model = tswift.load(dtype="float64")
     run = begin(model, Request(ids[0].tolist(), 1, method="ar"))
-    hidden = torch.cat([part.hidden for part in chunks(model.target, ids[0].tolist(), run.decoding._context.kv)])
+    hidden = torch.cat(
+        [part.hidden for part in chunks(model.target, ids[0].tolist(), run.decoding._context.kv)]
+    )
     torch.testing.assert_close(model.target.logits(hidden), wanted, rtol=0, atol=1e-4)
 
 
@@ -74,12 +85,20 @@ def test_every_method_writes_the_text_of_plain_decoding(
     demo = load(**options, draft_model=DEMO_DRAFT)
     assert demo.heads is not None
     assert demo.heads.kind == options.get("heads", "conditioned")
-    prompt, drafting = demo.encode(NOVEL.read_text())[:prefill], DraftOptions(budget=64, reuse_recent=True)
-    lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}  # chains take long
-    runs = {method: decode(demo, prompt, length, method, params, drafting) for method, length in lengths.items()}
+    prompt, drafting = (
+        demo.encode(NOVEL.read_text())[:prefill],
+        DraftOptions(budget=64, reuse_recent=True),
+    )
+    # chains take long
+    lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}
+    runs = {
+        method: decode(demo, prompt, length, method, params, drafting)
+        for method, length in lengths.items()
+    }
     assert len(runs["ar"][0]) == 120
     assert all(text == runs["ar"][0][: lengths[method]] for method, (text, _) in runs.items())
-    assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))  # something was accepted
+    # something was accepted
+    assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))
 
 
 def test_it_is_small_and_plain_transformers_loads_it() -> None:

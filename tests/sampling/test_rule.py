@@ -1,4 +1,6 @@
-"""The sampling rule: noise, parameters, filters and penalty, the window, and draws against exact probabilities."""
+"""The sampling rule: noise, parameters, filters and penalty, the window,
+and draws against exact probabilities.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ MASK = 2**64 - 1
 
 
 def splitmix_stream(state: int):
-    """SplitMix64 as published (Steele, Lea, Flood 2014; Vigna's splitmix64.c), a generator of its outputs."""
+    """SplitMix64 as published (Steele, Lea, Flood 2014; Vigna's splitmix64.c),
+    a generator of its outputs.
+    """
     while True:
         state = (state + 0x9E3779B97F4A7C15) & MASK
         z = state
@@ -57,7 +61,11 @@ def expected_bits(seed: int, position: int, token: int) -> int:
 
 def test_the_reference_generator_is_splitmix64() -> None:
     stream = splitmix_stream(1234567)  # the published test vector of splitmix64.c
-    assert [next(stream) for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [next(stream) for _ in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
 
 
 @given(
@@ -70,8 +78,12 @@ def test_noise_bits_are_splitmix64_of_seed_position_and_token(
 ) -> None:
     """Whatever else is asked for beside them, and by tensors as by integers."""
     ids, places = torch.tensor(tokens), torch.tensor(positions)
-    expected = [[expected_bits(seed, position, token) for token in tokens] for position in positions]
-    assert [[bits & MASK for bits in row] for row in noise_bits(seed, places, ids).tolist()] == expected
+    expected = [
+        [expected_bits(seed, position, token) for token in tokens] for position in positions
+    ]
+    assert [
+        [bits & MASK for bits in row] for row in noise_bits(seed, places, ids).tolist()
+    ] == expected
     assert torch.equal(gumbel(seed, places, ids), gumbel(seed, positions, ids))
 
 
@@ -89,7 +101,9 @@ PINNED = [
 
 
 def test_gumbel_is_finite_and_ordered_at_the_extreme_bit_patterns(monkeypatch) -> None:
-    patterns = torch.tensor([[0, 1, (1 << 12) - 1, 1 << 12, 1 << 62, -(1 << 63), -(1 << 12) - 1, -(1 << 12), -1]])
+    patterns = torch.tensor(
+        [[0, 1, (1 << 12) - 1, 1 << 12, 1 << 62, -(1 << 63), -(1 << 12) - 1, -(1 << 12), -1]]
+    )
     monkeypatch.setattr(noises, "noise_bits", lambda *args: patterns)
     noise = gumbel(0, [0], patterns[0])
     assert noise.isfinite().all()
@@ -103,7 +117,12 @@ def test_noise_is_uniform_in_every_byte_and_gumbel_distributed() -> None:
     for shift in range(0, 64, 8):
         counts = torch.bincount((bits >> shift) & 255, minlength=256)
         assert stats.chisquare(counts.numpy()).pvalue > 1e-4, shift
-    assert stats.kstest(gumbel(5, range(4), torch.arange(5000)).flatten().numpy(), stats.gumbel_r.cdf).pvalue > 1e-3
+    assert (
+        stats.kstest(
+            gumbel(5, range(4), torch.arange(5000)).flatten().numpy(), stats.gumbel_r.cdf
+        ).pvalue
+        > 1e-3
+    )
 
 
 def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> None:
@@ -111,7 +130,10 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> No
     block = (bits.double() / 2.0**64 + 0.5).numpy()
     for axis, lag in product((0, 1, 2), (1, 2, 16)):
         size = block.shape[axis]
-        first, second = block.take(range(size - lag), axis).ravel(), block.take(range(lag, size), axis).ravel()
+        first, second = (
+            block.take(range(size - lag), axis).ravel(),
+            block.take(range(lag, size), axis).ravel(),
+        )
         assert stats.pearsonr(first, second).pvalue > 1e-4, (axis, lag)
         grid = stats.contingency.crosstab((first * 8).astype(int), (second * 8).astype(int)).count
         assert stats.chi2_contingency(grid).pvalue > 1e-4, (axis, lag)
@@ -120,9 +142,16 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> No
 def test_a_value_out_of_range_or_of_another_type_is_refused_by_name() -> None:
     """The others are in tests/jobs/test_config.py."""
     wrong: list[tuple[str, Any]] = [
-        ("temperature", 1e-101), ("temperature", 1e101), ("temperature", 10**40), ("penalty", 1e101),
-        ("banned", [1]), ("banned", (1.0,)), ("banned", ("1",)), ("banned", (-1,)), ("banned", None),
-    ]  # fmt: skip
+        ("temperature", 1e-101),
+        ("temperature", 1e101),
+        ("temperature", 10**40),
+        ("penalty", 1e101),
+        ("banned", [1]),
+        ("banned", (1.0,)),
+        ("banned", ("1",)),
+        ("banned", (-1,)),
+        ("banned", None),
+    ]
     for name, value in wrong:
         with pytest.raises(ValueError, match=f"^{name}: must be"):
             SamplingParams(**{name: value})
@@ -133,7 +162,11 @@ def transformers_warp(logits, text: list[int], params: SamplingParams):
     ids = torch.tensor([text] * len(logits))
     chain = []
     if params.logit_bias:
-        chain.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias.items()]))
+        chain.append(
+            SequenceBiasLogitsProcessor(
+                [[[token], bias] for token, bias in params.logit_bias.items()]
+            )
+        )
     if params.temperature != 1:
         chain.append(TemperatureLogitsWarper(params.temperature))
     if params.penalty != 1:
@@ -154,7 +187,9 @@ def transformers_warp(logits, text: list[int], params: SamplingParams):
 temperatures = st.floats(0.05, 3)
 FILTERS = {
     "temperature": {"temperature": temperatures},
-    "bias": {"logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), min_size=1)},
+    "bias": {
+        "logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-9, 9, width=32), min_size=1)
+    },
     "penalty": {"penalty": st.floats(1.01, 3)},
     "min_p": {"min_p": st.floats(0.001, 0.999)},
     "eta": {"eta": st.floats(1e-5, 0.5)},
@@ -172,7 +207,9 @@ def test_filters_are_those_of_transformers(name: str, data) -> None:
         options = {option: value for option, value in options.items() if data.draw(st.booleans())}
     vocab, seed = data.draw(st.sampled_from([41, 97, 300, 2000])), data.draw(st.integers(0, 10**6))
     params = dataclasses.replace(PLAIN, window=10**6, **options)
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = torch.randn(
+        3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     logits *= data.draw(st.sampled_from([0.1, 1.0, 4.0]))
     text = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=30))
     seen = torch.zeros(3, vocab, dtype=torch.bool).index_fill_(1, torch.tensor(text), True)
@@ -183,7 +220,9 @@ def test_filters_are_those_of_transformers(name: str, data) -> None:
 
 
 def test_a_bias_is_one_float64_sum_before_all_else() -> None:
-    params = dataclasses.replace(PLAIN, temperature=0.5, logit_bias={"1": 1e-12, 2: -3}, banned=(0,))
+    params = dataclasses.replace(
+        PLAIN, temperature=0.5, logit_bias={"1": 1e-12, 2: -3}, banned=(0,)
+    )
     logits = torch.tensor([[9.0, 1.0, 1.0], [math.nan, -1.0, 0.25]], dtype=torch.float64)
     assert warp(logits, None, params).tolist() == [
         [-math.inf, (1 + 1e-12) / 0.5, -4],
@@ -196,16 +235,36 @@ def test_a_bias_is_one_float64_sum_before_all_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "bias", [None, 3, [(1, 2.0)], {1.5: 1}, {True: 1}, {"x": 1}, {"-1": 1}, {-1: 1}, {1: "2"}, {1: None}, {1: math.nan},
-             {1: math.inf}, {1: -math.inf}, {1: 100.1}, {1: 10**400}, {1: True}, {1: 1, "1": 2}, {"9" * 5000: 1}]
-)  # fmt: skip
+    "bias",
+    [
+        None,
+        3,
+        [(1, 2.0)],
+        {1.5: 1},
+        {True: 1},
+        {"x": 1},
+        {"-1": 1},
+        {-1: 1},
+        {1: "2"},
+        {1: None},
+        {1: math.nan},
+        {1: math.inf},
+        {1: -math.inf},
+        {1: 100.1},
+        {1: 10**400},
+        {1: True},
+        {1: 1, "1": 2},
+        {"9" * 5000: 1},
+    ],
+)
 def test_what_is_no_bias_is_refused(bias: object) -> None:
     with pytest.raises(InputError, match=r"^logit_bias: "):
         SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "5", "5=", "=5", "5=x", "x=5", "-1=5", "5=nan", "5=-inf", "5=101", "5=1,5=2", "5=1,"]
+    "text",
+    ["", "5", "5=", "=5", "5=x", "x=5", "-1=5", "5=nan", "5=-inf", "5=101", "5=1,5=2", "5=1,"],
 )
 def test_what_is_no_bias_is_refused_as_typed(text: str) -> None:
     assert parse_bias("7=2.5, 3=-1e2") == {3: -100.0, 7: 2.5}
@@ -214,7 +273,9 @@ def test_what_is_no_bias_is_refused_as_typed(text: str) -> None:
 
 
 def test_top_k_keeps_all_that_tie_with_the_last() -> None:
-    logits = torch.tensor([[2.0, 3.0, 1.0, 2.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[2.0, 3.0, 1.0, 2.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0]], dtype=torch.float64
+    )
     kept = warp(logits.clone(), None, dataclasses.replace(PLAIN, top_k=2)) > -math.inf
     assert kept.tolist() == [[True, True, False, True, True], [False, False, False, True, True]]
 
@@ -226,8 +287,13 @@ def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     st.sampled_from([1, 2, 16]),
     st.one_of(st.sampled_from([1e-12, 0.1, 0.25, 0.5, 0.999999]), st.floats(1e-6, 0.9999)),
 )
-def test_top_p_keeps_the_same_with_all_probabilities_sorted(seed, vocab, scale, steps, top_p) -> None:
-    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+def test_top_p_keeps_the_same_with_all_probabilities_sorted(
+    seed, vocab, scale, steps, top_p
+) -> None:
+    logits = (
+        torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * scale
+    )
     logits = (logits * steps).round() / steps  # ties
     logits[3, seed % vocab] = math.nan if seed % 2 else -math.inf
     probs = logits.softmax(-1)
@@ -235,7 +301,9 @@ def test_top_p_keeps_the_same_with_all_probabilities_sorted(seed, vocab, scale, 
     dropped = warping._too_much(probs, top_p, some)
     assert torch.equal(dropped, warping._too_much(probs, top_p, every))
     warped = warp(logits.clone(), None, dataclasses.replace(PLAIN, top_p=top_p))
-    torch.testing.assert_close(warped, logits.masked_fill(dropped, -math.inf), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        warped, logits.masked_fill(dropped, -math.inf), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_something_is_always_kept() -> None:
@@ -253,7 +321,9 @@ def test_something_is_always_kept() -> None:
 def test_nothing_overflows_within_the_ranges() -> None:
     logits = torch.tensor([[3e38, -3e38, 7.0, -7.0, 0.0, 1e-30]], dtype=torch.float64)
     for temperature, penalty in product((1e-100, 1e-12, 1e100), (1.0, 1e100)):
-        params = SamplingParams(temperature=temperature, penalty=penalty, min_p=0.0, window=9, banned=(4,))
+        params = SamplingParams(
+            temperature=temperature, penalty=penalty, min_p=0.0, window=9, banned=(4,)
+        )
         warped = warp(logits.clone(), torch.ones(1, 6, dtype=torch.bool), params)
         assert warped[0, [0, 1, 2, 3, 5]].isfinite().all()
         assert warped[0, 4] == -math.inf
@@ -263,7 +333,9 @@ CPU = torch.device("cpu")
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12))
-def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(positions: list[int]) -> None:
+def test_a_sampler_gives_the_noise_of_a_position_whatever_was_asked_before(
+    positions: list[int],
+) -> None:
     sampler = Sampler(PLAIN, 9, 11, CPU)
     for position in positions:
         sampler.noise([position])
@@ -286,7 +358,9 @@ def test_banned_ids_are_never_drawn(temperature: float) -> None:
     st.integers(1, 30),
     st.integers(0, 10**6),
 )
-def test_the_window_at_a_node_is_the_last_tokens_on_its_path(text, pieces, nodes, window, seed) -> None:
+def test_the_window_at_a_node_is_the_last_tokens_on_its_path(
+    text, pieces, nodes, window, seed
+) -> None:
     """However the text was added; and along a text as in a tree."""
     vocab = 12
     sampler = Sampler(SamplingParams(penalty=1.5, window=window), 1, vocab, CPU)
@@ -317,7 +391,9 @@ def drawn_node_by_node(text, tree, logits, params, seed) -> list[int]:
         sampler = Sampler(params, seed, logits.shape[1], CPU)
         sampler.extend([*text, *path])
         place = torch.tensor([len(text) + len(path) - 1])
-        seen = sampler.seen(torch.tensor([tree.tokens[node]]), place, torch.ones(1, 1, dtype=torch.bool))
+        seen = sampler.seen(
+            torch.tensor([tree.tokens[node]]), place, torch.ones(1, 1, dtype=torch.bool)
+        )
         drawn += sampler.draw(logits[node : node + 1], seen, [int(place) + 1])
     return drawn
 
@@ -338,7 +414,13 @@ def in_a_tree(params: SamplingParams, seed: int, device: torch.device = CPU):
     logits = torch.randn(len(tree), 12, generator=torch.Generator().manual_seed(seed)) * 3
     sampler = Sampler(params, seed, 12, device)
     sampler.extend(text)
-    return text, tree, logits, sampler, (torch.tensor(tree.depths) + len(text) - 1, tree.ancestors())
+    return (
+        text,
+        tree,
+        logits,
+        sampler,
+        (torch.tensor(tree.depths) + len(text) - 1, tree.ancestors()),
+    )
 
 
 @pytest.mark.parametrize("params", RULES)
@@ -363,7 +445,10 @@ def test_candidates_that_do_not_exist_change_nothing_elsewhere() -> None:
 
 
 class OneDevice(TorchDispatchMode):
-    """Sees to it that no tensor is anywhere but on one device. One on ``meta`` cannot be waited for anyway."""
+    """Sees to it that no tensor is anywhere but on one device.
+
+    One on ``meta`` cannot be waited for anyway.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -376,7 +461,9 @@ class OneDevice(TorchDispatchMode):
 def test_nothing_is_copied_to_a_device_or_waited_for(params: SamplingParams) -> None:
     meta = torch.device("meta")
     _, tree, logits, sampler, where = in_a_tree(params, 7, meta)
-    tokens, logits, positions, ancestors = (each.to(meta) for each in (torch.tensor(tree.tokens), logits, *where))
+    tokens, logits, positions, ancestors = (
+        each.to(meta) for each in (torch.tensor(tree.tokens), logits, *where)
+    )
     count = tokens.sum()
     with OneDevice():
         drawn = sampler.draw_rows(logits, tokens, positions, ancestors)
@@ -390,16 +477,23 @@ def test_nothing_is_copied_to_a_device_or_waited_for(params: SamplingParams) -> 
 def draw_p_value(probabilities, seeds: int, by_position: bool) -> float:
     logits = torch.tensor([probabilities], dtype=torch.float64).log()
     if by_position:
-        drawn = Sampler(PLAIN, 77, logits.shape[-1], CPU).draw(logits.expand(seeds, -1), None, range(seeds))
+        drawn = Sampler(PLAIN, 77, logits.shape[-1], CPU).draw(
+            logits.expand(seeds, -1), None, range(seeds)
+        )
     else:
-        drawn = [Sampler(PLAIN, seed, logits.shape[-1], CPU).draw(logits, None, [5])[0] for seed in range(seeds)]
+        drawn = [
+            Sampler(PLAIN, seed, logits.shape[-1], CPU).draw(logits, None, [5])[0]
+            for seed in range(seeds)
+        ]
     counts = torch.bincount(torch.tensor(drawn), minlength=len(probabilities))
     assert counts[[p == 0 for p in probabilities]].sum() == 0
     keep = [i for i, p in enumerate(probabilities) if p]
     return stats.chisquare(counts[keep].numpy(), [probabilities[i] * seeds for i in keep]).pvalue
 
 
-@pytest.mark.parametrize("probabilities", [[0.5, 0.25, 0.125, 0.125], [0.0, 0.9, 0.0, 0.09, 0.01], [1 / 16] * 16])
+@pytest.mark.parametrize(
+    "probabilities", [[0.5, 0.25, 0.125, 0.125], [0.0, 0.9, 0.0, 0.09, 0.01], [1 / 16] * 16]
+)
 def test_draws_have_their_exact_probabilities(probabilities: list[float]) -> None:
     assert draw_p_value(probabilities, 20_000, by_position=True) > 1e-3
     assert draw_p_value(probabilities, 1_000, by_position=False) > 1e-3
@@ -419,7 +513,8 @@ def test_parameters_that_are_exchanged_draw_as_a_sampler_of_their_own() -> None:
     ]
     text, places = [3, 1, 4, 1, 5], torch.arange(4, 12)
     alone = torch.eye(8, dtype=torch.bool)
-    for dtype in (torch.float32, torch.float64):  # by the C program, if there is one, and by PyTorch
+    for dtype in (torch.float32, torch.float64):
+        # by the C program, if there is one, and by PyTorch
         logits = torch.randn(8, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
         sampler = Sampler(every[0], 3, 20, torch.device("cpu"))
         sampler.extend(text)

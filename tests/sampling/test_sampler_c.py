@@ -1,4 +1,6 @@
-"""The sampling rule as a C function draws what the rule by PyTorch draws, near-ties and edges of filters included."""
+"""The sampling rule as a C function draws what the rule by PyTorch draws,
+near-ties and edges of filters included.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def by_torch(sampler: Sampler, logits, seen, positions) -> list[int]:
 
 def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, vocab, generator=random) * {"flat": 0.01, "usual": 3.0, "peaked": 30.0}.get(kind, 1.0)
+    logits = torch.randn(count, vocab, generator=random) * {
+        "flat": 0.01,
+        "usual": 3.0,
+        "peaked": 30.0,
+    }.get(kind, 1.0)
     if kind == "ties":
         logits = (logits * 2).round()
     if kind == "equal":
@@ -62,7 +68,9 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     random = Random(seed)
     sampler = Sampler(params, seed, vocab, CPU)
     tree = random_tree(nodes, random, vocab)
-    sampler.extend([*(random.randrange(vocab) for _ in range(random.randrange(30))), tree.tokens[0]])
+    sampler.extend(
+        [*(random.randrange(vocab) for _ in range(random.randrange(30))), tree.tokens[0]]
+    )
     positions = torch.tensor(tree.depths) + sampler.length - 1
     where = torch.tensor(tree.tokens), positions, tree.ancestors()
     logits = rows(kind, nodes, vocab, seed, dtype)
@@ -106,7 +114,9 @@ def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None
 def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) -> None:
     vocab, places = 60, [7, 8, 9]
     logits = rows("usual", 3, vocab, seed, torch.float32)
-    seen = torch.rand(1 if one_row else 3, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
+    seen = (
+        torch.rand(1 if one_row else 3, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
+    )
     sampler = Sampler(params, seed, vocab, CPU)
     tokens, found = sampler.candidates(logits, seen, places if noisy else None, count)
     scores = sampler.scores(logits, seen, places) if noisy else sampler.warp(logits, seen)
@@ -117,13 +127,16 @@ def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) ->
 
 
 def test_near_ties_are_left_to_pytorch() -> None:
-    """Logits made such that two scores tie but for the rounding of a float32: the program has to say so."""
+    """Logits made such that two scores tie but for the rounding of a float32:
+    the program has to say so.
+    """
     params, vocab, seed = SamplingParams(min_p=0.0, penalty=1.0), 8, 3
     program = c_sampler(params, seed_stream(seed), vocab)
     assert program is not None
     noise = gumbel(seed, range(100_000), torch.arange(vocab))
     apart = noise[:, 0] - noise[:, 5]
-    places = apart.abs().topk(200, largest=False).indices.tolist()  # a small float32 says it with more digits
+    # a small float32 says it with more digits
+    places = apart.abs().topk(200, largest=False).indices.tolist()
     logits = torch.full((len(places), vocab), -60.0)
     logits[:, 0] = 0.0
     logits[:, 5] = apart[places].float()
@@ -139,7 +152,9 @@ def test_near_ties_are_left_to_pytorch() -> None:
 
 
 def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed() -> None:
-    """What is left out may be among the best by no means: flat logits, where noise alone decides."""
+    """What is left out may be among the best by no means: flat logits,
+    where noise alone decides.
+    """
     params, vocab = SamplingParams(min_p=0.0, penalty=1.0), 5_000
     sampler = Sampler(params, 11, vocab, CPU)
     logits = rows("flat", 64, vocab, 2, torch.float32)
@@ -183,7 +198,12 @@ def test_threads_draw_what_one_does() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             sampler = Sampler(SamplingParams(eta=0.01, top_p=0.99), 5, 2048, CPU)
-            drawn.append([sampler.draw(logits, None, torch.arange(start, start + 16)) for start in range(0, 1600, 16)])
+            drawn.append(
+                [
+                    sampler.draw(logits, None, torch.arange(start, start + 16))
+                    for start in range(0, 1600, 16)
+                ]
+            )
     finally:
         torch.set_num_threads(before)
     assert drawn[0] == drawn[1]

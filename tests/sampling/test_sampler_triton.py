@@ -39,12 +39,17 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
     """Parameters that the kernels serve, with all that is odd."""
     banned = random.choice((0, 0, 1, 5, vocab_size // 2))
     params = SamplingParams(
-        temperature=random.choice((0.0, 1.0, 1.0, random.uniform(0.1, 2.0), random.uniform(0.1, 2.0), 1e-100)),
+        temperature=random.choice(
+            (0.0, 1.0, 1.0, random.uniform(0.1, 2.0), random.uniform(0.1, 2.0), 1e-100)
+        ),
         min_p=random.choice((0.0, 0.1, 0.1, random.random(), 1e-9, 1.0)),
         penalty=random.choice((1.0, 1.2, 1.2, random.uniform(1.0, 3.0), 1e100)),
         window=random.choice((0, 1, 2, random.randint(3, 40), 1024, 1 << 40)),
         banned=tuple(random.sample(range(vocab_size), banned)),
-        logit_bias={random.randrange(vocab_size): random.uniform(-9, 9) for _ in range(random.choice((0, 0, 1, 40)))},
+        logit_bias={
+            random.randrange(vocab_size): random.uniform(-9, 9)
+            for _ in range(random.choice((0, 0, 1, 40)))
+        },
         # what is not looked at where the most likely token is taken
         top_k=(top_k := random.choice((0, 3))),
         top_p=random.choice((1.0, 0.5)) if top_k else 1.0,
@@ -58,21 +63,30 @@ def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
     for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
         vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
         params = random_params(random, vocab)
-        assert fused.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (params, vocab, nodes)
+        assert fused.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (
+            params,
+            vocab,
+            nodes,
+        )
 
 
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 5000), (6, 2049)])
 def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: int) -> None:
     monkeypatch.setattr(fused, "_INTERPRETED", False)
     random = Random(nodes)
-    for params in (SamplingParams(window=5), SamplingParams(temperature=0.8, min_p=0.0, banned=(4,))):
+    for params in (
+        SamplingParams(window=5),
+        SamplingParams(temperature=0.8, min_p=0.0, banned=(4,)),
+    ):
         assert fused.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
 
 
 @pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.TritonSampler, "BLOCK", 1 << 15)  # fewer programs for the interpreter
-    assert fused.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
+    assert (
+        fused.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
+    )
 
 
 CHANGES = {
@@ -92,9 +106,13 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
 ) -> None:
     right = fused.TritonSampler
     monkeypatch.setattr(
-        fused, "TritonSampler", lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest)
+        fused,
+        "TritonSampler",
+        lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest),
     )
-    params = SamplingParams(window=3, banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0})
+    params = SamplingParams(
+        window=3, banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0}
+    )
     random = Random(1)
     assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
     if change in ("seed", "penalty", "bias"):
@@ -105,7 +123,9 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
     call = fused.TritonSampler.draw
 
     def blind(self, logits, tokens, positions, ancestors, newest):
-        return call(self, logits, tokens, positions, torch.eye(len(tokens), dtype=torch.bool), newest)
+        return call(
+            self, logits, tokens, positions, torch.eye(len(tokens), dtype=torch.bool), newest
+        )
 
     monkeypatch.setattr(fused.TritonSampler, "draw", blind)
     params, random = SamplingParams(penalty=1.3), Random(1)
@@ -118,26 +138,42 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
     for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
         vocab = random.randint(257, 1030) if count < 16 else 14
         params = random_params(random, vocab)
-        assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (params, vocab, rows, count)
+        assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (
+            params,
+            vocab,
+            rows,
+            count,
+        )
 
 
 @pytest.mark.slow
-def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As the chain of a cascade is: the token after every node, and with leads its runner-up."""
-    monkeypatch.setattr(Sampler, "program", lambda self, dtype: None)  # on CUDA there is no C program
+    # on CUDA there is no C program
+    monkeypatch.setattr(Sampler, "program", lambda self, dtype: None)
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
     one.fuse(torch.float32, candidates=2, interpreted=True)
     calls = []
     for name in ("draw", "candidates"):
         run = getattr(fused.TritonSampler, name)
         monkeypatch.setattr(
-            fused.TritonSampler, name, lambda *given, run=run, name=name: calls.append(name) or run(*given)
+            fused.TritonSampler,
+            name,
+            lambda *given, run=run, name=name: calls.append(name) or run(*given),
         )
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     logits[2, 7] = math.nan
-    nodes = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6]), torch.ones(3, 3, dtype=torch.bool).tril()
+    nodes = (
+        torch.tensor([1, 2, 3]),
+        torch.tensor([4, 5, 6]),
+        torch.ones(3, 3, dtype=torch.bool).tril(),
+    )
     for leads in (False, True):
-        (drawn, others), (wanted, known) = (each.draw_nodes(logits, nodes, None, leads) for each in (one, plain))
+        (drawn, others), (wanted, known) = (
+            each.draw_nodes(logits, nodes, None, leads) for each in (one, plain)
+        )
         assert drawn == wanted
         assert drawn[2] == NO_TOKEN
         for (token, lead), (other, by) in zip(others[:2], known[:2], strict=True):
@@ -151,7 +187,9 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert one.fault is None
     calls, ranking = [], fused.TritonSampler.candidates
     monkeypatch.setattr(
-        fused.TritonSampler, "candidates", lambda self, *given: calls.append(given[3]) or ranking(self, *given)
+        fused.TritonSampler,
+        "candidates",
+        lambda self, *given: calls.append(given[3]) or ranking(self, *given),
     )
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     places, seen = torch.tensor([4, 5]), torch.arange(100).view(2, 50) % 3 == 0
@@ -170,7 +208,9 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_with_the_kernels_is_one_without(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, options = SamplingParams(min_p=0.02, window=24), DraftOptions(nodes=20, budget=64)
     fuse, faults, steps = Sampler.fuse, [], []
 
@@ -191,7 +231,9 @@ def test_a_decode_with_the_kernels_is_one_without(method: str, monkeypatch: pyte
 def test_rows_of_nothing_and_ties() -> None:
     rule = fused.TritonSampler(SamplingParams(temperature=0, banned=(2,)), 1, 5, CPU)
     nan, inf = math.nan, math.inf
-    logits = torch.tensor([[1, 3, 9, 3, 2], [1, nan, 0, 0, 0], [0, 0, nan, 1, 1], [-inf] * 5, [0, inf, 0, 0, 0]])
+    logits = torch.tensor(
+        [[1, 3, 9, 3, 2], [1, nan, 0, 0, 0], [0, 0, nan, 1, 1], [-inf] * 5, [0, inf, 0, 0, 0]]
+    )
     tokens, positions = torch.tensor([4, NO_TOKEN, NO_TOKEN, 1, 1]), torch.tensor([7, 8, 8, 8, 8])
     newest = torch.full((5,), -(1 << 62))
     drawn = rule.draw(logits, tokens, positions, torch.eye(5, dtype=torch.bool), newest)
@@ -206,7 +248,9 @@ def sampler(params: SamplingParams, vocab: int = 50) -> Sampler:
 def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, call = [], fused.TritonSampler.draw
     monkeypatch.setattr(
-        fused.TritonSampler, "draw", lambda self, *given: calls.append(len(given[0])) or call(self, *given)
+        fused.TritonSampler,
+        "draw",
+        lambda self, *given: calls.append(len(given[0])) or call(self, *given),
     )
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
     one.fuse(torch.float32)
@@ -223,7 +267,11 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
         each.extend([3, 4, 5])
     calls.clear()
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    where = torch.tensor([5, 9, 9]), torch.tensor([2, 3, 4]), torch.ones(3, 3, dtype=torch.bool).tril()
+    where = (
+        torch.tensor([5, 9, 9]),
+        torch.tensor([2, 3, 4]),
+        torch.ones(3, 3, dtype=torch.bool).tril(),
+    )
     for drawer in (one, one.copy()):
         assert torch.equal(drawer.draw_rows(logits, *where), plain.draw_rows(logits, *where))
     one.draw_rows(logits.double(), *where)  # not what was asked for
@@ -231,7 +279,9 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("tried_anew")
-def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for params, dtype, reason in (
         (SamplingParams(top_k=3), torch.float32, "no kernel has top_k"),
         (SamplingParams(), torch.float64, "the kernels do not read float64"),
@@ -240,7 +290,9 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(monkeypatch: py
         one.fuse(dtype, interpreted=True)
         assert one.fault == reason
     with monkeypatch.context() as patch:
-        patch.setattr(fused.TritonSampler, "draw", lambda self, logits, *given: torch.zeros(len(logits)))
+        patch.setattr(
+            fused.TritonSampler, "draw", lambda self, logits, *given: torch.zeros(len(logits))
+        )
         one = sampler(SamplingParams())
         one.fuse(torch.float32, interpreted=True)
         assert one.fault is not None
@@ -252,9 +304,13 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(monkeypatch: py
     monkeypatch.setattr(fused.TritonSampler, "draw", broken)
     one = sampler(SamplingParams(temperature=0))
     one.fuse(torch.float32, interpreted=True)
-    assert re.fullmatch(r"RuntimeError: no such instruction \(sampling/sampler_triton\.py:\d+\)", one.fault or "")
+    assert re.fullmatch(
+        r"RuntimeError: no such instruction \(sampling/sampler_triton\.py:\d+\)", one.fault or ""
+    )
     node = torch.tensor([0])
-    assert one.draw_rows(torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)).tolist() == [0]
+    assert one.draw_rows(
+        torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)
+    ).tolist() == [0]
 
 
 @pytest.mark.slow
@@ -271,6 +327,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
         assert kernel["spills"] == kernel["stack"] == 0, kernel
         assert kernel["registers"] <= 128, kernel
         assert kernel["shared"] <= 32_768, kernel
-        # divided as PyTorch divides, and nothing rounded once where it rounds twice: only logarithms fuse
+        # divided as PyTorch divides, and nothing rounded once where it rounds twice: only
+        # logarithms fuse
         assert kernel["div.full"] == kernel["div.approx"] == kernel[".ftz.f32"] == 0, kernel
         assert kernel["kernel"] == "rank_parts" or kernel["fma.rn.f64"] == 0, kernel

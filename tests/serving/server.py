@@ -1,4 +1,6 @@
-"""A real ``tswift serve`` in a process of its own, on the tests' tiny model, which has a chat template here."""
+"""A real ``tswift serve`` in a process of its own, on the tests' tiny model,
+which has a chat template here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ SERVERS: list[Server] = []  # that were started
 
 
 class Server:
-    """``tswift serve`` with these words, answering when this is made. Its folder for runs is ``folder/runs``."""
+    """``tswift serve`` with these words, answering when this is made.
+
+    Its folder for runs is ``folder/runs``.
+    """
 
     def __init__(self, folder: Path, *words: object) -> None:
         self.runs, count = folder / "runs", len(list(folder.glob("server-*.out")))

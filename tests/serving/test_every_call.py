@@ -24,9 +24,15 @@ BODY = {**ASKED, "max_tokens": 12, "logprobs": 1}
     ],
 )
 def test_a_server(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool, calls: Iterable[int]
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    again: bool,
+    calls: Iterable[int],
 ) -> None:
-    """While it makes a request's text, and, where ``again``, while another one takes up what was left of it."""
+    """While it makes a request's text, and, where ``again``,
+    while another one takes up what was left of it.
+    """
     model, runs, before = load(str(checkpoint)), tmp_path / "runs", tmp_path / "before"
     accepted = tmp_path / "accepted"
     monkeypatch.setattr(files, "_TOKENS", 5)

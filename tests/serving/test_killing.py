@@ -27,13 +27,20 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 class Stream:
     """A text as it comes by server-sent events; ``last`` is the id of the last one."""
 
-    def __init__(self, url: str, method: str, path: str, body: object = None, last: str = "") -> None:
+    def __init__(
+        self, url: str, method: str, path: str, body: object = None, last: str = ""
+    ) -> None:
         self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
         headers = {"Content-Type": "application/json", **({"Last-Event-ID": last} if last else {})}
         self.connection.request(method, path, None if body is None else json.dumps(body), headers)
         self.answer = self.connection.getresponse()
         assert self.answer.status == 200, self.answer.read()
-        self.id, self.text, self.last, self.done = str(self.answer.headers["X-Run-Id"]), "", last, False
+        self.id, self.text, self.last, self.done = (
+            str(self.answer.headers["X-Run-Id"]),
+            "",
+            last,
+            False,
+        )
 
     def read(self, characters: int = 1 << 40) -> str:
         """Read until there are so many characters, or it ends."""
@@ -49,13 +56,21 @@ class Stream:
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three requests one is being written and two wait; another server makes all of them what they were to be."""
+def test_a_server_killed_in_a_stream(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three requests one is being written and two wait;
+    another server makes all of them what they were to be.
+    """
     monkeypatch.setattr(folder, "_TOKENS", 32)  # the servers are forked from this process
     words = ("--model", checkpoint, *SAMPLING, "--queue", 2)
     server = Server(tmp_path, *words)
-    undisturbed = [Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300}).read()]
-    undisturbed.append(Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 30, "seed": 2}).read())
+    undisturbed = [
+        Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300}).read()
+    ]
+    undisturbed.append(
+        Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 30, "seed": 2}).read()
+    )
     first = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300})
     second = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 30, "seed": 2})
     third = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300})
@@ -79,7 +94,9 @@ def test_a_server_killed_in_a_stream(checkpoint: Path, tmp_path: Path, monkeypat
 @pytest.mark.slow
 def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Path) -> None:
     server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
-    stream = Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"})
+    stream = Stream(
+        server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"}
+    )
     stream.read(100)
     server.process.send(signal.SIGTERM)
     with pytest.raises(KeyError, match="choices"):  # an error, which has none
@@ -101,7 +118,9 @@ def test_nobody_reads_what_the_server_says(checkpoint: Path, tmp_path: Path) -> 
     process = Process(["serve", *words], tmp_path / "server.out")
     try:
         with (tmp_path / "server.err").open() as lines:
-            url = next(found[1] for line in lines if (found := re.search(r"is served on (\S+)/v1", line)))
+            url = next(
+                found[1] for line in lines if (found := re.search(r"is served on (\S+)/v1", line))
+            )
         for _ in range(2):  # what is said of the first goes nowhere
             assert Stream(url, "POST", "/v1/completions", {**ASKED, "max_tokens": 5}).read()
     finally:
@@ -125,7 +144,8 @@ BAD = [
     b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
     HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
-    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     b"\r\n" * 1000,
 ]
 

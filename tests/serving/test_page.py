@@ -1,4 +1,6 @@
-"""The page in a real browser: it writes a text, shows figures, and finds its run again after the server was killed."""
+"""The page in a real browser: it writes a text, shows figures,
+and finds its run again after the server was killed.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,21 @@ from tests.serving.server import SAMPLING, Server
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 ARGUMENTS = (
-    *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"),
+    *(
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-quic",
+        "no-first-run",
+        "disable-background-networking",
+    ),
     *("disable-component-update", "disable-sync", "window-size=1100,1000"),
 )
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no chromium with its chromedriver"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="there is no chromium with its chromedriver"
+    ),
 ]
 
 
@@ -37,8 +48,13 @@ class Browser:
             port = found.getsockname()[1]
         self._base = f"http://127.0.0.1:{port}/session"
         self._driver = subprocess.Popen([str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL)
-        arguments = [f"--{argument}" for argument in (*ARGUMENTS, f"user-data-dir={folder / 'profile'}")]
-        wanted = {"browserName": "chrome", "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments}}
+        arguments = [
+            f"--{argument}" for argument in (*ARGUMENTS, f"user-data-dir={folder / 'profile'}")
+        ]
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
+        }
         wanted["goog:loggingPrefs"] = {"browser": "ALL"}
         for _ in range(100):
             try:
@@ -50,7 +66,9 @@ class Browser:
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._base + path, data, {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["value"]
@@ -126,7 +144,9 @@ def test_the_page_writes_a_text(browser: Browser, checkpoint: Path, tmp_path: Pa
 
 
 def test_the_page_asks_for_a_key(browser: Browser, checkpoint: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING, "--demo-page", "--api-key", "secret")
+    server = Server(
+        tmp_path, "--model", checkpoint, *SAMPLING, "--demo-page", "--api-key", "secret"
+    )
     browser.go(server.url)
     browser.until("return !document.getElementById('locked').hidden")
     browser.run(set_value("key", "secret") + set_value("length", 30))

@@ -25,19 +25,35 @@ def understood(body: dict[str, Any], chat: bool = False, **typed: Any) -> Reques
 
 
 def test_fields_become_options() -> None:
-    sampling = {each.name: getattr(SamplingParams(), each.name) for each, _ in options_of(SamplingParams)}
-    others = {"max_tokens": 7, "seed": -5, "method": "ar", "user": "somebody", "cancel_on_disconnect": True}
+    sampling = {
+        each.name: getattr(SamplingParams(), each.name) for each, _ in options_of(SamplingParams)
+    }
+    others = {
+        "max_tokens": 7,
+        "seed": -5,
+        "method": "ar",
+        "user": "somebody",
+        "cancel_on_disconnect": True,
+    }
     request = understood({"model": "demo", **sampling, **others})
     assert request.config.recorded()["sampling"] == sampling
-    assert (request.config.text.length, request.config.text.seed, request.config.method) == (7, -5, "ar")
+    assert (request.config.text.length, request.config.text.seed, request.config.method) == (
+        7,
+        -5,
+        "ar",
+    )
     assert request.config.stop_at_eos
     assert (request.limit, request.wants) == ("max_tokens", {"cancel_on_disconnect"})
-    request = understood({"stream": True, "stream_options": {"include_usage": True}, "figures": False}, chat=True)
+    request = understood(
+        {"stream": True, "stream_options": {"include_usage": True}, "figures": False}, chat=True
+    )
     assert (request.limit, request.wants) == (None, {"stream", "include_usage", "chat"})
 
 
 def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
-    request = understood({"temperature": None, "n": None, "tools": None}, temperature=0.5, length=9, nodes=4, seed=3)
+    request = understood(
+        {"temperature": None, "n": None, "tools": None}, temperature=0.5, length=9, nodes=4, seed=3
+    )
     assert request.config.recorded()["sampling"] == {"temperature": 0.5}
     assert request.config.recorded()["drafting"] == {"nodes": 4}
     assert (request.config.text.length, request.config.text.seed, request.limit) == (9, 3, None)
@@ -45,13 +61,18 @@ def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
     assert understood({"stop": "."}).config.stop == (".",)
     assert understood({"max_completion_tokens": 4}, chat=True).config.text.length == 4
     # another method than the server's has options of its own
-    assert understood({"method": "ar"}, nodes=4, draft_model="x").config.recorded()["drafting"] == {}
+    assert (
+        understood({"method": "ar"}, nodes=4, draft_model="x").config.recorded()["drafting"] == {}
+    )
 
 
 def test_a_preset_has_a_method_of_its_own() -> None:
     typed = {"preset": next(iter(PRESETS)), "ngrams": 7}
     assert understood({"method": "tokenswift"}, **typed).config.drafting.ngrams == 7
-    assert understood({"seed": 1}, **typed).config == understood({"method": "tokenswift", "seed": 1}, **typed).config
+    assert (
+        understood({"seed": 1}, **typed).config
+        == understood({"method": "tokenswift", "seed": 1}, **typed).config
+    )
     assert understood({"method": "auto"}, **typed).config.method == "auto"
 
 
@@ -75,7 +96,10 @@ COMPLETIONS: dict[str, list[dict[str, Any]]] = {
     "seed": [{"seed": "x"}],
     "method": [{"method": "magic"}, {"method": "ar-reference"}, {"method": 3}],
     "stream": [{"stream": "yes"}],
-    "stream_options": [{"stream_options": {"include_usage": True}}, {"stream": True, "stream_options": 3}],
+    "stream_options": [
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": 3},
+    ],
     "stream_options.other": [{"stream": True, "stream_options": {"other": True}}],
     "include_usage": [{"stream": True, "stream_options": {"include_usage": 3}}],
     "user": [{"user": 3}, {"user": "x" * 1000}],
@@ -124,21 +148,35 @@ def test_refused_by_name(param: str, body: dict[str, Any], chat: bool) -> None:
 def test_another_model_is_not_found() -> None:
     with pytest.raises(Refused, match="gpt-4o") as error:
         understood({"model": "gpt-4o"})
-    assert (error.value.status, error.value.param, error.value.code) == (404, "model", "model_not_found")
+    assert (error.value.status, error.value.param, error.value.code) == (
+        404,
+        "model",
+        "model_not_found",
+    )
 
 
 def test_parts_of_a_message_are_joined_and_an_answer_may_come_back() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": []}
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}, answer]
-    system, answered = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        answer,
+    ]
+    system, answered = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "Hi"},
+    )
     assert understood({"messages": messages}, chat=True).prompt == (system, USER, answered)
 
 
 DEEP = b"[" * 100_000
 
 
-@every_row("data", [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"prompt": "\\ud800"}', DEEP])
+@every_row(
+    "data",
+    [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"prompt": "\\ud800"}', DEEP],
+)
 def test_bodies_that_are_none(data: bytes) -> None:
     with pytest.raises(Refused) as error:
         parse_body(data)
@@ -151,7 +189,10 @@ def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one() -> None
         with pytest.raises(InputError, match=r"host: .* api_key"):
             listen(ServeConfig(host=host, port=0))
     listen(ServeConfig(host="0.0.0.0", port=0, api_key="secret")).close()
-    with listen(ServeConfig(port=0)) as first, pytest.raises(InputError, match=r"port: .* cannot be listened on \(Add"):
+    with (
+        listen(ServeConfig(port=0)) as first,
+        pytest.raises(InputError, match=r"port: .* cannot be listened on \(Add"),
+    ):
         listen(ServeConfig(port=first.getsockname()[1]))
 
 
@@ -161,7 +202,9 @@ def test_bad_options(values: dict[str, Any]) -> None:
         ServeConfig(**values)
 
 
-def test_what_it_takes_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_takes_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("tswift.cli.tools.find_spec", lambda name: None)
     assert main(["serve", "--port", "0"]) == 2
     error = "tswift: error: tswift serve needs starlette and uvicorn: pip install 'tswift[serve]'\n"

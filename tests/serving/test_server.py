@@ -34,7 +34,9 @@ def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"), "--model", model, *SAMPLING, "--queue", 2, "--demo-page")
+    found = Server(
+        tmp_path_factory.mktemp("server"), "--model", model, *SAMPLING, "--queue", 2, "--demo-page"
+    )
     yield found
     assert found.stop() == 128 + signal.SIGTERM
     assert "Traceback" not in found.errors()
@@ -51,7 +53,9 @@ def complete(client: openai.OpenAI, model: Path) -> Complete:
     """``client.completions.create``; what is no field of OpenAI's goes into ``own``."""
 
     def create(own: dict[str, Any] | None = None, **fields: Any) -> Any:
-        return client.completions.create(**{"model": model.name, "prompt": TEXT, "extra_body": own, **fields})
+        return client.completions.create(
+            **{"model": model.name, "prompt": TEXT, "extra_body": own, **fields}
+        )
 
     return create
 
@@ -68,12 +72,19 @@ def generated(folder: Path, model: Path, *words: object) -> str:
     return (folder / "run" / "text.txt").read_bytes().decode()
 
 
-def asked(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+def asked(
+    server: Server, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     kind = {} if data is None else {"Content-Type": "application/json"}
-    connection.request(method, path, data, {**kind, **{name.replace("_", "-"): text for name, text in headers.items()}})
+    connection.request(
+        method,
+        path,
+        data,
+        {**kind, **{name.replace("_", "-"): text for name, text in headers.items()}},
+    )
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -82,12 +93,18 @@ def asked(server: Server, method: str, path: str, body: Any = None, **headers: s
 
 def events_of(content: bytes) -> list[Any]:
     """The objects in an answer's events, which come to their end."""
-    *lines, last = [line.removeprefix("data: ") for line in content.decode().splitlines() if line.startswith("data: ")]
+    *lines, last = [
+        line.removeprefix("data: ")
+        for line in content.decode().splitlines()
+        if line.startswith("data: ")
+    ]
     assert last == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def test_a_completion_is_the_text_of_generate(server: Server, complete: Complete, model: Path, tmp_path: Path) -> None:
+def test_a_completion_is_the_text_of_generate(
+    server: Server, complete: Complete, model: Path, tmp_path: Path
+) -> None:
     whole = generated(tmp_path, model, "--len", 120, "--seed", 7, "--stop-at-eos")
     answer = complete(max_tokens=120, seed=7)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (whole, "length")
@@ -102,8 +119,13 @@ def test_a_completion_is_the_text_of_generate(server: Server, complete: Complete
             {"stream": True, "stream_options": {"include_usage": True}},
         )
         *chunks, last = list(complete(own, max_tokens=120, seed=7, **streaming))
-        assert text_of(chunks) == (server.runs / last.id / "text.txt").read_bytes().decode() == whole
-        assert (chunks[-1].choices[0].finish_reason, last.usage.completion_tokens) == ("length", 120)
+        assert (
+            text_of(chunks) == (server.runs / last.id / "text.txt").read_bytes().decode() == whole
+        )
+        assert (chunks[-1].choices[0].finish_reason, last.usage.completion_tokens) == (
+            "length",
+            120,
+        )
         assert {chunk.id for chunk in chunks} == {last.id}
         figures = chunks[-1].figures
         assert figures["tokens"] == figures["accepted"] + figures["passes"] == 120
@@ -116,17 +138,38 @@ def test_a_completion_is_the_text_of_generate(server: Server, complete: Complete
 def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_path: Path) -> None:
     words = ("--presence-penalty", 0.8, "--frequency-penalty", 0.5, "--stop-on-loop", 3)
     whole = generated(tmp_path, model, *words, "--len", 60, "--seed", 7, "--stop-at-eos")
-    asked_for: dict[str, Any] = {"max_tokens": 60, "seed": 7, "presence_penalty": 0.8, "frequency_penalty": 0.5}
+    asked_for: dict[str, Any] = {
+        "max_tokens": 60,
+        "seed": 7,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.5,
+    }
     assert complete({"stop_on_loop": 3}, **asked_for).choices[0].text == whole
     assert complete(max_tokens=60, seed=7).choices[0].text != whole
 
 
 @pytest.mark.slow
-def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path, tmp_path: Path) -> None:
+def test_a_chat_is_the_text_of_generate_chat(
+    client: openai.OpenAI, model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "system.txt").write_text("Be brief.")
-    words = ("--chat", "--system", tmp_path / "system.txt", "--len", 60, "--seed", 2, "--stop-at-eos")
+    words = (
+        "--chat",
+        "--system",
+        tmp_path / "system.txt",
+        "--len",
+        60,
+        "--seed",
+        2,
+        "--stop-at-eos",
+    )
     whole = generated(tmp_path, model, *words)
-    asked_for: dict[str, Any] = {"model": model.name, "messages": MESSAGES, "max_completion_tokens": 60, "seed": 2}
+    asked_for: dict[str, Any] = {
+        "model": model.name,
+        "messages": MESSAGES,
+        "max_completion_tokens": 60,
+        "seed": 2,
+    }
     message = client.chat.completions.create(**asked_for).choices[0].message
     assert (message.role, message.content) == ("assistant", whole)
     chunks = list(client.chat.completions.create(**asked_for, stream=True))
@@ -135,7 +178,9 @@ def test_a_chat_is_the_text_of_generate_chat(client: openai.OpenAI, model: Path,
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server: Server, complete: Complete) -> None:
+def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(
+    server: Server, complete: Complete
+) -> None:
     asked_for: dict[str, Any] = {"max_tokens": 300, "seed": 1, "logit_bias": {"0": 4}}
     answer = complete(**asked_for)
     text = answer.choices[0].text
@@ -175,25 +220,37 @@ def test_stop_strings_and_biases_are_those_of_generate(
 
 
 def test_logprobs_of_a_completion(server: Server, complete: Complete, model: Path) -> None:
-    """They are what the run's file holds, streamed or not; and the tokens that they speak of are the text's."""
+    """They are what the run's file holds, streamed or not;
+    and the tokens that they speak of are the text's.
+    """
     # by one method, whose passes are the same each time: others round otherwise
-    own, asked_for = {"stop_at_eos": False, "method": "ar"}, {"max_tokens": 40, "seed": 4, "logprobs": 2}
+    own, asked_for = (
+        {"stop_at_eos": False, "method": "ar"},
+        {"max_tokens": 40, "seed": 4, "logprobs": 2},
+    )
     answer = complete(own, **asked_for)
     rows = np.fromfile(server.runs / answer.id / "logprobs.bin", row_type(2))
     ids = np.fromfile(server.runs / answer.id / "tokens.u32", "<u4").tolist()
     found: Any = answer.choices[0].logprobs
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert found.tokens == [tokenizer.decode([token]) for token in ids]
-    assert (found.token_logprobs, found.drawn_logprobs) == (rows["raw"].tolist(), rows["warped"].tolist())
+    assert (found.token_logprobs, found.drawn_logprobs) == (
+        rows["raw"].tolist(),
+        rows["warped"].tolist(),
+    )
     assert [max(near.values()) for near in found.top_logprobs] == rows["raw_top"].max(1).tolist()
-    assert all(list(near.values()) == sorted(near.values(), reverse=True) for near in found.top_logprobs)
+    assert all(
+        list(near.values()) == sorted(near.values(), reverse=True) for near in found.top_logprobs
+    )
     assert all(token in near for token, near in zip(found.tokens, found.top_logprobs, strict=True))
     assert any(len(near) == 3 for near in found.top_logprobs)
     assert found.text_offset[0] == 0
     assert found.text_offset == sorted(found.text_offset)
     streamed = [chunk.choices[0].logprobs for chunk in complete(own, **asked_for, stream=True)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [each for part in streamed if part for each in getattr(part, name)] == getattr(found, name)
+        assert [each for part in streamed if part for each in getattr(part, name)] == getattr(
+            found, name
+        )
     # after the run they come from its file, from a token on
     _, events = asked(server, "GET", f"/v1/runs/{answer.id}/events", Last_Event_ID="10:0")
     parts = [chunk["choices"][0]["logprobs"] or {"tokens": []} for chunk in events_of(events)]
@@ -201,15 +258,24 @@ def test_logprobs_of_a_completion(server: Server, complete: Complete, model: Pat
 
 
 def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) -> None:
-    asked_for: dict[str, Any] = {"model": model.name, "messages": MESSAGES, "max_tokens": 40, "seed": 4}
+    asked_for: dict[str, Any] = {
+        "model": model.name,
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "seed": 4,
+    }
     asked_for |= {"extra_body": {"stop_at_eos": False, "method": "ar"}, "logprobs": True}
     chat = client.chat.completions.create(**asked_for, top_logprobs=3)
     content: Any = chat.choices[0].logprobs.content
     rows = np.fromfile(server.runs / chat.id / "logprobs.bin", row_type(3))
     assert [each.logprob for each in content] == rows["raw"].tolist()
-    assert [[near.logprob for near in each.top_logprobs] for each in content] == rows["raw_top"].tolist()
+    assert [[near.logprob for near in each.top_logprobs] for each in content] == rows[
+        "raw_top"
+    ].tolist()
     assert [each.drawn_logprob for each in content] == rows["warped"].tolist()
-    assert all(bytes(each.bytes).decode() == each.token for each in content if each.bytes is not None)
+    assert all(
+        bytes(each.bytes).decode() == each.token for each in content if each.bytes is not None
+    )
     plain: Any = client.chat.completions.create(**asked_for).choices[0].logprobs
     assert [each.logprob for each in plain.content] == [each.logprob for each in content]
 
@@ -224,10 +290,18 @@ def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) 
         ({"own": {"method": "block"}}, "drafter", "invalid_value"),
     ],
 )
-def test_errors_are_those_of_the_interface(complete: Complete, fields: dict[str, Any], param: str, code: str) -> None:
-    with pytest.raises(openai.NotFoundError if param == "model" else openai.BadRequestError) as found:
+def test_errors_are_those_of_the_interface(
+    complete: Complete, fields: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(
+        openai.NotFoundError if param == "model" else openai.BadRequestError
+    ) as found:
         complete(**fields)
-    assert (found.value.param, found.value.code, found.value.type) == (param, code, "invalid_request_error")
+    assert (found.value.param, found.value.code, found.value.type) == (
+        param,
+        code,
+        "invalid_request_error",
+    )
 
 
 @every_row(
@@ -242,7 +316,10 @@ def test_errors_are_those_of_the_interface(complete: Complete, fields: dict[str,
         ("GET", "nothing", None, {}, 404),
         ("GET", "models/gpt-4o", None, {}, 404),
         ("GET", "runs?limit=0", None, {}, 400),
-        *(("GET", f"runs/{name}", None, {}, 404) for name in ("nothing", "..", "%2e%2e", "a%00b", "..%5c..%5cetc")),
+        *(
+            ("GET", f"runs/{name}", None, {}, 404)
+            for name in ("nothing", "..", "%2e%2e", "a%00b", "..%5c..%5cetc")
+        ),
         ("GET", "runs/%2e%2e%2f%2e%2e%2fetc%2fpasswd", None, {}, 404),
         ("POST", "runs/%2e%2e/resume", None, {}, 404),
         ("POST", "runs/../resume", None, {}, 404),
@@ -252,7 +329,9 @@ def test_errors_are_those_of_the_interface(complete: Complete, fields: dict[str,
         ("GET", "models", None, {"Host": "evil.example"}, 403),
     ],
 )
-def test_refusals(server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+def test_refusals(
+    server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int
+) -> None:
     before = len(list(server.runs.iterdir()))
     found, answer = asked(server, method, f"/v1/{path}", body, **headers)
     assert (found, bool(answer["error"]["message"])) == (status, True)
@@ -260,10 +339,17 @@ def test_refusals(server: Server, method: str, path: str, body: Any, headers: di
 
 
 @pytest.mark.parametrize("headers", [{}, {"Connection": "close"}])
-def test_a_body_that_is_too_large_is_answered_while_it_comes(server: Server, headers: dict[str, str]) -> None:
+def test_a_body_that_is_too_large_is_answered_while_it_comes(
+    server: Server, headers: dict[str, str]
+) -> None:
     """A connection that was closed at once would be reset, and the answer lost."""
     host, port = server.url.removeprefix("http://").split(":")
-    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": "50000000", **headers}
+    lines = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": "50000000",
+        **headers,
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
@@ -287,9 +373,13 @@ def test_what_is_no_http_is_answered_in_the_format_of_errors(server: Server) -> 
 
 
 def test_five_hundred_dripping_connections(server: Server, complete: Complete) -> None:
-    """Heads that never end keep nobody out; bodies that never end take the share of their client, /health apart."""
+    """Heads that never end keep nobody out; bodies that never end take the share of their client,
+    /health apart.
+    """
     host, port = server.url.removeprefix("http://").split(":")
-    dripping = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    dripping = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     for data in (dripping, dripping + b"Content-Length: 5000\r\n\r\n{"):
         clients = [socket.create_connection((host, int(port)), timeout=30) for _ in range(500)]
         try:
@@ -317,8 +407,14 @@ def test_a_link_is_no_run(server: Server, complete: Complete) -> None:
     assert "link" not in [run["id"] for run in server.get("/v1/runs")["data"]]
 
 
-def test_the_queue_is_bounded_and_a_run_can_be_cancelled(server: Server, complete: Complete) -> None:
-    long: dict[str, Any] = {"own": {"method": "ar", "stop_at_eos": False}, "max_tokens": 4000, "stream": True}
+def test_the_queue_is_bounded_and_a_run_can_be_cancelled(
+    server: Server, complete: Complete
+) -> None:
+    long: dict[str, Any] = {
+        "own": {"method": "ar", "stop_at_eos": False},
+        "max_tokens": 4000,
+        "stream": True,
+    }
     streams = [complete(**long) for _ in range(3)]  # one decodes, two wait
     first = next(iter(streams[0])).id
     with pytest.raises(openai.RateLimitError) as full:
@@ -355,7 +451,8 @@ def test_who_comes_back_gets_the_rest(server: Server, complete: Complete) -> Non
     # a finished run can be made longer
     _, longer = asked(server, "POST", f"{path}/resume", {"max_tokens": 260})
     assert longer["usage"]["completion_tokens"] == 260
-    assert longer["choices"][0]["text"].startswith(text.rstrip("\ufffd"))  # a character that was begun
+    # a character that was begun
+    assert longer["choices"][0]["text"].startswith(text.rstrip("\ufffd"))
 
 
 def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
@@ -366,8 +463,12 @@ def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
     assert longer["choices"][0]["text"].startswith(run["text"])
 
 
-def test_another_server_on_the_same_folder_is_refused(server: Server, model: Path, tmp_path: Path) -> None:
-    process = Process(["serve", "--port", 0, "--runs", server.runs, "--model", model], tmp_path / "out")
+def test_another_server_on_the_same_folder_is_refused(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    process = Process(
+        ["serve", "--port", 0, "--runs", server.runs, "--model", model], tmp_path / "out"
+    )
     assert process.wait() == 2
     assert "another tswift serve writes to" in process.errors.read_text()
 
@@ -378,7 +479,10 @@ def test_a_key(model: Path, tmp_path: Path) -> None:
     assert server.get("/health")["status"] == "ok"
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
         assert asked(server, "GET", "/v1/models", **headers)[0] == 401
-    assert asked(server, "GET", "/v1/models", Authorization="Bearer secret", Host="any.example")[0] == 200
+    assert (
+        asked(server, "GET", "/v1/models", Authorization="Bearer secret", Host="any.example")[0]
+        == 200
+    )
     begun = time.monotonic()
     assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
     assert time.monotonic() - begun < 3

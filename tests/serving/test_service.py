@@ -87,11 +87,20 @@ def ended(service: Service, run: Run) -> Run:
     return done(service.find(done(service.find(run.id)).id))
 
 
-def asked(to: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str) -> Any:
-    """Status, headers and content of an answer, of a service or an application; a client may leave at once."""
+def asked(
+    to: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str
+) -> Any:
+    """Status, headers and content of an answer, of a service or an application;
+    a client may leave at once.
+    """
     app, sent = Api(to, ServeConfig(), False).app if isinstance(to, Service) else to, list[Any]()
     data = b"" if body is None else json.dumps(body).encode()
-    given = {"host": "127.0.0.1", "content-length": str(len(data)), "content-type": "application/json", **headers}
+    given = {
+        "host": "127.0.0.1",
+        "content-length": str(len(data)),
+        "content-type": "application/json",
+        **headers,
+    }
     scope = {
         "type": "http",
         "asgi": {"spec_version": "2.3"},
@@ -101,7 +110,9 @@ def asked(to: Any, method: str, path: str, body: Any = None, leave: bool = False
         "path": path,
         "root_path": "",
         "query_string": b"",
-        "headers": [(name.replace("_", "-").encode(), text.encode()) for name, text in given.items()],
+        "headers": [
+            (name.replace("_", "-").encode(), text.encode()) for name, text in given.items()
+        ],
     }
     incoming = [{"type": "http.request", "body": data}]
 
@@ -128,10 +139,16 @@ def refusal(service: Service, run: Run, body: dict[str, Any]) -> tuple[int, str,
 
 
 @pytest.mark.slow
-def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp_path: Path) -> None:
+def test_any_end_of_text_token_is_no_part_of_the_text(
+    two_ends: LoadedModel, tmp_path: Path
+) -> None:
     with serving(two_ends, tmp_path) as service:
         for ends in (0, 12):
-            run = done(service.accept({"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}, False))
+            run = done(
+                service.accept(
+                    {"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}, False
+                )
+            )
             assert (run.end, run.tokens[-1], bytes(run.text)) == ("eos", 1, b"")
             assert bytes(service.find(run.id).text) == b""
 
@@ -146,7 +163,10 @@ def test_any_end_of_text_token_is_no_part_of_the_text(two_ends: LoadedModel, tmp
         (None, "/v1/models", {"host": "[::1]:8000"}, 200),
         (None, "/v1/models", {"host": "[::1]"}, 200),
         (None, "/v1/models", {"host": "evil.example"}, 403),
-        *((None, "/v1/models", {"host": host}, 403) for host in ("[127.0.0.1", "127.0.0.1]", "[127.0.0.1]:80", "")),
+        *(
+            (None, "/v1/models", {"host": host}, 403)
+            for host in ("[127.0.0.1", "127.0.0.1]", "[127.0.0.1]:80", "")
+        ),
         (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 200),
         (None, "/v1/models", {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"}, 403),
         (None, "/v1/models", {"origin": "https://evil.example"}, 403),
@@ -162,7 +182,9 @@ def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], stat
     assert asked(authorize(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
 
 
-def test_clients_do_not_repeat_a_run_that_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_do_not_repeat_a_run_that_failed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
     assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
     monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
@@ -178,10 +200,15 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(service: Service) -> None:
+def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(
+    service: Service,
+) -> None:
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
     for cancel, stream in ((False, True), (True, True), (True, False)):
-        state, body = ("finished", "cancelled")[cancel], {"cancel_on_disconnect": cancel, "stream": stream}
+        state, body = (
+            ("finished", "cancelled")[cancel],
+            {"cancel_on_disconnect": cancel, "stream": stream},
+        )
         body = {**asked_for, **body}
         _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
         assert ended(service, service.find(headers["x-run-id"])).state == state
@@ -190,7 +217,9 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
     assert done(run).state == "finished"
 
 
-def test_offsets_of_a_reader_who_comes_back_before_the_tokens(service: Service, model: LoadedModel) -> None:
+def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
+    service: Service, model: LoadedModel
+) -> None:
     run = done(service.accept({**SHORT, "logprobs": 0}, False))
     whole: Any = Logprobs(run, model.tokenizer, 0).up_to(5)
     again = Run(run.path, run.config, run.request)
@@ -237,9 +266,14 @@ def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_runs_of_another_model_are_left_alone(model: LoadedModel, two_ends: LoadedModel, tmp_path: Path) -> None:
+def test_runs_of_another_model_are_left_alone(
+    model: LoadedModel, two_ends: LoadedModel, tmp_path: Path
+) -> None:
     with serving(model, tmp_path) as service:
-        first, waiting = begun(service.accept({**LONG, "max_tokens": 600}, False)), service.accept(SHORT, False)
+        first, waiting = (
+            begun(service.accept({**LONG, "max_tokens": 600}, False)),
+            service.accept(SHORT, False),
+        )
     SAID.clear()
     with serving(two_ends, tmp_path) as service:
         for run in (first, waiting):
@@ -265,7 +299,9 @@ def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path
     assert len([line for line in SAID if "is left alone" in line]) == 2
 
 
-@pytest.mark.parametrize("name", ["text.txt", "logprobs.bin", "tokens.u32", "journal", "request.json", "run.json"])
+@pytest.mark.parametrize(
+    "name", ["text.txt", "logprobs.bin", "tokens.u32", "journal", "request.json", "run.json"]
+)
 def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, name: str) -> None:
     """Not even to the file itself, which lies elsewhere now."""
     (tmp_path / "runs").mkdir()
@@ -303,15 +339,31 @@ def recommending(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     ("typed", "body", "wanted"),
     [
         ({}, {}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0, "penalty": 1.1}),
-        ({}, {"temperature": 0.3, "min_p": 0.2}, {"temperature": 0.3, "top_k": 20, "min_p": 0.2, "penalty": 1.1}),
+        (
+            {},
+            {"temperature": 0.3, "min_p": 0.2},
+            {"temperature": 0.3, "top_k": 20, "min_p": 0.2, "penalty": 1.1},
+        ),
         ({"top_k": 9}, {}, {"temperature": 0.6, "top_k": 9, "min_p": 0.0, "penalty": 1.1}),
-        ({"sampling_from": "paper"}, {}, {"temperature": 1.0, "top_k": 0, "min_p": 0.1, "penalty": 1.2}),
-        ({"preset": "qwen2.5-7b"}, {}, {"temperature": 1.0, "top_k": 0, "min_p": 0.05, "penalty": 1.15}),
+        (
+            {"sampling_from": "paper"},
+            {},
+            {"temperature": 1.0, "top_k": 0, "min_p": 0.1, "penalty": 1.2},
+        ),
+        (
+            {"preset": "qwen2.5-7b"},
+            {},
+            {"temperature": 1.0, "top_k": 0, "min_p": 0.05, "penalty": 1.15},
+        ),
     ],
     ids=str,
 )
 def test_sampling_that_nobody_asked_for(
-    recommending: LoadedModel, tmp_path: Path, typed: dict[str, Any], body: dict[str, Any], wanted: dict[str, Any]
+    recommending: LoadedModel,
+    tmp_path: Path,
+    typed: dict[str, Any],
+    body: dict[str, Any],
+    wanted: dict[str, Any],
 ) -> None:
     """It is the model's own, also for who comes to a server that was killed before."""
     preset = {"model": recommending.name} if "preset" in typed else {}
@@ -325,7 +377,9 @@ def test_sampling_that_nobody_asked_for(
     assert kept.get("sampling_from") == (None if preset else typed.get("sampling_from", "model"))
 
 
-def test_cancel_and_resume_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_and_resume_at_the_same_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever comes last decides what the file says."""
     write, threads = runs.write_whole, list[threading.Thread]()
 
@@ -344,14 +398,19 @@ def test_cancel_and_resume_at_the_same_time(service: Service, monkeypatch: pytes
     assert "state" not in json.loads((waiting.path / "request.json").read_text())
 
 
-def test_bodies_are_parsed_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_parsed_beside_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def parse(data: bytes) -> Any:
         raise Refused(418, threading.current_thread().name)
 
     monkeypatch.setattr(routes, "parse_body", parse)
     for path in ("/v1/completions", "/v1/runs/x/resume"):
         status, _, content = asked(service, "POST", path, {})
-        assert (status, threading.current_thread().name in json.loads(content)["error"]["message"]) == (418, False)
+        assert (
+            status,
+            threading.current_thread().name in json.loads(content)["error"]["message"],
+        ) == (418, False)
 
 
 def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,10 +418,13 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": bytes(30_000_000)})  # more than sockets hold
+        # more than sockets hold
+        await send({"type": "http.response.body", "body": bytes(30_000_000)})
 
     async def connections() -> None:
-        settings = uvicorn.Config(app, http=routes._Protocol, ws="none", lifespan="off", log_config=None)
+        settings = uvicorn.Config(
+            app, http=routes._Protocol, ws="none", lifespan="off", log_config=None
+        )
         server, listening = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
         task = asyncio.create_task(server.serve([listening]))
         with socket.create_connection(listening.getsockname()) as client:
@@ -392,13 +454,22 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         # an end-of-text token is no part of it, however it comes
         *(
             (7, ("One", *pieces), FINISHED, "eos", text)
-            for *pieces, text in (("</s>", "", "One"), ("</", "s>", "One"), ("!</s", ">", "One!"), ("", "</s>", "One"))
+            for *pieces, text in (
+                ("</s>", "", "One"),
+                ("</", "s>", "One"),
+                ("!</s", ">", "One!"),
+                ("", "</s>", "One"),
+            )
         ),
     ],
 )
-def test_what_is_shown_of_a_text(last: int, pieces: tuple[str, ...], state: str, end: str, text: str) -> None:
+def test_what_is_shown_of_a_text(
+    last: int, pieces: tuple[str, ...], state: str, end: str, text: str
+) -> None:
     run = Run(Path("run"), RunConfig())
-    job: Any = SimpleNamespace(config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING)
+    job: Any = SimpleNamespace(
+        config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING
+    )
     job.generation, job.end, job.rows = SimpleNamespace(stop=(7,)), lambda: {"reason": end}, b""
     show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
@@ -408,10 +479,14 @@ def test_what_is_shown_of_a_text(last: int, pieces: tuple[str, ...], state: str,
     job.state = run.state = state
     show(pieces[2], DecodeStats(0, tokens=2))
     assert (bytes(run.text).decode(), run.tokens[-1]) == (text, 2)
-    assert run.finish_reason == (None if state != FINISHED else "length" if end == "length" else "stop")
+    assert run.finish_reason == (
+        None if state != FINISHED else "length" if end == "length" else "stop"
+    )
 
 
-def test_reading_by_pieces_gives_the_text_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_by_pieces_gives_the_text_however_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runs, "_MAX_TEXT", 5)
     run, words = Run(Path("run"), RunConfig()), ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None

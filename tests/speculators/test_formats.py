@@ -1,4 +1,6 @@
-"""Heads in the layouts that others publish: loaded, compared with plain computations, refused where they are broken."""
+"""Heads in the layouts that others publish: loaded, compared with plain computations,
+refused where they are broken.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def states_of(model: LoadedModel, text: list[int]) -> tuple[Tensor, Tensor]:
     network = stock(ARCHITECTURES[NAME].make(model.target.vocab_size))
     network.model.norm.variance_epsilon = EPS
     for layer in network.model.layers:
-        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = EPS
+        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = (
+            EPS
+        )
     before: list[Tensor] = []
     network.model.layers[-1].register_forward_hook(lambda module, given, out: before.append(out))
     with torch.inference_mode():
@@ -63,10 +67,17 @@ def states_of(model: LoadedModel, text: list[int]) -> tuple[Tensor, Tensor]:
 
 def first_guesses(model: LoadedModel, method: str, text: list[int]) -> list[list[int]]:
     """Three candidates for every level, best first, of the first draft after a text."""
-    options = DraftOptions(tree=(3,) * (COUNT + (method == "tokenswift")), nodes=128, ngrams=0, shared_noise=False)
+    options = DraftOptions(
+        tree=(3,) * (COUNT + (method == "tokenswift")), nodes=128, ngrams=0, shared_noise=False
+    )
     if method == "medusa":
         options = DraftOptions(tree=(3,) * COUNT, nodes=128, shared_noise=False)
-    run = begin(model, Request(text, 20, method=method, params=SamplingParams(min_p=0, penalty=1), options=options))
+    run = begin(
+        model,
+        Request(
+            text, 20, method=method, params=SamplingParams(min_p=0, penalty=1), options=options
+        ),
+    )
     run.decoding.prefill()
     source = run.decoding._drafter.sources[0]
     source.start(run.decoding._context)
@@ -88,7 +99,9 @@ def layers_of(published: dict[str, Tensor], start: Tensor, lm_head: Tensor) -> l
 TEXT = [5, 80, 9, 33, 7, 100, 61]
 
 
-def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(base: Path, tmp_path: Path) -> None:
+def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(
+    base: Path, tmp_path: Path
+) -> None:
     model = load(str(tokenswift_model(base, tmp_path / "m")), dtype="float64", device="cpu")
     assert model.heads is not None
     assert (model.heads.kind, model.heads.count, model.heads.pre_norm) == ("chained", COUNT, True)
@@ -98,13 +111,19 @@ def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(base: Pa
         wanted = layers_of(tokenswift_tensors(), raw[at], lm_head)
         if method == "tokenswift":
             wanted.insert(0, lm_head @ after[at])
-        assert first_guesses(model, method, TEXT) == [logits.topk(3).indices.tolist() for logits in wanted]
+        assert first_guesses(model, method, TEXT) == [
+            logits.topk(3).indices.tolist() for logits in wanted
+        ]
         mistaken = layers_of(tokenswift_tensors(), after[at], lm_head)
-        assert [logits.topk(3).indices.tolist() for logits in mistaken] != first_guesses(model, method, TEXT)[-COUNT:]
+        assert [logits.topk(3).indices.tolist() for logits in mistaken] != first_guesses(
+            model, method, TEXT
+        )[-COUNT:]
 
 
 def test_heads_of_medusa_guess_side_by_side(base: Path, tmp_path: Path) -> None:
-    model = load(str(base), dtype="float64", device="cpu", heads=medusa_file(base, tmp_path, layers=2))
+    model = load(
+        str(base), dtype="float64", device="cpu", heads=medusa_file(base, tmp_path, layers=2)
+    )
     assert model.heads is not None
     assert (model.heads.kind, model.heads.count, model.heads.pre_norm) == ("medusa", COUNT, False)
     published, (_, after) = medusa_tensors(model.target.vocab_size, 2), states_of(model, TEXT)
@@ -120,7 +139,9 @@ def test_heads_of_medusa_guess_side_by_side(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenswift", "medusa"])
-def test_every_method_writes_the_text_of_plain_decoding(base: Path, tmp_path: Path, kind: str) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     model = tokenswift_model(base, tmp_path / "m") if kind == "tokenswift" else base
     heads = medusa_file(base, tmp_path) if kind == "medusa" else None
     loaded = load(str(model), dtype="float64", device="cpu", heads=heads)
@@ -135,7 +156,9 @@ def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
     heads.pre_norm = True
     target.tap()
     model = LoadedModel("tiny", None, target, heads, ())
-    run = begin(model, Request(text, 30, method="medusa", options=DraftOptions(tree=(2, 2), nodes=9)))
+    run = begin(
+        model, Request(text, 30, method="medusa", options=DraftOptions(tree=(2, 2), nodes=9))
+    )
     steps = run.steps()
     for _ in range(6):
         next(steps)
@@ -164,7 +187,11 @@ def test_where_heads_may_be(base: Path, tmp_path: Path, where: str, kind: str, c
         add_shard(folder, tokenswift_tensors(prefix="" if where == "no prefix" else "model."))
         say(folder, medusa_heads=COUNT)
     if where == "one file":
-        everything = {n: value for path in folder.glob("model-*.safetensors") for n, value in load_file(path).items()}
+        everything = {
+            n: value
+            for path in folder.glob("model-*.safetensors")
+            for n, value in load_file(path).items()
+        }
         for path in folder.glob("model*"):
             path.unlink()
         save_file(everything, folder / "model.safetensors", metadata={"format": "pt"})
@@ -223,15 +250,31 @@ def pickled(folder: Path) -> None:
 T = "model.medusa_layers"
 FIRST, SECOND = f"{T}.0.linear.weight", f"{T}.1.linear.weight"
 BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
-    ("tokenswift", lambda folder: say(folder, medusa_heads=4), "has 3 heads, its configuration says 4"),
+    (
+        "tokenswift",
+        lambda folder: say(folder, medusa_heads=4),
+        "has 3 heads, its configuration says 4",
+    ),
     ("tokenswift", changed(lambda x: x.pop(SECOND)), r"lacks heads\.1\.linear\.weight"),
     ("tokenswift", changed(lambda x: x.update({SECOND: drawn(HIDDEN, 7)})), r"of shape \[32, 7\]"),
     ("tokenswift", cut("", 16, 16), "was made for hidden size 16, the model has 32"),
-    ("tokenswift", changed(lambda x: x[FIRST].fill_(torch.nan)), "something else than finite numbers"),
-    ("medusa", lambda folder: say(folder, medusa_num_heads=5), "has 3 heads with 1 blocks, .* says 5 with 1"),
+    (
+        "tokenswift",
+        changed(lambda x: x[FIRST].fill_(torch.nan)),
+        "something else than finite numbers",
+    ),
+    (
+        "medusa",
+        lambda folder: say(folder, medusa_num_heads=5),
+        "has 3 heads with 1 blocks, .* says 5 with 1",
+    ),
     ("medusa", cut(".1.weight", 11), "was made for a vocabulary of 11, the model has"),
     ("medusa", changed(lambda x: x.pop("1.0.linear.bias")), r"lacks heads\.1\.blocks\.0\.bias"),
-    ("medusa", changed(lambda x: x.update({"0.1.bias": drawn(4)})), r"has 0\.1\.bias, which no head"),
+    (
+        "medusa",
+        changed(lambda x: x.update({"0.1.bias": drawn(4)})),
+        r"has 0\.1\.bias, which no head",
+    ),
     ("medusa", pickled, "a pickle, which could run code"),
     ("medusa", lambda folder: (folder / "config.json").write_text("[1]"), "no JSON object"),
 ]
@@ -239,7 +282,11 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("layout", "spoil", "match"), BROKEN)
 def test_heads_that_are_broken(base: Path, tmp_path: Path, layout: str, spoil, match: str) -> None:
-    folder = tokenswift_model(base, tmp_path / "m") if layout == "tokenswift" else medusa_file(base, tmp_path)
+    folder = (
+        tokenswift_model(base, tmp_path / "m")
+        if layout == "tokenswift"
+        else medusa_file(base, tmp_path)
+    )
     spoil(folder)
     model, heads = (folder, None) if layout == "tokenswift" else (base, folder)
     refuse(str(model), match, "heads", heads=heads)
@@ -269,5 +316,12 @@ def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_a_final_norm_that_is_known(base: Path, tmp_path: Path) -> None:
     opt, heads = ARCHITECTURES["OPT"], tokenswift_model(base, tmp_path / "t")
-    checkpoint(replace(opt, settings={**opt.settings, "do_layer_norm_before": False}), tmp_path / "m")
-    refuse(str(tmp_path / "m"), "does not go with this model, which has no final norm", "heads", heads=heads)
+    checkpoint(
+        replace(opt, settings={**opt.settings, "do_layer_norm_before": False}), tmp_path / "m"
+    )
+    refuse(
+        str(tmp_path / "m"),
+        "does not go with this model, which has no final norm",
+        "heads",
+        heads=heads,
+    )

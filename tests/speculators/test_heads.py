@@ -18,11 +18,15 @@ from tswift.errors import InputError
 from tswift.speculators.heads import HEAD_TYPES, Heads, build, find_heads, load_heads
 
 CPU = torch.device("cpu")
-LM_HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LM_HEAD = torch.randn(
+    VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+)
 
 
 def states(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        *shape, HIDDEN, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -42,7 +46,10 @@ def test_a_conditioned_head_reads_the_token_before() -> None:
     heads, hidden, before = tiny_heads(kind="conditioned"), states(5), states(3, 5)
     out = heads(hidden, before)
     for index, head in enumerate(heads.heads):
-        read = [norm(hidden, head.input_layernorm.weight), norm(before[index], head.embedding_layernorm.weight)]
+        read = [
+            norm(hidden, head.input_layernorm.weight),
+            norm(before[index], head.embedding_layernorm.weight),
+        ]
         mixed = torch.cat(read, dim=-1) @ head.mix.weight.T
         hidden = hidden + (mixed * mixed.sigmoid()) @ head.linear.weight.T
         torch.testing.assert_close(out[index], norm(hidden, head.post_layernorm.weight))
@@ -118,7 +125,9 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path, kind: str, raw: bool) 
         *(("draft_vocabulary", value) for value in (-1, 4, "4", 1 << 40)),
     ],
 )
-def test_a_header_that_says_something_impossible_is_refused(tmp_path: Path, field: str, value: object) -> None:
+def test_a_header_that_says_something_impossible_is_refused(
+    tmp_path: Path, field: str, value: object
+) -> None:
     path = tmp_path / "heads.safetensors"
     tiny_heads().save(path)
     with safe_open(path, "pt") as file:
@@ -138,7 +147,10 @@ def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
     heads.double().save(path)
     file = find_heads(path)
     file.refuse_misfit(HIDDEN, VOCAB)
-    assert (file.parameters, file.about["draft_vocabulary"]) == (sum(w.numel() for w in heads.parameters()), 3)
+    assert (file.parameters, file.about["draft_vocabulary"]) == (
+        sum(w.numel() for w in heads.parameters()),
+        3,
+    )
     loaded = load_heads(path, HIDDEN, torch.float32, CPU)
     assert loaded.draft_ids is not None
     assert loaded.draft_ids.dtype == torch.int32
@@ -151,16 +163,33 @@ def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        (torch.tensor([1, 3, 3], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
-        (torch.tensor([3, 1, 4], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
-        (torch.tensor([-1, 1, 4], dtype=torch.int32), "its draft_ids are no ascending ids of tokens"),
+        (
+            torch.tensor([1, 3, 3], dtype=torch.int32),
+            "its draft_ids are no ascending ids of tokens",
+        ),
+        (
+            torch.tensor([3, 1, 4], dtype=torch.int32),
+            "its draft_ids are no ascending ids of tokens",
+        ),
+        (
+            torch.tensor([-1, 1, 4], dtype=torch.int32),
+            "its draft_ids are no ascending ids of tokens",
+        ),
         (torch.tensor([1, 3, 5]), "has draft_ids of int64, where int32 belongs"),
-        (torch.tensor([1, 3], dtype=torch.int32), r"has draft_ids of shape \[2\], where \[3\] belongs"),
-        (torch.tensor([1, 3, VOCAB], dtype=torch.int32), f"drafts token {VOCAB}, the model has {VOCAB} tokens"),
+        (
+            torch.tensor([1, 3], dtype=torch.int32),
+            r"has draft_ids of shape \[2\], where \[3\] belongs",
+        ),
+        (
+            torch.tensor([1, 3, VOCAB], dtype=torch.int32),
+            f"drafts token {VOCAB}, the model has {VOCAB} tokens",
+        ),
         (None, "lacks draft_ids"),
     ],
 )
-def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, ids: torch.Tensor | None, said: str) -> None:
+def test_a_broken_draft_vocabulary_is_refused(
+    tmp_path: Path, ids: torch.Tensor | None, said: str
+) -> None:
     path, heads = tmp_path / "heads.safetensors", copy.deepcopy(tiny_heads())
     heads.draft_ids = torch.arange(3, dtype=torch.int32)
     heads.save(path)

@@ -1,4 +1,6 @@
-"""A model's own head for multi-token prediction: what it computes, where it is found; no text changes by it."""
+"""A model's own head for multi-token prediction: what it computes, where it is found;
+no text changes by it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tswift.forward.target import prefill
 from tswift.loading import LoadedModel, load
 
 KIND = "Qwen3.5 to 3.8 (gated delta nets)"
-pytestmark = pytest.mark.skipif(not ARCHITECTURES[KIND].there, reason="not in this version of transformers")
+pytestmark = pytest.mark.skipif(
+    not ARCHITECTURES[KIND].there, reason="not in this version of transformers"
+)
 
 
 def with_head(folder: Path) -> tuple[PreTrainedModel, StockHead]:
@@ -61,7 +65,9 @@ def test_it_computes_what_layers_of_transformers_do(made, model: LoadedModel) ->
     places = torch.arange(len(text) - 1)
     last = network.remember(states, text[1:], places, places, kv)[-1:]
     kv.hold(places)
-    found = network.begin(last, text[-1:], torch.tensor([len(text) - 1]), kv, kv.held)(0, None, text[-1:])
+    found = network.begin(last, text[-1:], torch.tensor([len(text) - 1]), kv, kv.held)(
+        0, None, text[-1:]
+    )
     torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-4 * float(expected.std()))
 
 
@@ -79,7 +85,9 @@ def test_no_text_changes_by_it(model: LoadedModel) -> None:
 def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES[KIND], tmp_path)
     bare = load(str(tmp_path), device="cpu", attention="sdpa")
-    with pytest.raises(InputError, match="mtp drafts with the model's own MTP head, and it has none"):
+    with pytest.raises(
+        InputError, match="mtp drafts with the model's own MTP head, and it has none"
+    ):
         generate(bare, "The ship", 5, method="mtp")
 
 

@@ -1,4 +1,6 @@
-"""Published drafters: recognised, every tensor accounted for, and each kind's logits those of a dense recomputation."""
+"""Published drafters: recognised, every tensor accounted for,
+and each kind's logits those of a dense recomputation.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
 
 
 def window(network: DraftNetwork, budget: int, scratch: int) -> WindowKV:
-    return WindowKV(network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, scratch)
+    return WindowKV(
+        network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, scratch
+    )
 
 
 @torch.inference_mode()
@@ -77,7 +81,9 @@ def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", first(1, [BUDGET, 64]))
 @pytest.mark.parametrize("layout", first(1, LAYOUTS[::-1]))
-def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp_path: Path) -> None:
+def test_logits_are_those_of_a_dense_recomputation(
+    layout: str, budget: int, tmp_path: Path
+) -> None:
     network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
     levels, beam = min(3, network.spec.count), 2
     kv = window(network, budget, network.spec.slots(levels, beam))
@@ -96,7 +102,11 @@ def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp
     for level, rows in enumerate(paths):
         for row, path in enumerate(rows):
             ours = found[level][min(row, len(found[level]) - 1)]
-            theirs = dense.eagle(text, path, seen) if block is None else dense.biased(block, [text[-1], *path])
+            theirs = (
+                dense.eagle(text, path, seen)
+                if block is None
+                else dense.biased(block, [text[-1], *path])
+            )
             inside = theirs > -torch.inf
             assert (ours[~inside] < -1000).all()
             ours, theirs = ours[inside], theirs[inside]
@@ -104,17 +114,28 @@ def test_logits_are_those_of_a_dense_recomputation(layout: str, budget: int, tmp
 
 
 def test_a_block_is_that_of_transformers_own_module() -> None:
-    module = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    module = pytest.importorskip(
+        "transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant"
+    )
     from transformers import MuseGlimmerAssistantConfig
 
-    sizes = {name: value for name, value in config_of("dflash").items() if name not in ("architectures", "model_type")}
+    sizes = {
+        name: value
+        for name, value in config_of("dflash").items()
+        if name not in ("architectures", "model_type")
+    }
     config = MuseGlimmerAssistantConfig(
         **{**sizes, "target_layer_ids": [1, 4], "layer_types": ["full_attention"] * DRAFT_LAYERS}
     )
     config._attn_implementation = "eager"
     theirs = module.MuseGlimmerAssistantModel(config).double().eval()
-    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    theirs.load_state_dict({renamed.get(name, name): value.double() for name, value in tensors_of("dflash").items()})
+    renamed = {
+        "fc.weight": "encoder.fc.weight",
+        "hidden_norm.weight": "encoder.output_norm_enc.weight",
+    }
+    theirs.load_state_dict(
+        {renamed.get(name, name): value.double() for name, value in tensors_of("dflash").items()}
+    )
     text, dense = random_prompt(20, 4, VOCAB), Dense("dflash", qwen3())
     dense.block(text, torch.ones(len(text) - 1, dtype=torch.bool))
     embed = qwen3().get_input_embeddings().weight.detach()
@@ -133,7 +154,8 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
             kv, start = window(network, BUDGET, 8), 0
             for size in sizes:
                 remembered(network, text, taps, kv, range(start, start + size))
-                kv.buffers[0][:, :, kv.scratch :] = torch.nan  # what a round leaves is not looked at
+                # what a round leaves is not looked at
+                kv.buffers[0][:, :, kv.scratch :] = torch.nan
                 start += size
             assert start == 59
             caches.append(kv)
@@ -151,15 +173,25 @@ def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     assert (found["hidden_size"], found["vocab_size"]) == (HIDDEN, VOCAB)
     own = kind == "eagle3" or layout == "dflash-speculators"  # it has an LM head
     assert found["draft_vocab"] == (40 if own else VOCAB)
-    assert found["count"] == {**dict.fromkeys(IN_PLACE, 3), "eagle-safeai": 6, "eagle-speculators": 6}.get(layout, 4)
-    assert found["taps"] == {"eagle-safeai": None, "eagle-speculators": (1, 2, 5)}.get(layout, (1, 4))
+    assert found["count"] == {
+        **dict.fromkeys(IN_PLACE, 3),
+        "eagle-safeai": 6,
+        "eagle-speculators": 6,
+    }.get(layout, 4)
+    assert found["taps"] == {"eagle-safeai": None, "eagle-speculators": (1, 2, 5)}.get(
+        layout, (1, 4)
+    )
     kept = {
         "t2d",
         "d2t",
         *(() if kind == "eagle3" else ("embed_tokens.weight",)),
         *(() if own else ("lm_head.weight",)),
     }
-    read = {n: t for n, t in tensors_of(layout).items() if n not in kept and not n.startswith("confidence")}
+    read = {
+        n: t
+        for n, t in tensors_of(layout).items()
+        if n not in kept and not n.startswith("confidence")
+    }
     assert found["parameters"] == sum(weight.numel() for weight in read.values())
 
 
@@ -173,39 +205,101 @@ def test_taps_by_every_convention(tmp_path: Path) -> None:
     ]
     for ids in ([1, 3, 4], [2, 4, 5]):
         said = {"eagle_aux_hidden_state_layer_ids": ids}
-        rows += [("eagle-safeai", {"eagle_config": said}, (1, 3, 4)), ("eagle-speculators", said, (1, 3, 4))]
+        rows += [
+            ("eagle-safeai", {"eagle_config": said}, (1, 3, 4)),
+            ("eagle-speculators", said, (1, 3, 4)),
+        ]
     for number, (layout, config, taps) in enumerate(rows):
-        assert find_drafter(drafter_folder(tmp_path / str(number), layout, config)).spec.taps == taps
+        assert (
+            find_drafter(drafter_folder(tmp_path / str(number), layout, config)).spec.taps == taps
+        )
 
 
 @pytest.mark.parametrize(
     ("layout", "config", "tensors", "reason"),
     [
         ("dspark", {}, {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
-        ("dspark", {}, {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
-        ("dspark", {"markov_rank": 0}, {}, "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs"),
+        (
+            "dspark",
+            {},
+            {"markov_head.markov_w1.weight": None},
+            "lacks markov_head.markov_w1.weight",
+        ),
+        (
+            "dspark",
+            {"markov_rank": 0},
+            {},
+            "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs",
+        ),
         ("dspark", {"markov_head_type": "odd"}, {}, "has markov_head_type 'odd'"),
-        ("dspark", {}, {"q.weight": torch.ones(1)}, "has q.weight, which no dspark drafter of its configuration has"),
-        ("dflash", {}, {"fc.weight": torch.ones(32, 96)}, "has fc.weight of shape [32, 96], where [32, 64] belongs"),
+        (
+            "dspark",
+            {},
+            {"q.weight": torch.ones(1)},
+            "has q.weight, which no dspark drafter of its configuration has",
+        ),
+        (
+            "dflash",
+            {},
+            {"fc.weight": torch.ones(32, 96)},
+            "has fc.weight of shape [32, 96], where [32, 64] belongs",
+        ),
         ("dflash", {"block_size": None}, {}, "says nothing of block_size"),
-        ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "says nothing of sliding_window"),
+        (
+            "dflash",
+            {"layer_types": ["sliding_attention"] * 2},
+            {},
+            "says nothing of sliding_window",
+        ),
         ("dflash", {"layer_types": ["sliding_attention"]}, {}, "has layers of sliding attention"),
-        ("eagle-safeai", {"layer_types": ["sliding_attention"]}, {}, "has layers of sliding attention"),
+        (
+            "eagle-safeai",
+            {"layer_types": ["sliding_attention"]},
+            {},
+            "has layers of sliding attention",
+        ),
         ("dflash", {"dflash_config": {"mask_token_id": 97}}, {}, "has mask_token_id 97"),
-        ("dflash", {"rope_scaling": {"type": "dynamic"}}, {}, "has rotary embeddings of type 'dynamic'"),
-        ("dflash", {"rope_scaling": {"type": "yarn"}}, {}, "makes no drafter of its config.json (KeyError"),
+        (
+            "dflash",
+            {"rope_scaling": {"type": "dynamic"}},
+            {},
+            "has rotary embeddings of type 'dynamic'",
+        ),
+        (
+            "dflash",
+            {"rope_scaling": {"type": "yarn"}},
+            {},
+            "makes no drafter of its config.json (KeyError",
+        ),
         ("dflash", {"layer_types": 3}, {}, "has layers of sliding attention"),
         ("dflash", {"hidden_size": "32"}, {}, "has hidden_size '32'"),
-        ("eagle-safeai", {}, {"midlayer.hidden_norm.weight": None}, "lacks midlayer.hidden_norm.weight"),
-        ("eagle-speculators", {}, {"layers.0.hidden_norm.weight": None}, "lacks layers.0.hidden_norm.weight"),
+        (
+            "eagle-safeai",
+            {},
+            {"midlayer.hidden_norm.weight": None},
+            "lacks midlayer.hidden_norm.weight",
+        ),
+        (
+            "eagle-speculators",
+            {},
+            {"layers.0.hidden_norm.weight": None},
+            "lacks layers.0.hidden_norm.weight",
+        ),
         ("eagle-safeai", {}, {"d2t": None}, "lacks d2t"),
         ("eagle-safeai", {"norm_before_fc": True}, {}, "lacks input_norm.weight"),
-        ("eagle-speculators", {"speculators_model_type": "eagle"}, {}, "holds no drafter of a known kind"),
+        (
+            "eagle-speculators",
+            {"speculators_model_type": "eagle"},
+            {},
+            "holds no drafter of a known kind",
+        ),
     ],
 )
 def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     if config.get("dflash_config"):
-        config = {"dflash_config": {**config_of(layout)["dflash_config"], **config["dflash_config"]}}
+        config = {
+            "dflash_config": {**config_of(layout)["dflash_config"], **config["dflash_config"]}
+        }
     folder = drafter_folder(tmp_path, layout, config, tensors)
     with pytest.raises(InputError) as error:
         find_drafter(folder)
@@ -239,12 +333,24 @@ def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "name", "value", "reason"),
     [
-        ("dspark", "lm_head.weight", torch.ones(VOCAB, HIDDEN), "another model: its lm_head.weight"),
-        ("dspark", "norm.weight", torch.full((HIDDEN,), torch.nan), "norm.weight holds something else than finite"),
+        (
+            "dspark",
+            "lm_head.weight",
+            torch.ones(VOCAB, HIDDEN),
+            "another model: its lm_head.weight",
+        ),
+        (
+            "dspark",
+            "norm.weight",
+            torch.full((HIDDEN,), torch.nan),
+            "norm.weight holds something else than finite",
+        ),
         ("eagle-safeai", "d2t", torch.full((40,), 90), "d2t leads outside the vocabulary"),
     ],
 )
-def test_broken_weights_are_refused(layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path) -> None:
+def test_broken_weights_are_refused(
+    layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=reason):
         load(drafter_folder(tmp_path, layout, tensors={name: value}))
 
@@ -268,6 +374,13 @@ def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.about()["drafter"] == {"name": kind, "kind": kind}
         spec = inspect_model(ModelConfig(model="shape:small", dtype="float64", drafter=kind))
         assert spec.speculator_spec == model.target.speculator_spec
-        assert spec.speculator_bytes == sum(weight.nbytes for weight in model.target.speculator.parameters())
-        begun = begin(model, Request(random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1))))
+        assert spec.speculator_bytes == sum(
+            weight.nbytes for weight in model.target.speculator.parameters()
+        )
+        begun = begin(
+            model,
+            Request(
+                random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1))
+            ),
+        )
         assert sum(len(step.tokens) for step in begun.steps()) == 8

@@ -1,4 +1,6 @@
-"""Settings: the paper's defaults, the range of every field, and what a resumed training may change."""
+"""Settings: the paper's defaults, the range of every field,
+and what a resumed training may change.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
         (DraftConfig, {}, (512, 8, 1, None, 5.0)),
     ],
 )
-def test_defaults_of_a_gpu_and_of_a_cpu(kind: type[TrainConfig], typed: dict | None, schedule: tuple) -> None:
+def test_defaults_of_a_gpu_and_of_a_cpu(
+    kind: type[TrainConfig], typed: dict | None, schedule: tuple
+) -> None:
     chosen = {} if typed is None else typed | kind.cpu_defaults(typed)
     config = kind("x", **chosen).resolved()
     assert tuple(getattr(config, name) for name in SCHEDULE) == schedule
@@ -41,7 +45,12 @@ def test_defaults_of_a_gpu_and_of_a_cpu(kind: type[TrainConfig], typed: dict | N
 
 def test_the_shape_of_table_11() -> None:
     """Its rows, as the paper's appendix has them, and the number in its title."""
-    table = {"hidden_size": 768, "hidden_act": "silu", "intermediate_size": 3072, "max_position_embeddings": 2048}
+    table = {
+        "hidden_size": 768,
+        "hidden_act": "silu",
+        "intermediate_size": 3072,
+        "max_position_embeddings": 2048,
+    }
     table |= {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 128_256}
     config = LlamaConfig(**SHAPES["205m"])
     assert {name: getattr(config, name) for name in table} == table
@@ -74,13 +83,36 @@ BLOCK = {"block": 4, "layers": 1, "attention_heads": 1, "mlp": 9, "rank": 4, "ma
     [
         (HeadsConfig, {"seq_len": 4}, "seq_len: must be at least 5, got 4"),
         (HeadsConfig, {"seed": 2**63}, "seed: must be at most 9,223,372,036,854,775,807, got"),
-        (HeadsConfig, {"dtype": "float16"}, "dtype: must be one of auto, float32, float64, bfloat16, got 'float16'"),
-        (HeadsConfig, {"steps": 1, "minutes": 1.0}, "minutes: cannot be given together with --steps"),
-        (HeadsConfig, {"model": "shape:llama3.1-8b"}, "model: shape:llama3.1-8b has random weights"),
+        (
+            HeadsConfig,
+            {"dtype": "float16"},
+            "dtype: must be one of auto, float32, float64, bfloat16, got 'float16'",
+        ),
+        (
+            HeadsConfig,
+            {"steps": 1, "minutes": 1.0},
+            "minutes: cannot be given together with --steps",
+        ),
+        (
+            HeadsConfig,
+            {"model": "shape:llama3.1-8b"},
+            "model: shape:llama3.1-8b has random weights",
+        ),
         (DraftConfig, {"kind": "block", "shape": "demo"}, "shape: is not for --kind block"),
-        *((DraftConfig, {name: value}, f"{name}: is not for --kind lm") for name, value in BLOCK.items()),
-        (DraftConfig, {"kind": "block", "block": 8, "seq_len": 9}, "seq_len: must be at least 10, got 9"),
-        (DraftConfig, {"shape": "205m", "seq_len": 4096}, "seq_len: is 4,096, the draft model is to have 2,048"),
+        *(
+            (DraftConfig, {name: value}, f"{name}: is not for --kind lm")
+            for name, value in BLOCK.items()
+        ),
+        (
+            DraftConfig,
+            {"kind": "block", "block": 8, "seq_len": 9},
+            "seq_len: must be at least 10, got 9",
+        ),
+        (
+            DraftConfig,
+            {"shape": "205m", "seq_len": 4096},
+            "seq_len: is 4,096, the draft model is to have 2,048",
+        ),
     ],
 )
 def test_what_is_refused(kind: type[TrainConfig], values: dict, message: str) -> None:
@@ -88,7 +120,9 @@ def test_what_is_refused(kind: type[TrainConfig], values: dict, message: str) ->
         kind("x", **values)
 
 
-def test_resolved_settings_hold_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolved_settings_hold_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("books", "demo"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -99,16 +133,39 @@ def test_resolved_settings_hold_in_another_folder(tmp_path: Path, monkeypatch: p
 
 def test_only_what_changes_no_weight_may_be_another(tmp_path: Path) -> None:
     config = HeadsConfig(str(tmp_path)).resolved()
-    free = {"device": "cpu", "save_minutes": 1.0, "alpha_tokens": 9, "eval_every": 0, "save_every": 3}
+    free = {
+        "device": "cpu",
+        "save_minutes": 1.0,
+        "alpha_tokens": 9,
+        "eval_every": 0,
+        "save_every": 3,
+    }
     free |= {"attention": "sdpa", "install": True}
     assert config.resumed(free | {"lr": 5e-3, "steps": 200}, tmp_path) == replace(config, **free)
-    fixed = {"lr": 0.5, "steps": 7, "minutes": 1.0, "kind": "chained", "batch": 3_000, "seed": 1, "held_out": 2}
-    fixed |= {"dtype": "float64", "seq_len": 9, "accumulate": 3, "warmup": 1, "weight_decay": 0.0, "documents": 9}
+    fixed = {
+        "lr": 0.5,
+        "steps": 7,
+        "minutes": 1.0,
+        "kind": "chained",
+        "batch": 3_000,
+        "seed": 1,
+        "held_out": 2,
+    }
+    fixed |= {
+        "dtype": "float64",
+        "seq_len": 9,
+        "accumulate": 3,
+        "warmup": 1,
+        "weight_decay": 0.0,
+        "documents": 9,
+    }
     fixed |= {"objective": "distill", "heads_count": 2, "draft_vocabulary": 0, "keep_tokens": 5}
     assert {*free, *fixed, "corpus", "model"} == {item.name for item, _ in options_of(HeadsConfig)}
     for name, value in fixed.items():
         began = "nothing" if getattr(config, name) is None else getattr(config, name)
-        with pytest.raises(InputError, match=rf"^{name}: the training in .* was begun with {began}, got {value}$"):
+        with pytest.raises(
+            InputError, match=rf"^{name}: the training in .* was begun with {began}, got {value}$"
+        ):
             config.resumed({name: value}, tmp_path)
     with pytest.raises(InputError, match=r"^lr: must be above 0, got -1$"):
         config.resumed({"lr": -1}, tmp_path)

@@ -1,4 +1,6 @@
-"""Which documents are trained on, which are held out, and which rows of them are drawn, at which positions."""
+"""Which documents are trained on, which are held out, and which rows of them are drawn,
+at which positions.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ LENGTH = 96
 
 
 @given(st.integers(1, 20), st.integers(2, 30), st.integers(2, 2000), st.integers(0, 1000))
-def test_rows_are_crops_and_a_tail_of_each_jumps_below_the_limit(rows: int, length: int, more: int, seed: int) -> None:
-    taken = random_rows(np.arange(100, 130, dtype=np.uint16), rows, length, np.random.default_rng(seed))
+def test_rows_are_crops_and_a_tail_of_each_jumps_below_the_limit(
+    rows: int, length: int, more: int, seed: int
+) -> None:
+    taken = random_rows(
+        np.arange(100, 130, dtype=np.uint16), rows, length, np.random.default_rng(seed)
+    )
     assert (taken.shape, taken.dtype) == ((rows, length), np.int64)
     assert (np.diff(taken, axis=1) == 1).all()
     assert 100 <= taken.min() <= taken.max() < 130
@@ -63,9 +69,15 @@ def test_documents_of_folders_and_files(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda folder: parquet(folder / "a.parquet", body=["x"]), "has no column text, but body"),
-        (lambda folder: parquet(folder / "a.parquet", text=[1]), "has a column text that holds no texts"),
+        (
+            lambda folder: parquet(folder / "a.parquet", text=[1]),
+            "has a column text that holds no texts",
+        ),
         (lambda folder: (folder / "a.parquet").write_bytes(b"none"), "cannot be read (Parquet"),
-        (lambda folder: (folder / "a.txt").write_bytes(b"\xff\xfe\0"), "cannot be read ('utf-8' codec"),
+        (
+            lambda folder: (folder / "a.txt").write_bytes(b"\xff\xfe\0"),
+            "cannot be read ('utf-8' codec",
+        ),
         (lambda folder: (folder / "a.csv").write_text("a"), "holds no .parquet or .txt files"),
     ],
 )
@@ -77,13 +89,17 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> Non
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"])
+@pytest.mark.parametrize(
+    "corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"]
+)
 def test_names_that_are_no_corpus(corpus: str) -> None:
     with pytest.raises(InputError, match=r"^corpus: "):
         load_documents(corpus)
 
 
-def prepared(tiny: Tiny, on_progress=lambda *_: None, vocabulary: int = 300, **changes: object) -> Documents:
+def prepared(
+    tiny: Tiny, on_progress=lambda *_: None, vocabulary: int = 300, **changes: object
+) -> Documents:
     config = HeadsConfig(str(tiny.corpus), **{"seq_len": LENGTH, **changes})
     return prepare(config, AutoTokenizer.from_pretrained(tiny.model), vocabulary, on_progress)
 
@@ -100,15 +116,24 @@ def test_only_long_documents_are_kept_and_each_once(tiny: Tiny, tokens: list[lis
     chosen = sorted([*documents.train, *documents.held_out])
     assert chosen == [i for i, ids in enumerate(tokens[:-1]) if len(ids) > LENGTH]
     found = documents.summary()
-    assert (found["documents"], found["kept"], found["twice"], found["held_out"]) == (LONG + SHORT + 1, LONG, 1, 1)
+    assert (found["documents"], found["kept"], found["twice"], found["held_out"]) == (
+        LONG + SHORT + 1,
+        LONG,
+        1,
+        1,
+    )
     assert found["train_tokens"] == sum(len(tokens[i]) for i in documents.train)
     assert prepared(tiny, documents=9).summary()["documents"] == 9
     assert prepared(tiny, documents=1000).summary() == found
     second = sorted({len(tokens[i]) for i in chosen})[1]
-    assert prepared(tiny, seq_len=second).summary()["kept"] == sum(len(tokens[i]) > second for i in chosen)
+    assert prepared(tiny, seq_len=second).summary()["kept"] == sum(
+        len(tokens[i]) > second for i in chosen
+    )
 
 
-def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, tokens: list[list[int]]) -> None:
+def test_rows_come_from_every_place_of_the_training_documents_alone(
+    tiny: Tiny, tokens: list[list[int]]
+) -> None:
     documents = prepared(tiny, held_out=5)
     assert len(documents.held_out) == 5
     assert not {*documents.held_out} & {*documents.train}
@@ -138,12 +163,17 @@ def test_rows_come_from_every_place_of_the_training_documents_alone(tiny: Tiny, 
 
 
 def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny, tokens: list[list[int]]) -> None:
-    held = r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller seq_len takes"
+    held = (
+        r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller "
+        r"seq_len takes"
+    )
     with pytest.raises(InputError, match=held):
         prepared(tiny, held_out=18)
     largest = max(map(max, tokens))
     prepared(tiny, vocabulary=largest + 1)
-    with pytest.raises(InputError, match=rf"^model: the tokenizer has tokens that the model of {largest} does not"):
+    with pytest.raises(
+        InputError, match=rf"^model: the tokenizer has tokens that the model of {largest} does not"
+    ):
         prepared(tiny, vocabulary=largest)
 
 

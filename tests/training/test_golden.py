@@ -1,4 +1,5 @@
-"""What users of ``train`` and ``train-draft`` see, all of it through the command line, against golden.json.
+"""What users of ``train`` and ``train-draft`` see, all of it through the command line,
+against golden.json.
 
 With TSWIFT_GOLDEN=write that file is written anew, after a change that is meant to be seen.
 """
@@ -20,17 +21,24 @@ from tswift.training.config import TIMES
 GOLDEN = Path(__file__).with_name("golden.json")
 RUNS = {
     **{
-        f"heads {kind} {objective}": f"train --kind {kind} --objective {objective} --alpha-tokens 9 --lr 0.01"
+        f"heads {kind} {objective}": f"train --kind {kind} --objective {objective} "
+        "--alpha-tokens 9 --lr 0.01"
         for kind in ("chained", "conditioned")
         for objective in ("text", "distill")
     },
-    **{f"draft {objective}": f"train-draft --objective {objective} --reach 500" for objective in ("text", "distill")},
+    **{
+        f"draft {objective}": f"train-draft --objective {objective} --reach 500"
+        for objective in ("text", "distill")
+    },
     **{
         f"block {objective}": f"train-draft --kind block --objective {objective} --block 3 --rank 8"
         for objective in ("text", "distill")
     },
 }
-SHORT = "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out new"
+SHORT = (
+    "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out "
+    "new"
+)
 
 
 def written(code: int) -> dict[str, Any]:
@@ -58,27 +66,51 @@ def written(code: int) -> dict[str, Any]:
 
 
 def near(found: Any, wanted: Any) -> Any:
-    """``found``, with its figures those of ``wanted`` where they differ by no more than processors round."""
+    """``found``, with its figures those of ``wanted`` where they differ by no more than processors
+    round.
+    """
     if isinstance(wanted, dict) and isinstance(found, dict):
         return {name: near(value, wanted.get(name)) for name, value in found.items()}
     if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
         return [near(*pair) for pair in zip(found, wanted, strict=True)]
-    same = isinstance(wanted, float) and isinstance(found, float) and found == pytest.approx(wanted, rel=1e-3, abs=0.05)
+    same = (
+        isinstance(wanted, float)
+        and isinstance(found, float)
+        and found == pytest.approx(wanted, rel=1e-3, abs=0.05)
+    )
     return wanted if same else found
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_written_and_every_loss(
-    tiny: Tiny, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tiny: Tiny,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # random weights: those of the model that was trained are each processor's own, and so are its losses
-    code = main([*RUNS[name].split(), "--model", str(tiny.deep), "--corpus", str(tiny.corpus), *SHORT.split()])
+    # random weights: those of the model that was trained are each processor's own, and so are its
+    # losses
+    code = main(
+        [
+            *RUNS[name].split(),
+            "--model",
+            str(tiny.deep),
+            "--corpus",
+            str(tiny.corpus),
+            *SHORT.split(),
+        ]
+    )
     found, golden = written(code), json.loads(GOLDEN.read_text())
     if os.environ.get("TSWIFT_GOLDEN") == "write":
         golden[name] = dict(found)
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
+        lines = ",\n".join(
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items()
+        )
         GOLDEN.write_text(f"{{\n{lines}\n}}\n")
     wanted = golden[name]
-    assert found.pop("losses") == [pytest.approx(losses, rel=1e-3) for losses in wanted.pop("losses")]
+    assert found.pop("losses") == [
+        pytest.approx(losses, rel=1e-3) for losses in wanted.pop("losses")
+    ]
     assert near(found, wanted) == wanted

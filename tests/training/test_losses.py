@@ -57,7 +57,11 @@ def changed(share: float, seed: int) -> LlamaForCausalLM:
     network, generator = tiny_llama("gqa", torch.float64), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in network.parameters():
-            weight += share * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight += (
+                share
+                * weight.std()
+                * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            )
     return network.requires_grad_(True)
 
 
@@ -66,8 +70,16 @@ def hits_of(logits: Tensor, tokens: Tensor) -> list[float]:
     return [float((order[..., : k + 1] == tokens.unsqueeze(-1)).sum()) for k in range(3)]
 
 
-def check(network: nn.Module, loss: Callable[[int], Metrics], room: Sequence[int], wanted: Tensor, hits: list) -> None:
-    """Whatever logits there is room for, losses, hits and gradients are those of ``wanted``, or of the most room."""
+def check(
+    network: nn.Module,
+    loss: Callable[[int], Metrics],
+    room: Sequence[int],
+    wanted: Tensor,
+    hits: list,
+) -> None:
+    """Whatever logits there is room for, losses, hits and gradients are those of ``wanted``,
+    or of the most room.
+    """
     gradients: dict[str, Tensor] = {}
     if wanted.requires_grad:
         wanted.sum().backward()
@@ -77,11 +89,15 @@ def check(network: nn.Module, loss: Callable[[int], Metrics], room: Sequence[int
         for _ in range(2):  # gradients are added up
             metrics = loss(most)
             (metrics.loss.sum() / 2).backward()
-        torch.testing.assert_close(metrics.loss, wanted.to(metrics.loss.dtype), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            metrics.loss, wanted.to(metrics.loss.dtype), rtol=1e-6, atol=1e-6
+        )
         assert metrics.hits.tolist() == hits
         for name, weight in network.named_parameters():
             known = gradients.setdefault(name, weight.grad.clone())
-            torch.testing.assert_close(weight.grad, known, rtol=1e-6, atol=1e-6, msg=f"{name}, {most}")
+            torch.testing.assert_close(
+                weight.grad, known, rtol=1e-6, atol=1e-6, msg=f"{name}, {most}"
+            )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -95,13 +111,24 @@ def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> 
         told = embedded[:, 1 + index : 1 + index + USED] if heads.conditioned else None
         state, out = heads.step(index, state, told)
         logits, follows = model.lm_head(out), IDS[:, 2 + index : 2 + index + USED]
-        goal = F.one_hot(follows, VOCAB).double() if objective == "text" else own[:, 1 + index : 1 + index + USED]
+        goal = (
+            F.one_hot(follows, VOCAB).double()
+            if objective == "text"
+            else own[:, 1 + index : 1 + index + USED]
+        )
         losses.append(-(goal * logits.log_softmax(-1)).sum())
         hits.append(hits_of(logits, follows))
     room = (1, 5 * ROWS * VOCAB, 1 << 30)
-    taught = teach(tiny_target(), IDS, positions=positions, count=VOCAB if objective == "distill" else 0)
-    check(heads, lambda most: HeadsLoss(heads, tiny_target(), objective, most)(*taught), room,
-          torch.stack(losses), hits)  # fmt: skip
+    taught = teach(
+        tiny_target(), IDS, positions=positions, count=VOCAB if objective == "distill" else 0
+    )
+    check(
+        heads,
+        lambda most: HeadsLoss(heads, tiny_target(), objective, most)(*taught),
+        room,
+        torch.stack(losses),
+        hits,
+    )
     assert HeadsLoss(heads, tiny_target(), objective)(*taught).positions == ROWS * USED
 
 
@@ -114,14 +141,23 @@ def test_a_draft_model_learns_in_stretches_as_in_one_piece(objective: str) -> No
         for model in (network, stock())
     )
     follows = IDS[:, 1:].flatten()
-    wanted = F.cross_entropy(logits, own.softmax(-1) if objective == "distill" else follows, reduction="sum")
-    check(network, lambda most: DraftLoss(network, tiny_target(), objective, most)(IDS, JUMPING),
-          (1 << 20, 2 * ROWS * VOCAB, 1), wanted[None], [hits_of(logits, follows)])  # fmt: skip
+    wanted = F.cross_entropy(
+        logits, own.softmax(-1) if objective == "distill" else follows, reduction="sum"
+    )
+    check(
+        network,
+        lambda most: DraftLoss(network, tiny_target(), objective, most)(IDS, JUMPING),
+        (1 << 20, 2 * ROWS * VOCAB, 1),
+        wanted[None],
+        [hits_of(logits, follows)],
+    )
 
 
 @pytest.mark.parametrize("objective", first(1, OBJECTIVES))
 @pytest.mark.parametrize("layout", first(1, ["dspark", "dspark-gated", "dspark-rnn"]))
-def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp_path: Path) -> None:
+def test_blocks_are_trained_as_they_are_drafted(
+    layout: str, objective: str, tmp_path: Path
+) -> None:
     target = target_of()
     network = find_drafter(drafter_folder(tmp_path, layout)).load(target)
     assert isinstance(network, BlockSpeculator)
@@ -136,15 +172,24 @@ def test_blocks_are_trained_as_they_are_drafted(layout: str, objective: str, tmp
             for slot in range(BLOCK):
                 logits = dense.biased(block, text[root : root + slot + 1])
                 token = torch.tensor(text[root + slot + 1])
-                wanted[slot] += F.cross_entropy(logits, own[root + slot] if objective == "distill" else token)
+                wanted[slot] += F.cross_entropy(
+                    logits, own[root + slot] if objective == "distill" else token
+                )
                 best[slot] += torch.tensor(hits_of(logits, token))
     positions = torch.arange(16).repeat(2, 1)
-    check(network, lambda most: BlockLoss(network, target, objective, most)(ids, positions, roots), (1 << 30, 1),
-          wanted.detach(), best.tolist())  # fmt: skip
+    check(
+        network,
+        lambda most: BlockLoss(network, target, objective, most)(ids, positions, roots),
+        (1 << 30, 1),
+        wanted.detach(),
+        best.tolist(),
+    )
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that any operator has made, weights and views of weights apart."""
+    """The most elements of a tensor that any operator has made,
+    weights and views of weights apart.
+    """
 
     elements = 0
 
@@ -160,9 +205,15 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_than_there_is_room_for(what: str, objective: str) -> None:
     vocabulary, hidden, length = 10_000, 300, 515
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        head_dim=16, num_key_value_heads=1, max_position_embeddings=1024,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=16,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+    )
     target, most = Target(LlamaForCausalLM(config)), 40 * vocabulary
     if what == "heads":
         loss = HeadsLoss(HEAD_TYPES["conditioned"](hidden, 1), target, objective, most)
@@ -170,7 +221,9 @@ def test_no_more_logits_than_there_is_room_for(what: str, objective: str) -> Non
         loss = DraftLoss(LlamaForCausalLM(config), target, objective, most)
         loss.network.set_attn_implementation(CAUSAL)
     ids = torch.randint(vocabulary, (1, length))
-    given = teach(target, ids, count=64 * (objective == "distill")) if what == "heads" else (ids, None)
+    given = (
+        teach(target, ids, count=64 * (objective == "distill")) if what == "heads" else (ids, None)
+    )
     with Largest() as largest:
         loss(*given).loss.sum().backward()
     states = length * 2 * hidden  # what a conditioned head makes of a row
@@ -193,7 +246,9 @@ def test_the_rate_rises_and_falls_along_a_cosine() -> None:
 def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
     def made(learnt: int, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         network = tiny_llama("gqa", torch.float64)
-        trainer = Trainer(network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft")
+        trainer = Trainer(
+            network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft"
+        )
         if state is not None:
             trainer.load({name: value.clone() for name, value in state.items()})
         for step in range(2 if state else 0, learnt):
@@ -213,12 +268,16 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
         Trainer(heads, [torch.optim.AdamW(heads.parameters())], "draft").load(half)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # How often two models draw the same, against drawing token by token
 
 
-@pytest.mark.parametrize("params", [SamplingParams(window=30, penalty=4), SamplingParams(penalty=1, min_p=0)])
-def test_agreement_counts_tokens_that_both_draw(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "params", [SamplingParams(window=30, penalty=4), SamplingParams(penalty=1, min_p=0)]
+)
+def test_agreement_counts_tokens_that_both_draw(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tasks, "_ROWS", 7)
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
     large, small = stock(), changed(0.3, 5)
@@ -232,22 +291,36 @@ def test_agreement_counts_tokens_that_both_draw(params: SamplingParams, monkeypa
         for node in range(start, start + 60):
             sampler = Sampler(params, 0, large.config.vocab_size, torch.device("cpu"))
             sampler.extend(text[: node + 1])
-            seen = sampler.seen(torch.tensor([text[node]]), torch.tensor([node]), torch.ones(1, 1, dtype=torch.bool))
-            one, other = (sampler.draw(logits[node : node + 1], seen, [node + 1]) for logits in all_logits)
+            seen = sampler.seen(
+                torch.tensor([text[node]]), torch.tensor([node]), torch.ones(1, 1, dtype=torch.bool)
+            )
+            one, other = (
+                sampler.draw(logits[node : node + 1], seen, [node + 1]) for logits in all_logits
+            )
             same += one == other
         goal = torch.tensor(text[start + 1 : start + 61])
-        target_loss, loss = (F.cross_entropy(logits[start : start + 60], goal).item() for logits in all_logits)
-        assert whole == pytest.approx({"loss": loss, "target_loss": target_loss, "agreement": same / 60}, abs=1e-5)
+        target_loss, loss = (
+            F.cross_entropy(logits[start : start + 60], goal).item() for logits in all_logits
+        )
+        assert whole == pytest.approx(
+            {"loss": loss, "target_loss": target_loss, "agreement": same / 60}, abs=1e-5
+        )
         assert 0 < same < 60
     assert measure_agreement(target, draft, text[:61], params) == scores[0][0]
 
 
 def test_recent_tokens_are_read_at_their_own_positions() -> None:
     small = tiny_llama("gqa", torch.float64)
-    text = torch.randint(small.config.vocab_size, (400,), generator=torch.Generator().manual_seed(5)).tolist()
-    ((whole, recent),) = agreements(Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16)
+    text = torch.randint(
+        small.config.vocab_size, (400,), generator=torch.Generator().manual_seed(5)
+    ).tolist()
+    ((whole, recent),) = agreements(
+        Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16
+    )
     positions = torch.arange(374, 395).unsqueeze(0)
-    logits = tiny_llama("gqa", torch.float64)(torch.tensor([text[374:395]]), position_ids=positions).logits[0, 16:]
+    logits = tiny_llama("gqa", torch.float64)(
+        torch.tensor([text[374:395]]), position_ids=positions
+    ).logits[0, 16:]
     wanted = F.cross_entropy(logits.float(), torch.tensor(text[391:396]))
     assert recent["loss"] == pytest.approx(wanted.item(), abs=1e-5)
     assert recent["loss"] != pytest.approx(whole["loss"], abs=1e-3)

@@ -26,7 +26,19 @@ from tswift.speculators.heads import HEAD_TYPES, ChainedHeads
 from tswift.training.config import DraftConfig
 from tswift.training.run import Outcome
 
-WORDS = [*"abcdefgh", "ship", "sailed", "over", "grey", "sea", "nobody", "weather", "before", "that", "night"]
+WORDS = [
+    *"abcdefgh",
+    "ship",
+    "sailed",
+    "over",
+    "grey",
+    "sea",
+    "nobody",
+    "weather",
+    "before",
+    "that",
+    "night",
+]
 
 
 @pytest.fixture
@@ -38,14 +50,36 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = demo.demo_config(300).to_dict() | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    shrunk = {"POSITIONS": (0, 40), "WINDOW": 16, "TEXTS": 2, "_ROW": 48, "demo_config": lambda _: LlamaConfig(**shape)}
+def test_the_recipe_makes_a_model_that_generates(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = demo.demo_config(300).to_dict() | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+    }
+    shrunk = {
+        "POSITIONS": (0, 40),
+        "WINDOW": 16,
+        "TEXTS": 2,
+        "_ROW": 48,
+        "demo_config": lambda _: LlamaConfig(**shape),
+    }
     for name, value in shrunk.items():
         monkeypatch.setattr(demo, name, value)
-    plan = Plan(steps=4, tokens_per_step=128, short_row=32, long_row=64, warmup=2, long_from=0.5, heads_from=0.5)
+    plan = Plan(
+        steps=4,
+        tokens_per_step=128,
+        short_row=32,
+        long_row=64,
+        warmup=2,
+        long_from=0.5,
+        heads_from=0.5,
+    )
     heads = HeadsPlan(steps=2, matrix_lr=0.01, tokens_per_step=64, rows=(32,))
-    recipe = demo.Recipe(str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads)
+    recipe = demo.Recipe(
+        str(corpus), "Weather", plan, vocab_size=300, rows=4, chained=heads, conditioned=heads
+    )
     demo.build(tmp_path / "model", tmp_path / "work", recipe)
     with pytest.raises(InputError, match=r"^--work: .* another recipe"):
         demo.build(tmp_path / "model", tmp_path / "work", dataclasses.replace(recipe, rows=5))
@@ -56,7 +90,11 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
         model = tswift.load(str(tmp_path / "model"), heads=kind)
         assert model.heads.kind == (kind or "conditioned")
         texts = [
-            [token for step in tswift.generate(model, "the ship", 12, method=method) for token in step.tokens]
+            [
+                token
+                for step in tswift.generate(model, "the ship", 12, method=method)
+                for token in step.tokens
+            ]
             for method in ("ar", "tokenswift")
         ]
         assert texts == [texts[0]] * 2
@@ -68,12 +106,20 @@ def test_the_recipe_makes_a_model_that_generates(tmp_path: Path, corpus: Path, m
 
 
 @pytest.mark.slow
-def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_makes_a_draft_model(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"POSITIONS": (0, 40), "WINDOW": 16, "TEXTS": 2}.items():
         monkeypatch.setattr(demo_draft, name, value)
-    path, work, out = tmp_path / "work" / "corpus" / "kept.parquet", tmp_path / "work", tmp_path / "out"
+    path, work, out = (
+        tmp_path / "work" / "corpus" / "kept.parquet",
+        tmp_path / "work",
+        tmp_path / "out",
+    )
     demo_draft.keep_documents(str(corpus), path)
-    config = DraftConfig(str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu")
+    config = DraftConfig(
+        str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu"
+    )
     demo_draft.build(str(corpus), out, work, config, "Weather")
     card, weights = (out / "README.md").read_text(), (out / "model.safetensors").read_bytes()
     assert "{" not in card
@@ -86,8 +132,12 @@ def test_the_recipe_makes_a_draft_model(tmp_path: Path, corpus: Path, monkeypatc
 
 def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_draft, "load_documents", lambda corpus: ["a text"] * 50)
-    monkeypatch.setattr(demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15))
-    with pytest.raises(InputError, match=r"^--work: the training was interrupted; the same command goes on"):
+    monkeypatch.setattr(
+        demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15)
+    )
+    with pytest.raises(
+        InputError, match=r"^--work: the training was interrupted; the same command goes on"
+    ):
         demo_draft.build("x", tmp_path / "out", tmp_path / "work", DraftConfig("x"))
     assert not (tmp_path / "out").exists()
 
@@ -95,9 +145,15 @@ def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.Mo
 def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=4096,
-    )  # fmt: skip
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=4096,
+    )
     model, heads = LlamaForCausalLM(config), ChainedHeads(16, 2)
     stream = np.tile(np.arange(17, dtype=np.uint16), 60)  # counting: easy to learn
     ids = torch.from_numpy(stream[:64].astype(np.int64)).unsqueeze(0)
@@ -109,7 +165,9 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
             return own.item(), head_losses(hidden, ids, heads, model.lm_head).mean().item()
 
     before = losses()
-    plan = Plan(steps=60, tokens_per_step=128, short_row=32, long_row=64, warmup=3, position_limit=4096)
+    plan = Plan(
+        steps=60, tokens_per_step=128, short_row=32, long_row=64, warmup=3, position_limit=4096
+    )
     pretrain(model, heads, stream, plan, lambda line: None)
     after = losses()
     assert after[0] < 0.7 * before[0]
@@ -127,19 +185,29 @@ def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
         write_text(model, starts, 17, SamplingParams(window=16), 1, lines.append)
     torch.manual_seed(2)
     heads = HEAD_TYPES["conditioned"](HIDDEN, 2)
-    plan = HeadsPlan(steps=41, matrix_lr=0.02, tokens_per_step=128, rows=(32, 64), position_limit=512)
+    plan = HeadsPlan(
+        steps=41, matrix_lr=0.02, tokens_per_step=128, rows=(32, 64), position_limit=512
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     lines.clear()
     train_heads(model, heads, text.ravel(), plan, lines.append)
-    first, last = ([float(loss) for loss in line.split("losses ")[1].split()[:2]] for line in (lines[0], lines[-1]))
+    first, last = (
+        [float(loss) for loss in line.split("losses ")[1].split()[:2]]
+        for line in (lines[0], lines[-1])
+    )
     assert all(later < earlier for earlier, later in zip(first, last, strict=True))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())  # the base is frozen
+    # the base is frozen
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.slow
-def test_texts_for_heads_are_the_models_own_and_parts_of_books(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_for_heads_are_the_models_own_and_parts_of_books(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(texts, "_EXTRACT", 30)
-    books = [f"{name} " * 20 for name in ("alpha", "beta", "gamma", "delta")] + ["too short to take part of"]
+    books = [f"{name} " * 20 for name in ("alpha", "beta", "gamma", "delta")] + [
+        "too short to take part of"
+    ]
     parts = texts.extracts(books, 4, np.random.default_rng(1))
     assert {part.split()[0] for part in parts} == {"alpha", "beta", "gamma", "delta"}
     assert {len(part) for part in parts} <= {*range(24, 30)}
@@ -150,7 +218,10 @@ def test_texts_for_heads_are_the_models_own_and_parts_of_books(tiny: Tiny, monke
     rng = np.random.default_rng(1)
     *answers, book = itertools.islice(texts.written(model, books, 1, rng), 3)
     asked = [request.format(topic) for request in texts.REQUESTS for topic in texts.TOPICS]
-    assert all(any(text.startswith(request) and len(text) > len(request) for request in asked) for text in answers)
+    assert all(
+        any(text.startswith(request) and len(text) > len(request) for request in asked)
+        for text in answers
+    )
     start = model.tokenizer.decode(model.tokenizer(book)["input_ids"][:3])
     assert any(start in text for text in books)
     assert 3 < len(model.tokenizer(book)["input_ids"]) <= 20

@@ -1,4 +1,6 @@
-"""A whole training: what it learns, how it is interrupted and resumed, by one process and by two, and its folder."""
+"""A whole training: what it learns, how it is interrupted and resumed, by one process and by two,
+and its folder.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from tswift.training.tasks import HEADS, MODEL, DraftTrainee
 
 STEPS = 6
 OPTIONS: dict[str, dict[str, Any]] = {
-    "heads": {"batch": 2, "lr": 1e-2, "alpha_tokens": 0, "keep_tokens": 10 * 64, "draft_vocabulary": 200},
+    "heads": {
+        "batch": 2,
+        "lr": 1e-2,
+        "alpha_tokens": 0,
+        "keep_tokens": 10 * 64,
+        "draft_vocabulary": 200,
+    },
     "lm": {"batch": 4, "reach": 1000},
     "block": {"kind": "block", "batch": 2, "block": 3, "mlp": 32, "rank": 8, "markov": "rnn"},
 }
@@ -45,9 +53,17 @@ RESULT = {"heads": HEADS, "lm": MODEL, "block": MODEL}
 def config_of(what: str, tiny: Tiny, /, **changes: object) -> HeadsConfig | DraftConfig:
     """Short settings of a training of heads, of a language model, of a block drafter."""
     model = tiny.deep if what == "block" else tiny.model
-    common = {"corpus": str(tiny.corpus), "model": str(model), "seq_len": 64, "steps": STEPS, "accumulate": 2}
+    common = {
+        "corpus": str(tiny.corpus),
+        "model": str(model),
+        "seq_len": 64,
+        "steps": STEPS,
+        "accumulate": 2,
+    }
     common |= {"warmup": 2, "eval_every": 2, "device": "cpu"}
-    return (HeadsConfig if what == "heads" else DraftConfig)(**{**common, **OPTIONS[what], **changes})
+    return (HeadsConfig if what == "heads" else DraftConfig)(
+        **{**common, **OPTIONS[what], **changes}
+    )
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -88,10 +104,22 @@ SLOW_BLOCK = {"objective": "distill", "markov": "rnn", "steps": 40, "batch": 4, 
     first(
         1,
         [
-            ("heads", {"kind": "chained", "objective": "distill", "steps": 20, "batch": 4}, 0.1, "heads", "tokenswift"),
+            (
+                "heads",
+                {"kind": "chained", "objective": "distill", "steps": 20, "batch": 4},
+                0.1,
+                "heads",
+                "tokenswift",
+            ),
             ("heads", {"steps": 20, "batch": 4}, 0.1, "heads", "tokenswift"),
             ("lm", {"steps": 15}, 1.5, "draft_model", "standalone"),
-            ("block", {"markov": "vanilla", "steps": 40, "batch": 4, "lr": 0.05}, 0.3, "drafter", "block"),
+            (
+                "block",
+                {"markov": "vanilla", "steps": 40, "batch": 4, "lr": 0.05},
+                0.3,
+                "drafter",
+                "block",
+            ),
             ("block", SLOW_BLOCK, 0.01, "drafter", "block"),
         ],
     ),
@@ -117,7 +145,11 @@ def test_what_is_trained_learns_and_drafts_for_its_model(
         assert after["tokens_per_step"] == pytest.approx(1 + 4 * after["alpha"], abs=0.15)
     else:
         about = describe_drafter(tmp_path / "out")
-        assert (about["layout"], about["kind"], about["count"]) == ("DeepSpec", "dspark", len(after["loss"]))
+        assert (about["layout"], about["kind"], about["count"]) == (
+            "DeepSpec",
+            "dspark",
+            len(after["loss"]),
+        )
         assert (about["taps"], about["markov"]) == ((1,), f"{config.markov}, rank 8")
     weights_kept = load_file(tmp_path / "out" / RESULT[what])
     drafted = weights_kept.pop("draft_ids", None)
@@ -126,7 +158,11 @@ def test_what_is_trained_learns_and_drafts_for_its_model(
     result = tmp_path / "out" / (HEADS if what == "heads" else "")
     model = tswift.load(config.model, dtype="float64", **{option: str(result)})
     texts = [
-        [token for step in tswift.generate(model, "the ship", 40, method=each) for token in step.tokens]
+        [
+            token
+            for step in tswift.generate(model, "the ship", 40, method=each)
+            for token in step.tokens
+        ]
         for each in ("ar", method)
     ]
     assert texts[0] == texts[1]
@@ -136,7 +172,9 @@ def test_what_is_trained_learns_and_drafts_for_its_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str) -> None:
-    train(config_of(kind, tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), tmp_path / "out")
+    train(
+        config_of(kind, tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), tmp_path / "out"
+    )
     assert (tmp_path / "out" / RESULT[kind]).exists()
 
 
@@ -148,12 +186,16 @@ def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str
         ("GPT-2", "has no rms_norm_eps, which a block drafter takes over"),
     ],
 )
-def test_models_without_block_drafters(model: str | None, problem: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_models_without_block_drafters(
+    model: str | None, problem: str, tiny: Tiny, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     if model is not None:
         checkpoint(ARCHITECTURES[model], folder)
     with pytest.raises(InputError, match=rf"^model: .*{problem}"):
-        train(config_of("block", tiny, model=str(folder if model else tiny.model)), tmp_path / "out")
+        train(
+            config_of("block", tiny, model=str(folder if model else tiny.model)), tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -162,9 +204,9 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
 
     def places(key: tuple[int, ...], reach: int) -> torch.Tensor | None:
         documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
-        return DraftTrainee(config_of("lm", tiny, reach=reach), model, documents, Dist(), Reporter(), Path()).places(
-            40, key
-        )[0]
+        return DraftTrainee(
+            config_of("lm", tiny, reach=reach), model, documents, Dist(), Reporter(), Path()
+        ).places(40, key)[0]
 
     seen, again, other = (places(key, 100_000) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
     assert 30_000 < seen.max() < 100_000
@@ -173,7 +215,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
     assert places((1, 2, 3), 65) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # interrupted and resumed
 
 
@@ -189,9 +231,12 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "number"), first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)])
+    ("kind", "number"),
+    first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)]),
 )
-def test_stopped_by_a_signal_and_gone_on_with(tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int) -> None:
+def test_stopped_by_a_signal_and_gone_on_with(
+    tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int
+) -> None:
     out, config = tmp_path / "out", config_of(kind, tiny)
     outcome = train(config, out, StopAt(3, number))
     assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
@@ -225,7 +270,9 @@ def test_stopped_within_a_step_and_gone_on_with(
     same(tmp_path / "out", whole["heads"], "heads")
 
 
-def test_minutes_include_evaluation(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_include_evaluation(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is left for training is half of them at least."""
     training = module._Training.__new__(module._Training)
     for evaluating, allowed in ((0.0, 120.0), (10.0, 100.0), (50.0, 60.0)):
@@ -255,7 +302,11 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
 def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
     config = config_of("heads", tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0)
     outcome = train(config, tmp_path / "out")
-    lines = [json.loads(line) for line in (tmp_path / "out" / METRICS).read_text().splitlines() if '"lr"' in line]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / METRICS).read_text().splitlines()
+        if '"lr"' in line
+    ]
     assert outcome.steps == len(lines) > 3
     evaluating = json.loads((tmp_path / "out" / RECORD).read_text())["evaluation_seconds"]
     limit = max(0.25, 0.5 - 2 * evaluating)  # what is left of the time for training
@@ -281,9 +332,16 @@ def out(cut: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(cut, tmp_path / "out"))
 
 
-def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, out: Path, tmp_path: Path) -> None:
-    moved = {name: str(shutil.copytree(getattr(tiny, name), tmp_path / name)) for name in ("model", "corpus")}
-    with pytest.raises(InputError, match=r"^lr: the training in .* was begun with 0\.01, got 0\.5$"):
+def test_a_model_and_a_corpus_that_were_moved(
+    tiny: Tiny, whole: dict, out: Path, tmp_path: Path
+) -> None:
+    moved = {
+        name: str(shutil.copytree(getattr(tiny, name), tmp_path / name))
+        for name in ("model", "corpus")
+    }
+    with pytest.raises(
+        InputError, match=r"^lr: the training in .* was begun with 0\.01, got 0\.5$"
+    ):
         resume(HeadsConfig, out, moved | {"lr": 0.5})
     text = max((tmp_path / "corpus").iterdir(), key=lambda path: path.stat().st_size)
     before = text.read_text()
@@ -298,18 +356,39 @@ def test_a_model_and_a_corpus_that_were_moved(tiny: Tiny, whole: dict, out: Path
 
 
 @pytest.mark.slow
-def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, out: Path, tmp_path: Path) -> None:
-    record, changed = json.loads((out / RECORD).read_text()), "the .* changed since the training in "
-    rows = [({name: 7}, f"{option}: {changed}") for name, option in
-            {"base": "model", "corpus": "corpus", "processes": "resume", "dtype": "dtype"}.items()]  # fmt: skip
-    rows.append(({"plan": record["plan"] | {"kind": "odd"}}, "resume: .* holds a plan that is damaged"))
+def test_another_model_or_corpus_or_damage_is_noticed(
+    tiny: Tiny, out: Path, tmp_path: Path
+) -> None:
+    record, changed = (
+        json.loads((out / RECORD).read_text()),
+        "the .* changed since the training in ",
+    )
+    rows = [
+        ({name: 7}, f"{option}: {changed}")
+        for name, option in {
+            "base": "model",
+            "corpus": "corpus",
+            "processes": "resume",
+            "dtype": "dtype",
+        }.items()
+    ]
+    rows.append(
+        ({"plan": record["plan"] | {"kind": "odd"}}, "resume: .* holds a plan that is damaged")
+    )
     damaged = r"resume: .*train\.json is damaged$"
-    for text, message in [(json.dumps(record | new), told) for new, told in rows] + [("{", damaged), ("[]", damaged)]:
+    for text, message in [(json.dumps(record | new), told) for new, told in rows] + [
+        ("{", damaged),
+        ("[]", damaged),
+    ]:
         (out / RECORD).write_text(text)
         with pytest.raises(InputError, match=f"^{message}"):
             resume(HeadsConfig, out)
     (out / RECORD).write_text(json.dumps(record))
-    for content in ((out / CHECKPOINT).read_bytes()[:-100], b"", (tiny.model / "model.safetensors").read_bytes()):
+    for content in (
+        (out / CHECKPOINT).read_bytes()[:-100],
+        b"",
+        (tiny.model / "model.safetensors").read_bytes(),
+    ):
         (out / CHECKPOINT).write_bytes(content)
         with pytest.raises(InputError, match=r"^resume: .*checkpoint\.safetensors is damaged"):
             resume(HeadsConfig, out)
@@ -318,18 +397,24 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny: Tiny, out: Path, tmp
 
 
 @pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT])
-def test_what_is_no_file_is_neither_waited_for_nor_followed(out: Path, tmp_path: Path, name: str) -> None:
+def test_what_is_no_file_is_neither_waited_for_nor_followed(
+    out: Path, tmp_path: Path, name: str
+) -> None:
     (out / name).rename(tmp_path / name)
     (out / name).symlink_to(tmp_path / name)
     with pytest.raises(InputError, match=rf"^resume: .*{name} cannot be read \(it is a link\)$"):
         resume(HeadsConfig, out)
     (out / name).unlink()
     os.mkfifo(out / name)
-    with pytest.raises(InputError, match=rf"^resume: .*{name} cannot be read \(it is no regular file\)$"):
+    with pytest.raises(
+        InputError, match=rf"^resume: .*{name} cannot be read \(it is no regular file\)$"
+    ):
         resume(HeadsConfig, out)
 
 
-def test_a_link_is_not_written_through_and_a_second_process_is_refused(out: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_written_through_and_a_second_process_is_refused(
+    out: Path, tmp_path: Path
+) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for name in (CHECKPOINT, HEADS):
@@ -345,25 +430,36 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(out: Path
 
 
 def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(DecodeError, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"):
+    with pytest.raises(
+        DecodeError, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"
+    ):
         train(config_of("heads", tiny, lr=1e30), tmp_path / "out")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # several processes
 
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path) -> None:
-    train(config_of("heads", tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0), tmp_path / "one")
-    words = (
-        f"train --corpus {tiny.corpus} --model {tiny.model} --out {tmp_path / 'two'} --seq-len 64 --steps 3 --batch 2"
+    train(
+        config_of("heads", tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0),
+        tmp_path / "one",
     )
-    words += " --accumulate 2 --warmup 2 --lr 0.01 --alpha-tokens 0 --eval-every 2 --device cpu --dtype float64"
-    words += " --draft-vocabulary 200 --keep-tokens 0"  # else each learns again from rows of its own
+    words = (
+        f"train --corpus {tiny.corpus} --model {tiny.model} --out {tmp_path / 'two'} --seq-len 64 "
+        "--steps 3 --batch 2"
+    )
+    words += " --accumulate 2 --warmup 2 --lr 0.01 --alpha-tokens 0 --eval-every 2"
+    words += " --device cpu --dtype float64"
+    # else each learns again from rows of its own
+    words += " --draft-vocabulary 200 --keep-tokens 0"
     first, second = on_ranks(tmp_path, 2, main, words.split())
     assert (first.found, second.found) == (0, 0), first.err + second.err
-    ours, theirs = load_file(tmp_path / "one" / CHECKPOINT), load_file(tmp_path / "two" / CHECKPOINT)
+    ours, theirs = (
+        load_file(tmp_path / "one" / CHECKPOINT),
+        load_file(tmp_path / "two" / CHECKPOINT),
+    )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=name)
@@ -396,7 +492,7 @@ def test_processes_that_cannot_work_together(
         open_ranks(device).__enter__()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # files that cannot be written
 
 
@@ -414,11 +510,17 @@ def save(folder: TrainFolder) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
-    """What was there before is there afterwards; and it is said how to go on, if there is anything to go on from."""
+    """What was there before is there afterwards; and it is said how to go on,
+    if there is anything to go on from.
+    """
     if kept:
         save(folder)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
-    goes_on = f"; tswift train-draft --resume {folder.path} goes on from the last checkpoint" if kept else ""
+    goes_on = (
+        f"; tswift train-draft --resume {folder.path} goes on from the last checkpoint"
+        if kept
+        else ""
+    )
 
     def full(path: Path) -> None:
         path.write_bytes(b"a part")
@@ -432,7 +534,8 @@ def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
         ("", "Error while serializing: I/O error", lambda: folder.write_results(broken)),
     ):
         with pytest.raises(
-            DecodeError, match=rf"^{re.escape(f'{folder.path}{name} cannot be written ({reason}){goes_on}')}$"
+            DecodeError,
+            match=rf"^{re.escape(f'{folder.path}{name} cannot be written ({reason}){goes_on}')}$",
         ):
             attempt()
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
@@ -441,7 +544,9 @@ def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
 def test_weights_come_last(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(folder, "write", lambda name, save: written.append(name))
-    folder.write_results(lambda made: [(made / name).touch() for name in (MODEL, "a.json", "tokenizer.json")])
+    folder.write_results(
+        lambda made: [(made / name).touch() for name in (MODEL, "a.json", "tokenizer.json")]
+    )
     assert (len(written), written[-1]) == (3, MODEL)
 
 
@@ -450,6 +555,13 @@ def test_names_and_folders_that_cannot_be(tmp_path: Path, folder: TrainFolder) -
         TrainFolder(tmp_path / os.fsdecode(b"d\xff"), "train").created().__enter__()
     assert [*tmp_path.iterdir()] == [folder.path]
     shutil.rmtree(folder.path)
-    for attempt in (lambda: folder.log({"step": 1}), lambda: save(folder), lambda: folder.write_record({})):
-        with pytest.raises(DecodeError, match=rf"^{re.escape(str(folder.path))}/.* cannot be written \(.*No such file"):
+    for attempt in (
+        lambda: folder.log({"step": 1}),
+        lambda: save(folder),
+        lambda: folder.write_record({}),
+    ):
+        with pytest.raises(
+            DecodeError,
+            match=rf"^{re.escape(str(folder.path))}/.* cannot be written \(.*No such file",
+        ):
             attempt()

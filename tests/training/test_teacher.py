@@ -1,4 +1,6 @@
-"""What a model says of rows of text: against its logits; kept for later epochs, and when a training is killed."""
+"""What a model says of rows of text: against its logits; kept for later epochs,
+and when a training is killed.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ def numbers(taught: Taught) -> list[int]:
     """Those of rows, if all of what is said of each goes together."""
     for ids, hidden, likeliest, shares in zip(*taught, strict=True):
         number = int(ids[0])
-        torch.testing.assert_close(hidden.float(), torch.full_like(hidden, 0.1 * number).float(), rtol=4e-3, atol=0)
-        torch.testing.assert_close(shares.float(), torch.full_like(shares, 1 / (1 + number)), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            hidden.float(), torch.full_like(hidden, 0.1 * number).float(), rtol=4e-3, atol=0
+        )
+        torch.testing.assert_close(
+            shares.float(), torch.full_like(shares, 1 / (1 + number)), rtol=1e-3, atol=0
+        )
         assert (ids == number).all()
         assert (likeliest == number).all()
     return taught.ids[:, 0].tolist()
@@ -77,7 +83,10 @@ def numbers(taught: Taught) -> list[int]:
 def test_every_row_passes_the_model_once_and_comes_back_in_every_epoch(tmp_path: Path) -> None:
     reader = Reader()
     lessons = opened(tmp_path / "file", reader)
-    epochs = [numbers(lessons.take(first, 2, True)) + numbers(lessons.take(first + 2, 4, True)) for first in (0, 6, 12)]
+    epochs = [
+        numbers(lessons.take(first, 2, True)) + numbers(lessons.take(first + 2, 4, True))
+        for first in (0, 6, 12)
+    ]
     assert reader.asked == epochs[0] == [*range(6)]
     assert sorted(epochs[1]) == sorted(epochs[2]) == epochs[0]
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -95,7 +104,9 @@ def test_the_first_epoch_ends_when_it_is_told_to_and_a_file_is_gone_on_with(tmp_
     assert (first.asked, second.asked) == ([0, 1, 2], [3])
 
 
-def test_a_row_that_was_not_written_whole_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_was_not_written_whole_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = Reader()
     lessons = opened(tmp_path / "file", reader)
     lessons.take(0, 1, True)
@@ -110,7 +121,11 @@ def test_a_row_that_was_not_written_whole_is_made_again(tmp_path: Path, monkeypa
 def test_without_a_file_every_row_is_new(tmp_path: Path) -> None:
     reader = Reader()
     lessons = opened(tmp_path / "file", reader, room=0)
-    assert [numbers(lessons.take(number, 1, False))[0] for number in (0, 1, 9)] == reader.asked == [0, 1, 9]
+    assert (
+        [numbers(lessons.take(number, 1, False))[0] for number in (0, 1, 9)]
+        == reader.asked
+        == [0, 1, 9]
+    )
     assert [*tmp_path.iterdir()] == []
 
 
@@ -119,5 +134,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     monkeypatch.setattr(teacher.os, "posix_fallocate", full)
-    with pytest.raises(DecodeError, match=r"^.*file cannot be written \(No space left on device\)$"):
+    with pytest.raises(
+        DecodeError, match=r"^.*file cannot be written \(No space left on device\)$"
+    ):
         opened(tmp_path / "file", Reader()).take(0, 1, True)

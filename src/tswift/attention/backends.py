@@ -1,4 +1,6 @@
-"""The attention backends by name, and why one cannot serve; what they need is imported when one is asked for."""
+"""The attention backends by name, and why one cannot serve;
+what they need is imported when one is asked for.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,23 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
 USUAL = 64  # head size
 _HALVES = (torch.bfloat16, torch.float16)
 _Tried = tuple[tuple[int, int, bool], ...]
-# Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU, which is quick at it.
-# Each size of a tree may be a kernel of its own, which has to be compiled: these are sizes that decoding uses, nearly.
+# Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU,
+# which is quick at it. Each size of a tree may be a kernel of its own, which has to be compiled:
+# these are sizes that decoding uses, nearly.
 _TRIED: _Tried = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
 _TRIED_ON_CUDA: _Tried = (*_TRIED, (37, 17, True), (8191, 1, False), (37, 133, False))
 _WIDEST = 8192  # a wider window is tried as this one
 _NOTHING = AttentionSpec()
-_LEAST = 2e-5  # backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
+# backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
+_LEAST = 2e-5
 
 
 def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
-    """Why a backend, a key of :data:`BACKENDS`, cannot serve a model here, in one line; None if it can.
+    """Why a backend, a key of :data:`BACKENDS`, cannot serve a model here, in one line; None if it
+    can.
 
-    What has to be compiled for that, and for the model's head size, is compiled now, not in the first pass.
+    What has to be compiled for that, and for the model's head size, is compiled now, not in the
+    first pass.
     """
     if name == "sdpa":
         return None
@@ -63,9 +69,16 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
         return _unbuilt(width, dtype)
     if name == "triton":
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            return "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for tests)"
+            return (
+                "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for "
+                "tests)"
+            )
         return _missing("triton", "triton")
-    return _missing("flash_attn", "flash-attn") if device.type == "cuda" else "flash attention needs CUDA"
+    return (
+        _missing("flash_attn", "flash-attn")
+        if device.type == "cuda"
+        else "flash attention needs CUDA"
+    )
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
@@ -80,7 +93,9 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
         own = "triton" if device.type == "cuda" else "native"
         return own if why_not(own, dtype, device, width) is None else "sdpa"
     if name not in BACKENDS:
-        raise InputError(f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "attention")
+        raise InputError(
+            f"no attention {name!r}; there are auto, {', '.join(BACKENDS)}", "attention"
+        )
     reason = why_not(name, dtype, device, width)
     if reason:
         raise InputError(reason, "attention")
@@ -88,10 +103,13 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
 
 
 def exact_for(attention: type[Attention], width: int) -> type[Attention]:
-    """What attends in exact passes: the backend itself, or stock operators where it has none for heads of a size."""
+    """What attends in exact passes: the backend itself,
+    or stock operators where it has none for heads of a size.
+    """
     from tswift.attention.native import NativeAttention, takes
 
-    left = attention is NativeAttention and not takes(width)  # to operators whose rows are not exact
+    # to operators whose rows are not exact
+    left = attention is NativeAttention and not takes(width)
     return attention if attention.EXACT and not left else BatchInvariantAttention
 
 
@@ -105,11 +123,13 @@ def fails(
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
-    What it computes of random rows, over odd numbers of keys, is compared with plain products in float64. ``heads`` are
-    KV heads and query heads per KV head; ``spec`` the layers' specs, more than nothing only if the backend takes them.
+    What it computes of random rows, over odd numbers of keys, is compared with plain products in
+    float64. ``heads`` are KV heads and query heads per KV head; ``spec`` the layers' specs, more
+    than nothing only if the backend takes them.
     """
     try:
-        backend, layout = BACKENDS[name](), Layout(*heads, dtype, device)
+        backend = BACKENDS[name]()
+        layout = Layout(*heads, dtype, device)
         errors = [_max_relative_error(backend, layout, width, each) for each in spec]
         error = float(torch.tensor(errors).max())  # NaN if any is
     except Exception as failure:  # compilers, drivers and libraries have many ways to fail
@@ -119,10 +139,14 @@ def fails(
     return f"{name} attention failed its numerical check (relative error {error:.2g})"
 
 
-def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int) -> int:
-    """Bytes of a layer's partial results before they are merged, by an attention of this class; 0 if unknown.
+def partials_bytes(
+    attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int
+) -> int:
+    """Bytes of a layer's partial results before they are merged, by an attention of this class;
+    0 if unknown.
 
-    ``heads`` are KV heads and query heads per KV head, of size ``width``; ``slots`` the cache's, ``nodes`` the pass's.
+    ``heads`` are KV heads and query heads per KV head, of size ``width``; ``slots`` the cache's,
+    ``nodes`` the pass's.
     """
     if attention != "TritonAttention":
         return 0
@@ -133,30 +157,46 @@ def partials_bytes(attention: str, heads: tuple[int, int], width: int, slots: in
     return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
-def _max_relative_error(backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec) -> float:
-    """How far a backend's outputs are from those of plain products at most, as a share of the largest."""
-    device, asked = layout.device, dict[str, Any]()
-    tried, scale = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED, width**-0.5
+def _max_relative_error(
+    backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec
+) -> float:
+    """How far a backend's outputs are from those of plain products at most,
+    as a share of the largest.
+    """
+    device = layout.device
+    asked = dict[str, Any]()
+    tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
+    scale = width**-0.5
     if spec:
         spec = replace(spec, window=spec.window and min(spec.window, _WIDEST))
-        tried, asked = _around(spec.window), {"spec": spec}
-        scale *= max(4.0, (spec.softcap or 0) / 4)  # by smaller scores no key stands out, and no soft cap shows
+        tried = _around(spec.window)
+        asked = {"spec": spec}
+        # by smaller scores no key stands out, and no soft cap shows
+        scale *= max(4.0, (spec.softcap or 0) / 4)
     slots = max(held + nodes for held, nodes, _ in tried) + 1
     source = torch.Generator(device).manual_seed(0)
-    both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(layout.dtype)
+    both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(
+        layout.dtype
+    )
     max_nodes = max(nodes for _, nodes, _ in tried)
     heads = layout.kv_heads * layout.groups
     rows = torch.randn(max_nodes, heads, width, generator=source, device=device).to(layout.dtype)
-    exact, errors = replace(layout, dtype=torch.float64), []
-    cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)  # only its length counts
+    exact = replace(layout, dtype=torch.float64)
+    errors = []
+    # only its length counts
+    cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)
     for held, nodes, tree in tried:
         ancestors = _binary(nodes).to(device) if tree else None
         query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
         reference_args = query.double(), keys.double(), values.double(), scale
         if spec:
-            depths = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
+            depths = (
+                torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
+            )
             cache.length = held
-            expected = MaskedAttention(exact.dtype, [spec], cache, depths + held, ancestors)(0, *reference_args)
+            expected = MaskedAttention(exact.dtype, [spec], cache, depths + held, ancestors)(
+                0, *reference_args
+            )
         else:
             expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
         outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
@@ -166,7 +206,9 @@ def _max_relative_error(backend: type[Attention], layout: Layout, width: int, sp
             room[:, :, :held] = both[:, :, :held]
             backend.store(room[0], room[1], keys[:, held:], values[:, held:], length)
             keys, values = room
-            outputs.append(backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked))
+            outputs.append(
+                backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked)
+            )
         errors += [(out.double() - expected).abs().max() / expected.abs().max() for out in outputs]
     return float(torch.stack(errors).max())  # NaN if any is
 
@@ -178,7 +220,11 @@ def _around(window: int | None) -> _Tried:
     """
     below, above = (130, 517) if window is None else (window - 1, window + 3)
     shapes = ((17, False), (32, True))
-    return (1, 3, True), *((held, *shape) for held in (below, above) for shape in shapes), (above, 133, False)
+    return (
+        (1, 3, True),
+        *((held, *shape) for held in (below, above) for shape in shapes),
+        (above, 133, False),
+    )
 
 
 def _binary(nodes: int) -> Tensor:
@@ -195,7 +241,8 @@ def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
 
     try:
         parallel_region()
-        library(width if takes(width) else USUAL, dtype)  # that one tells whether there is a compiler at all
+        # that one tells whether there is a compiler at all
+        library(width if takes(width) else USUAL, dtype)
     except Unbuilt as error:
         return f"native attention {error}"
     return None

@@ -1,7 +1,7 @@
 """Tree attention on the CPU by a C kernel of our own, prefix and tree in one go.
 
-PyTorch's CPU operator multiplies 2 to 16 rows far below the processor's bandwidth: 8 rows took it 2.5 times as long as
-one. The kernel reads keys and values once for all rows.
+PyTorch's CPU operator multiplies 2 to 16 rows far below the processor's bandwidth: 8 rows took it
+2.5 times as long as one. The kernel reads keys and values once for all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout, TreeAttention
 from tswift.native_build import Unbuilt, build, widest_vectors
 
-_SOURCE, _POOL = Path(__file__).with_name("native.c"), Path(__file__).with_name("pool.c")
+_SOURCE = Path(__file__).with_name("native.c")
+_POOL = Path(__file__).with_name("pool.c")
 _MAX_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 512  # head size
 _TILE = 16  # head sizes are a multiple
@@ -29,9 +30,15 @@ class _Call(ctypes.Structure):
     """``Call`` in native.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "ancestors", "depths", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "keys", "values", "ancestors", "depths", "out")
+        ),
         *((name, ctypes.c_void_p) for name in ("scratch", "parallel", "key_steps", "value_steps")),
-        *((name, ctypes.c_int64) for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")
+        ),
         *((name, ctypes.c_int64) for name in ("threads", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
@@ -40,16 +47,19 @@ class _Call(ctypes.Structure):
 class NativeAttention(Attention):
     """Attention for x86 CPUs in float32, bfloat16 and float16.
 
-    Keys and values are read in their own dtype; all else is computed in float32. With ``steps`` they are int16, and
-    int8 ones have a step each: see native.c. A path's slots are in the order of its positions. Head sizes that are no
-    multiple of 16 or above 512, passes with more than 64 nodes and 128 rows per KV head, and those that are
-    differentiated are left to
+    Keys and values are read in their own dtype; all else is computed in float32. With ``steps``
+    they are int16, and
+    int8 ones have a step each: see native.c. A path's slots are in the order of its positions. Head
+    sizes that are no multiple of 16 or above 512, passes with more than 64 nodes and 128 rows per
+    KV head, and those that are differentiated are left to
     :class:`~tswift.attention.sdpa.TreeAttention`.
     """
 
     EXACT: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
         self._given = layout, int(prefix), nodes, ancestors
         self._stock: Attention | None = None
         self._ancestors = None if ancestors is None else ancestors.contiguous()
@@ -62,13 +72,16 @@ class NativeAttention(Attention):
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
         layout, prefix, nodes, _ = self._given
-        rows, width = layout.groups * nodes, query.shape[-1]
+        rows = layout.groups * nodes
+        width = query.shape[-1]
         kernel = _kernel(width, keys.dtype)
         learns = query.requires_grad and torch.is_grad_enabled()  # the kernel has no gradient
         if kernel is None or learns or (nodes > MAX_WIDTH and rows > _MAX_ROWS):
             self._stock = self._stock or TreeAttention(*self._given)
             return self._stock(query, keys, values, scale)
-        keys, values = (x if x.stride()[1:] == (x.shape[-1], 1) else x.contiguous() for x in (keys, values))
+        keys, values = (
+            x if x.stride()[1:] == (x.shape[-1], 1) else x.contiguous() for x in (keys, values)
+        )
         packed = query.to(torch.float32).contiguous()
         out = torch.empty_like(packed)
         given = packed, keys, values, self._ancestors, self._depths, out, None
@@ -90,7 +103,9 @@ class NativeAttention(Attention):
 
 
 def takes(width: int) -> bool:
-    """Whether the kernel can be built for heads of a size; others are left to the stock operators."""
+    """Whether the kernel can be built for heads of a size;
+    others are left to the stock operators.
+    """
     return 0 < width <= _WIDEST and width % _TILE == 0
 
 
@@ -113,7 +128,8 @@ def _kernel(width: int, dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     try:
         return library(width, dtype)
-    except Unbuilt:  # another size was built when the model was loaded: its layers have heads of several
+    except Unbuilt:
+        # another size was built when the model was loaded: its layers have heads of several
         return None
 
 

@@ -1,8 +1,9 @@
 """The interface of attention backends, and tree attention from stock operators.
 
-The prefix is read without a mask, the tree with a small one, and both are merged by their log-sum-exps. The query heads
-that share a KV head are packed into rows, so keys and values are never expanded. Beside it: the prefix through
-flash-attn, attention as reference implementations do it, layers with windows, soft caps or sinks, and exact rows.
+The prefix is read without a mask, the tree with a small one, and both are merged by their
+log-sum-exps. The query heads that share a KV head are packed into rows, so keys and values are
+never expanded. Beside it: the prefix through flash-attn, attention as reference implementations do
+it, layers with windows, soft caps or sinks, and exact rows.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from torch.nn import functional as F
 
 from tswift.caches import KVBuffer
 
-ROWS = 128  # of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
+# of a KV head in a CUDA pass, for which reading the keys takes as long as multiplying them
+ROWS = 128
 
-# Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the newest keys of a node in
-# the order of their positions, and a node's result must not depend on how many of these are drafted.
+# Most nodes of a pass with exact rows, and so of a path in its tree. An exact backend sums the
+# newest keys of a node in the order of their positions, and a node's result must not depend on how
+# many of these are drafted.
 MAX_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layers' KV heads, query heads per KV head, dtype and device of queries, keys and values, and their width."""
+    """Layers' KV heads, query heads per KV head, dtype and device of queries, keys and values,
+    and their width.
+    """
 
     kv_heads: int
     groups: int
@@ -61,19 +66,20 @@ class Attention(Protocol):
         layout: the model's.
         prefix: number of keys before the pass's own; every node attends to those.
         nodes: number of nodes.
-        ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where every
-            node descends from all before it.
+        ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row
+            itself; None where every node descends from all before it.
 
     Attributes:
-        STATIC: whether ``prefix`` may be a tensor on the device, ``[]`` int32, with keys and values ``[kv heads,
-            capacity, d]``, so that a pass can be replayed while the text grows.
-        SPECS: whether a call also takes an :class:`AttentionSpec`, ``spec``, over a cache whose slots are positions.
+        STATIC: whether ``prefix`` may be a tensor on the device, ``[]`` int32, with keys and values
+            ``[kv heads, capacity, d]``, so that a pass can be replayed while the text grows.
+        SPECS: whether a call also takes an :class:`AttentionSpec`, ``spec``, over a cache whose
+            slots are positions.
         MAX_NODES: most nodes of a tree; None for no limit.
-        EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever it stands among
-            them, and whether its ancestors are drafted or committed; in passes of up to :data:`MAX_WIDTH` nodes over a
-            cache whose slots are positions.
-        PADDED: whether a query may have more rows than there are nodes. The result has as many, and what is in those
-            that stand for no node may be anything.
+        EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever
+            it stands among them, and whether its ancestors are drafted or committed; in passes of
+            up to :data:`MAX_WIDTH` nodes over a cache whose slots are positions.
+        PADDED: whether a query may have more rows than there are nodes. The result has as many, and
+            what is in those that stand for no node may be anything.
     """
 
     STATIC: ClassVar[bool] = False
@@ -82,27 +88,34 @@ class Attention(Protocol):
     EXACT: ClassVar[bool] = False
     PADDED: ClassVar[bool] = False
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None: ...
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None: ...
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend: ``[query heads, n, d]`` from a query of that shape, rotated.
 
-        Keys, rotated, and values are ``[kv heads, prefix + n, d]``, the last n the nodes' own; ``scale`` is the factor
-        of the scores.
+        Keys, rotated, and values are ``[kv heads, prefix + n, d]``, the last n the nodes' own;
+        ``scale`` is the factor of the scores.
         """
         ...
 
     @staticmethod
-    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """If it is ``STATIC``: write new keys and values ``[kv heads, n, d]`` into the cache's from ``length`` on."""
+    def store(
+        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
+    ) -> None:
+        """If it is ``STATIC``: write new keys and values ``[kv heads, n, d]`` into the cache's from
+        ``length`` on.
+        """
         raise RuntimeError("it is not static")
 
     @staticmethod
     def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
-        """Move a tree's accepted nodes behind the text, in all layers' cache ``[layers, kv heads, slots, d]``.
+        """Move a tree's accepted nodes behind the text,
+        in all layers' cache ``[layers, kv heads, slots, d]``.
 
-        The tree is behind the text's ``length``. Of the path ``[m]``, nodes in their order from the root on, the first
-        ``count`` ``[1]`` are accepted.
+        The tree is behind the text's ``length``. Of the path ``[m]``, nodes in their order from the
+        root on, the first ``count`` ``[1]`` are accepted.
         """
         steps = torch.arange(len(path), device=path.device)
         kept = length + torch.where(steps < count, path, steps)
@@ -111,12 +124,19 @@ class Attention(Protocol):
 
     @staticmethod
     def append(
-        own: Sequence[Tensor], full: Sequence[Tensor], length: Tensor, places: Tensor, slots: Tensor, count: Tensor
+        own: Sequence[Tensor],
+        full: Sequence[Tensor],
+        length: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        count: Tensor,
     ) -> None:
-        """Copy keys and values ``[layers, kv heads, slots, d]`` of a text's cache into slots of a partial one.
+        """Copy keys and values ``[layers, kv heads, slots, d]`` of a text's cache into slots of a
+        partial one.
 
-        Of the ``places`` ``[m]`` in the ``full`` cache the first ``count`` ``[1]`` go to ``slots`` ``[m]``, all others
-        to the last one, which is scratch. The ``length`` ``[]`` int32 of the partial cache grows to hold them.
+        Of the ``places`` ``[m]`` in the ``full`` cache the first ``count`` ``[1]`` go to ``slots``
+        ``[m]``, all others to the last one, which is scratch. The ``length`` ``[]`` int32 of the
+        partial cache grows to hold them.
         """
         kept = torch.arange(len(places), device=places.device) < count
         where = torch.where(kept, slots, own[0].shape[2] - 1)
@@ -125,8 +145,11 @@ class Attention(Protocol):
         length.copy_(torch.maximum(length, torch.where(kept, slots + 1, 0).amax()))
 
 
-def bias(layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The mask added to scores: ``[n, before + n]``, 0 where a node attends and ``-inf`` where it does not.
+def bias(
+    layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The mask added to scores: ``[n, before + n]``,
+    0 where a node attends and ``-inf`` where it does not.
 
     Every node attends to the ``before`` keys; ``ancestors`` are as for :class:`Attention`.
     """
@@ -145,15 +168,22 @@ _MASKED_BLOCK = 2048  # keys scored at a time in masked attention
 class TreeAttention(Attention):
     """Attention by stock operators, for every device and dtype."""
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
-        prefix, self._on_cpu = int(prefix), layout.device.type == "cpu"
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
+        prefix = int(prefix)
+        self._on_cpu = layout.device.type == "cpu"
         self._parts = self._split(layout, prefix, layout.groups * nodes)
-        whole = prefix + 1 if nodes == 1 else prefix  # a single node attends to itself, too: it needs no mask
+        # a single node attends to itself, too: it needs no mask
+        whole = prefix + 1 if nodes == 1 else prefix
         self._even = whole - whole % self._parts
         # What the parts do not divide goes with the tree, whose slots follow it in the cache.
-        self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits more
+        # bf16 scores would cost two digits more
+        self._wide = torch.promote_types(layout.dtype, torch.float32)
         if self._even < prefix + nodes:
-            self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(layout.groups, 1)
+            self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(
+                layout.groups, 1
+            )
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
@@ -162,37 +192,55 @@ class TreeAttention(Attention):
         outs, lses = [], []
         if even:
             found = self._prefix(rows, keys[:, :even], values[:, :even], scale)
-            outs, lses = [found[0].to(wide)], [found[1].to(wide)]
+            outs = [found[0].to(wide)]
+            lses = [found[1].to(wide)]
         if even < keys.shape[1]:
-            out, lse = self._tail(rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale)
-            outs, lses = [*outs, out.unsqueeze(0)], [*lses, lse.unsqueeze(0)]
+            out, lse = self._tail(
+                rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale
+            )
+            outs = [*outs, out.unsqueeze(0)]
+            lses = [*lses, lse.unsqueeze(0)]
         if len(outs) == len(outs[0]) == 1:
             return outs[0].view_as(query).to(query.dtype)
         shares = torch.cat(lses).softmax(0).unsqueeze(-1)
         return (torch.cat(outs) * shares).sum(0).view_as(query).to(query.dtype)
 
-    def _tail(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output ``[kv heads, rows, d]`` and log-sum-exps over the nodes' own keys and what the parts leave."""
+    def _tail(
+        self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[kv heads, rows, d]`` and log-sum-exps over the nodes' own keys and what the
+        parts leave.
+        """
         if not self._on_cpu:
             return _attended(rows, keys, values, scale, self._bias)
-        outs, lses = _OPERATOR(rows[None], keys[None], values[None], attn_mask=self._bias[None, None], scale=scale)
+        outs, lses = _OPERATOR(
+            rows[None], keys[None], values[None], attn_mask=self._bias[None, None], scale=scale
+        )
         return outs[0], lses[0]
 
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
         """Number of parts of the prefix."""
         if not self._on_cpu or rows > 64 or prefix < 256:
             return 1
-        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave cores idle
+        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave
+        # cores idle
         return -(-torch.get_num_threads() // layout.kv_heads)
 
-    def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Unmasked attention over the prefix: outputs ``[parts, kv heads, rows, d]``, and log-sum-exps."""
+    def _prefix(
+        self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Unmasked attention over the prefix: outputs ``[parts, kv heads, rows, d]``,
+        and log-sum-exps.
+        """
         if not self._on_cpu:
             blocks = zip(keys.split(_BLOCK, 1), values.split(_BLOCK, 1), strict=True)
             found = [_attended(rows, *block, scale) for block in blocks]
             return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
         parts = self._parts
-        split = [x.to(rows.dtype).unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1) for x in (keys, values)]
+        split = [
+            x.to(rows.dtype).unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1)
+            for x in (keys, values)
+        ]
         # one row in bfloat16 takes the operator 4.2 ms over 65,536 keys of 64, two take it 1.8
         count = rows.shape[1]
         wanted = 2 if count == 1 and rows.dtype == torch.bfloat16 else count
@@ -208,15 +256,21 @@ def _attended(
     wide = torch.promote_types(rows.dtype, torch.float32)  # unscaled float16 scores could overflow
     rows, keys, values = (x.to(wide) for x in (rows, keys, values))
     begun = rows.new_empty(()) if bias is None else bias
-    scores = torch.baddbmm(begun, rows, keys.transpose(1, 2), beta=int(bias is not None), alpha=scale)
+    scores = torch.baddbmm(
+        begun, rows, keys.transpose(1, 2), beta=int(bias is not None), alpha=scale
+    )
     lse = scores.logsumexp(-1)
     return torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), values), lse
 
 
 class FlashAttention(TreeAttention):
-    """Attention with the prefix through flash-attn, for CUDA in bfloat16 and float16; ImportError without it."""
+    """Attention with the prefix through flash-attn, for CUDA in bfloat16 and float16;
+    ImportError without it.
+    """
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
         from flash_attn import flash_attn_with_kvcache
 
         super().__init__(layout, prefix, nodes, ancestors)
@@ -225,8 +279,11 @@ class FlashAttention(TreeAttention):
     def _split(self, layout: Layout, prefix: int, rows: int) -> int:
         return 1  # flash-attn cuts the keys itself
 
-    def _prefix(self, rows: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        # Each KV head is a batch entry with one head, and its rows are the positions: nothing is copied or expanded.
+    def _prefix(
+        self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        # Each KV head is a batch entry with one head, and its rows are the positions: nothing is
+        # copied or expanded.
         out, lse = self._flash(
             rows.unsqueeze(2),
             keys.unsqueeze(2),
@@ -239,25 +296,33 @@ class FlashAttention(TreeAttention):
 
 
 class ReferenceAttention(Attention):
-    """Attention as reference implementations of speculative decoding do it: slow on purpose, for comparison.
+    """Attention as reference implementations of speculative decoding do it: slow on purpose,
+    for comparison.
 
-    At every step keys and values are expanded to all query heads, and a dense mask covers the whole text. Published
-    speedups are relative to plain decoding of this kind.
+    At every step keys and values are expanded to all query heads, and a dense mask covers the whole
+    text. Published speedups are relative to plain decoding of this kind.
     """
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
         prefix = int(prefix)
         self._groups = layout.groups
         self._mask = bias(layout, prefix, nodes, ancestors, layout.dtype)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
-        keys, values = (x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values))
-        return F.scaled_dot_product_attention(query.unsqueeze(0), keys, values, self._mask, scale=scale)[0]
+        keys, values = (
+            x.repeat_interleave(self._groups, dim=0).unsqueeze(0) for x in (keys, values)
+        )
+        return F.scaled_dot_product_attention(
+            query.unsqueeze(0), keys, values, self._mask, scale=scale
+        )[0]
 
 
 class AttentionByHeads:
-    """Attention of one pass whose layers have heads of several numbers and sizes: for each of these its own.
+    """Attention of one pass whose layers have heads of several numbers and sizes:
+    for each of these its own.
 
     ``attends`` are by the number of KV heads and the head size.
     """
@@ -266,30 +331,40 @@ class AttentionByHeads:
         self._attends: Mapping[tuple[int, int], Callable[..., Tensor]] = attends
         self.PADDED = all(attend.PADDED for attend in attends.values())
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec
+    ) -> Tensor:
         """As :meth:`Attention.__call__`."""
         return self._attends[len(keys), keys.shape[-1]](query, keys, values, scale, **wants)
 
 
 class PerLayerAttention:
-    """Attention of one pass by a backend that itself does what each layer's spec (``spec``) says."""
+    """Attention of one pass by a backend that itself does what each
+    layer's spec (``spec``) says.
+    """
 
     def __init__(
-        self, attend: Attention | BlockwiseAttention | AttentionByHeads, spec: Sequence[AttentionSpec]
+        self,
+        attend: Attention | BlockwiseAttention | AttentionByHeads,
+        spec: Sequence[AttentionSpec],
     ) -> None:
         self._attend: Callable[..., Tensor] = attend
         self.layer_specs, self.PADDED = spec, attend.PADDED
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
         """As :meth:`Attention.__call__`, of one layer."""
         return self._attend(query, keys, values, scale, spec=self.layer_specs[layer])
 
 
 class MaskedAttention:
-    """Attention of one pass with windows, soft caps and sinks (``spec``, by layer), by masked products over blocks.
+    """Attention of one pass with windows, soft caps and sinks (``spec``, by layer),
+    by masked products over blocks.
 
-    For every device and dtype: slower than the backends where a layer sees the whole text, and cheap where it sees a
-    window, as keys before the window are not read. The nodes, at ``positions`` ``[n]``, attend to a cache.
+    For every device and dtype: slower than the backends where a layer sees the whole text, and
+    cheap where it sees a window, as keys before the window are not read. The nodes, at
+    ``positions`` ``[n]``, attend to a cache.
     """
 
     PADDED: ClassVar[bool] = False
@@ -302,30 +377,43 @@ class MaskedAttention:
         positions: Tensor,
         ancestors: Tensor | None,
     ) -> None:
-        self.layer_specs, self._cache, self._positions = spec, kv, positions
+        self.layer_specs = spec
+        self._cache = kv
+        self._positions = positions
         if ancestors is None:
-            ancestors = torch.ones(len(positions), len(positions), dtype=torch.bool, device=positions.device).tril_()
+            ancestors = torch.ones(
+                len(positions), len(positions), dtype=torch.bool, device=positions.device
+            ).tril_()
         self._ancestors = ancestors
         self._wide = torch.promote_types(dtype, torch.float32)
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
         """As :meth:`Attention.__call__`, of one layer."""
         spec = self.layer_specs[layer]
         start = 0 if spec.window is None else self._cache.first_visible_slot(spec.window)
         visible = self._visible(layer, spec.window, start)
-        wide, heads = self._wide, len(keys)
+        wide = self._wide
+        heads = len(keys)
         rows = query.unflatten(0, (heads, -1)).to(wide) * scale  # [kv heads, groups, n, d]
-        lowest = torch.finfo(wide).min  # stands for minus infinity, which a block without a visible key would give
-        out, total = torch.zeros_like(rows), rows.new_full(rows.shape[:-1], lowest)
+        # stands for minus infinity, which a block without a visible key would give
+        lowest = torch.finfo(wide).min
+        out = torch.zeros_like(rows)
+        total = rows.new_full(rows.shape[:-1], lowest)
         for at in range(start, keys.shape[1], _MASKED_BLOCK):
             block = slice(at, at + _MASKED_BLOCK)
             scores = rows @ keys[:, None, block].to(wide).transpose(2, 3)
             if spec.softcap is not None:
                 scores = torch.tanh(scores / spec.softcap) * spec.softcap
-            scores.masked_fill_(~visible[:, None, :, at - start : at - start + _MASKED_BLOCK], -torch.inf)
+            scores.masked_fill_(
+                ~visible[:, None, :, at - start : at - start + _MASKED_BLOCK], -torch.inf
+            )
             larger = torch.logaddexp(total, scores.logsumexp(-1)).clamp_min(lowest)
             shares = torch.exp(scores - larger.unsqueeze(-1))
-            out = out * torch.exp(total - larger).unsqueeze(-1) + shares @ values[:, None, block].to(wide)
+            out = out * torch.exp(total - larger).unsqueeze(-1) + shares @ values[
+                :, None, block
+            ].to(wide)
             total = larger
         if spec.sinks is not None:
             sinks = spec.sinks.to(wide).view(heads, -1, 1)
@@ -333,8 +421,11 @@ class MaskedAttention:
         return out.flatten(0, 1).to(query.dtype)
 
     def _visible(self, layer: int, window: int | None, start: int) -> Tensor:
-        """``[kv heads or 1, n, keys]`` bool: true where a node sees a key, from slot ``start`` on."""
-        held, nodes = self._cache.length - start, len(self._positions)
+        """``[kv heads or 1, n, keys]`` bool: true where a node sees a key,
+        from slot ``start`` on.
+        """
+        held = self._cache.length - start
+        nodes = len(self._positions)
         if window is None:
             before = self._ancestors.new_ones(1, nodes, held)
             return torch.cat([before, self._ancestors.unsqueeze(0)], dim=2)
@@ -345,52 +436,74 @@ class MaskedAttention:
 
 
 _LEAST, _MOST = 256, 2048  # keys of a block
-_LOWEST = -80.0  # difference of scores; exponentials that are no normal float32 take a CPU 50 times as long
+# difference of scores; exponentials that are no normal float32 take a CPU 50 times as long
+_LOWEST = -80.0
 _NOTHING = AttentionSpec()
 
 
 class BatchInvariantAttention(Attention):
-    """Attention with exact rows, for every device and dtype: a node's row has the same bits in whatever pass it is.
+    """Attention with exact rows, for every device and dtype:
+    a node's row has the same bits in whatever pass it is.
 
-    A product of matrices in another shape sums in another order, and on some CPUs even a row's place within one decides
-    how it is summed. So a product here has the rows of one node, and its shape is fixed. What a node at position p sees
-    is cut by p alone:
+    A product of matrices in another shape sums in another order, and on some CPUs even a row's
+    place within one decides how it is summed. So a product here has the rows of one node, and its
+    shape is fixed. What a node at position p sees is cut by p alone:
 
-    - its **tail**, the 64 newest positions up to p, is gathered along the node's own path in the order of positions, so
-      that drafted ancestors, which leave gaps between their slots, and committed ones give the same bits;
-    - all **before it** is committed, as no path in a pass is longer. It is read in blocks with fixed borders, with zero
-      weights for the slots that a node does not see. A block of which it sees nothing leaves its sums as they are.
+    - its **tail**, the 64 newest positions up to p, is gathered along the node's own path in the
+      order of positions, so that drafted ancestors, which leave gaps between their slots, and
+      committed ones give the same bits;
+    - all **before it** is committed, as no path in a pass is longer. It is read in blocks with
+      fixed borders, with zero weights for the slots that a node does not see. A block of which it
+      sees nothing leaves its sums as they are.
 
-    In a tree, nodes come after their ancestors. A chain may be longer than a tree: it is computed piece by piece.
+    In a tree, nodes come after their ancestors. A chain may be longer than a tree: it is computed
+    piece by piece.
     """
 
     SPECS: ClassVar[bool] = True
     MAX_NODES: ClassVar[int | None] = MAX_WIDTH
     EXACT: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
-        self._prefix, self._nodes, self._groups = int(prefix), min(nodes, MAX_WIDTH), layout.groups
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
+        self._prefix = int(prefix)
+        self._nodes = min(nodes, MAX_WIDTH)
+        self._groups = layout.groups
         self._rest = None
         if nodes > MAX_WIDTH:
             if ancestors is not None:
                 raise ValueError(f"a tree of {nodes} nodes has more than {MAX_WIDTH}")
-            self._rest = BatchInvariantAttention(layout, self._prefix + MAX_WIDTH, nodes - MAX_WIDTH, None)
-        self._wide = torch.promote_types(layout.dtype, torch.float32)  # bf16 scores would cost two digits
+            self._rest = BatchInvariantAttention(
+                layout, self._prefix + MAX_WIDTH, nodes - MAX_WIDTH, None
+            )
+        # bf16 scores would cost two digits
+        self._wide = torch.promote_types(layout.dtype, torch.float32)
         if ancestors is None:
-            ancestors = torch.ones(self._nodes, self._nodes, dtype=torch.bool, device=layout.device).tril_()
+            ancestors = torch.ones(
+                self._nodes, self._nodes, dtype=torch.bool, device=layout.device
+            ).tril_()
         self._positions = (self._prefix + ancestors.sum(1) - 1).view(-1, 1, 1, 1)
         # the slots of each path; below 0 where the text begins later
-        slots = torch.arange(self._prefix - MAX_WIDTH + 1, self._prefix + self._nodes, device=layout.device)
+        slots = torch.arange(
+            self._prefix - MAX_WIDTH + 1, self._prefix + self._nodes, device=layout.device
+        )
         seen = F.pad(ancestors, (MAX_WIDTH - 1, 0), value=True)
         self._path = torch.where(seen, slots, -1).sort(1).values[:, -MAX_WIDTH:]
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, spec: AttentionSpec = _NOTHING
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        spec: AttentionSpec = _NOTHING,
     ) -> Tensor:
         """As :meth:`Attention.__call__`; every token's slot is its position, the root's too."""
         if self._rest is not None:
             rest = self._rest(query[:, MAX_WIDTH:], keys, values, scale, spec)
-        heads, width = len(keys), query.shape[-1]
+        heads = len(keys)
+        width = query.shape[-1]
         packed = query[:, : self._nodes].to(self._wide) * scale
         # by node, each in memory of its own: how that is aligned may matter, too
         rows = [
@@ -407,11 +520,14 @@ class BatchInvariantAttention(Attention):
         out = (out[..., :width] / out[..., width:]).flatten(1, 2).transpose(0, 1).to(query.dtype)
         return out if self._rest is None else torch.cat([out, rest], dim=1)
 
-    def _tail(self, rows: list[Tensor], keys: Tensor, values: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """Attention to the newest positions, gathered for each node, whose rows are ``[kv heads, groups, d]``, scaled.
+    def _tail(
+        self, rows: list[Tensor], keys: Tensor, values: Tensor, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the newest positions, gathered for each node,
+        whose rows are ``[kv heads, groups, d]``, scaled.
 
-        Returns the highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``: the weighted sum of
-        values, and behind it the sum of weights.
+        Returns the highest score of each row, ``[n, kv heads, groups, 1]``, and ``[..., d + 1]``:
+        the weighted sum of values, and behind it the sum of weights.
         """
         hidden = self._path < 0
         if spec.window is not None:
@@ -425,10 +541,18 @@ class BatchInvariantAttention(Attention):
         return top, _products(_weights(scores, top, hidden), F.pad(near[1], (0, 1), value=1.0))
 
     def _before(
-        self, rows: list[Tensor], keys: Tensor, values: Tensor, spec: AttentionSpec, top: Tensor, out: Tensor
+        self,
+        rows: list[Tensor],
+        keys: Tensor,
+        values: Tensor,
+        spec: AttentionSpec,
+        top: Tensor,
+        out: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """As ``_tail``, with all that was before it added."""
-        window, last, (heads, width) = spec.window, self._prefix + self._nodes - 1, rows[0].shape[::2]
+        window = spec.window
+        last = self._prefix + self._nodes - 1
+        (heads, width) = rows[0].shape[::2]
         begin = 0 if window is None else max(0, self._prefix - window + 1)
         end = last - MAX_WIDTH + 1
         wide = out.new_empty(0), out.new_empty(0)
@@ -439,7 +563,9 @@ class BatchInvariantAttention(Attention):
             for block, source in zip(wide, (keys, values), strict=True):
                 block[:, read.start - at : read.stop - at, :width] = source[:, read]
             hidden = None
-            if at + size > self._prefix - MAX_WIDTH + 1 or (window is not None and at <= last - window):
+            if at + size > self._prefix - MAX_WIDTH + 1 or (
+                window is not None and at <= last - window
+            ):
                 slots = torch.arange(at, at + size, device=out.device)
                 hidden = slots > self._positions - MAX_WIDTH
                 if window is not None:
@@ -447,12 +573,14 @@ class BatchInvariantAttention(Attention):
             scores = _scores(rows, repeat(wide[0].transpose(1, 2)), spec, hidden)
             higher = torch.maximum(top, scores.amax(-1, keepdim=True))
             found = _products(_weights(scores, higher, hidden), repeat(wide[1]))
-            out, top = out * torch.exp(top - higher) + found, higher
+            out = out * torch.exp(top - higher) + found
+            top = higher
         return top, out
 
 
 class BlockwiseAttention:
-    """Another attention over a chain of any length, in blocks of nodes few enough for that attention's exact rows.
+    """Another attention over a chain of any length,
+    in blocks of nodes few enough for that attention's exact rows.
 
     Args:
         attention: one that is ``STATIC`` and ``EXACT``.
@@ -463,26 +591,41 @@ class BlockwiseAttention:
 
     PADDED: ClassVar[bool] = False
 
-    def __init__(self, attention: type[Attention], layout: Layout, length: Tensor, nodes: int) -> None:
+    def __init__(
+        self, attention: type[Attention], layout: Layout, length: Tensor, nodes: int
+    ) -> None:
         starts = range(0, nodes, MAX_WIDTH)
         self._blocks: list[tuple[slice, Callable[..., Tensor]]] = [
-            (slice(start, start + MAX_WIDTH), attention(layout, length + start, min(MAX_WIDTH, nodes - start), None))
+            (
+                slice(start, start + MAX_WIDTH),
+                attention(layout, length + start, min(MAX_WIDTH, nodes - start), None),
+            )
             for start in starts
         ]
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec) -> Tensor:
+    def __call__(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec
+    ) -> Tensor:
         """As :meth:`Attention.__call__`."""
-        found = [attend(query[:, own], keys, values, scale, **wants) for own, attend in self._blocks]
-        return torch.cat([rows.transpose(0, 1) for rows in found]).transpose(0, 1)  # as the next product reads it
+        found = [
+            attend(query[:, own], keys, values, scale, **wants) for own, attend in self._blocks
+        ]
+        # as the next product reads it
+        return torch.cat([rows.transpose(0, 1) for rows in found]).transpose(0, 1)
 
 
 def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterator[tuple[int, int]]:
     """Where the blocks start that hold the slots from ``begin`` to ``end``, and their sizes.
 
-    Sizes grow with the text, or a short one would have to be filled up to a large block. A window's blocks stay small,
-    and those of many heads, which leave a CPU's cache otherwise. All are powers of two.
+    Sizes grow with the text, or a short one would have to be filled up to a large block. A window's
+    blocks stay small, and those of many heads, which leave a CPU's cache otherwise. All are powers
+    of two.
     """
-    most = _LEAST if window is not None and window < _MOST else max(_LEAST, _MOST >> (kv_heads - 1).bit_length())
+    most = (
+        _LEAST
+        if window is not None and window < _MOST
+        else max(_LEAST, _MOST >> (kv_heads - 1).bit_length())
+    )
     at = begin // most * most
     while at < end:
         size = min(max(at, _LEAST), most)
@@ -491,7 +634,9 @@ def _borders(begin: int, end: int, kv_heads: int, window: int | None) -> Iterato
         at += size
 
 
-def _scores(rows: list[Tensor], keys: Iterable[Tensor], spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
+def _scores(
+    rows: list[Tensor], keys: Iterable[Tensor], spec: AttentionSpec, hidden: Tensor | None
+) -> Tensor:
     scores = _products(rows, keys)
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -504,5 +649,7 @@ def _weights(scores: Tensor, top: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def _products(left: Iterable[Tensor], right: Iterable[Tensor]) -> Tensor:
-    """Batched products, node by node: all in one go, their number would decide how they are computed."""
+    """Batched products, node by node: all in one go,
+    their number would decide how they are computed.
+    """
     return torch.stack([torch.bmm(a, b) for a, b in zip(left, right, strict=False)])

@@ -1,32 +1,36 @@
 """Tree attention in one Triton kernel: plain decoding, drafting and verification alike, on CUDA.
 
-All query heads that share a KV head, at all nodes, are rows of one matrix. The keys are cut into chunks that run side
-by side, and a second, small kernel combines what they found. A program holds up to 128 rows and reads its chunk once.
-How many keys there are is read on the device and decides nothing about the launch, so that a captured CUDA graph serves
-every length. Only the table of backends imports this module: triton may not be installed.
+All query heads that share a KV head, at all nodes, are rows of one matrix. The keys are cut into
+chunks that run side by side, and a second, small kernel combines what they found. A program holds
+up to 128 rows and reads its chunk once. How many keys there are is read on the device and decides
+nothing about the launch, so that a captured CUDA graph serves every length. Only the table of
+backends imports this module: triton may not be installed.
 
-**Rows are exact** in passes of at most ``MAX_WIDTH`` (64) nodes over a cache whose slots are positions: a node's row
-is a function of its position p and of the queries, keys and values along its own path, to the bit. It is the same
-whatever other nodes are in the pass, how many, in which order, how many of the node's ancestors are drafted and which
-are committed, and however long the text grows. That is so because all borders are positions:
+**Rows are exact** in passes of at most ``MAX_WIDTH`` (64) nodes over a cache whose slots are
+positions: a node's row is a function of its position p and of the queries, keys and values along
+its own path, to the bit. It is the same whatever other nodes are in the pass, how many, in which
+order, how many of the node's ancestors are drafted and which are committed, and however long the
+text grows. That is so because all borders are positions:
 
-- The keys before ``floor((p - 64) / tile) * tile`` are committed in every such pass. They are read in chunks and tiles
-  that begin at fixed slots, given by the number of KV heads and the head size alone; a tile that a row does not see
-  leaves it as it was. The others, the tail, the node reads by itself, in tiles of the same borders, in the order of
-  positions along its own path, wherever these keys are.
+- The keys before ``floor((p - 64) / tile) * tile`` are committed in every such pass. They are read
+  in chunks and tiles that begin at fixed slots, given by the number of KV heads and the head size
+  alone; a tile that a row does not see leaves it as it was. The others, the tail, the node reads by
+  itself, in tiles of the same borders, in the order of positions along its own path, wherever these
+  keys are.
 - Tail and chunks are merged in one order. Chunks without a visible key weigh exactly nothing.
-- Compiled for a GPU, a pass of more rows may have more warps (:func:`configuration`), and nothing else: a warp has 16
-  rows and all keys of a tile, so that the instructions that a row goes through are the same ones in the same order.
-  tests/attention/test_offline_compile.py compares the code. The compiler may fuse no product with a sum by itself.
+- Compiled for a GPU, a pass of more rows may have more warps (:func:`configuration`), and nothing
+  else: a warp has 16 rows and all keys of a tile, so that the instructions that a row goes through
+  are the same ones in the same order. tests/attention/test_offline_compile.py compares the code.
+  The compiler may fuse no product with a sum by itself.
 
-A row is one query head at one node; the rows of a KV head are numbered node by node, so that a block of rows is a run
-of nodes. Scores are kept in powers of two: their factor is multiplied by log2(e), and a partial log-sum-exp is base 2.
-Between the kernels, ``outs`` is ``[1 + chunks, kv heads, rows, d]`` and ``lses`` ``[1 + chunks, kv heads, rows]``, both
-float32; the tails come first.
+A row is one query head at one node; the rows of a KV head are numbered node by node, so that a
+block of rows is a run of nodes. Scores are kept in powers of two: their factor is multiplied by
+log2(e), and a partial log-sum-exp is base 2. Between the kernels, ``outs`` is ``[1 + chunks, kv
+heads, rows, d]`` and ``lses`` ``[1 + chunks, kv heads, rows]``, both float32; the tails come first.
 
-Not exact are passes of more than 128 nodes, a prompt's, whose chunks are 32 times as long, or their partial results
-would take more memory than the keys; and in trees nodes more than 64 below the root. No GPU has confirmed any of this
-yet; the interpreter has, and the compiled code.
+Not exact are passes of more than 128 nodes, a prompt's, whose chunks are 32 times as long, or their
+partial results would take more memory than the keys; and in trees nodes more than 64 below the
+root. No GPU has confirmed any of this yet; the interpreter has, and the compiled code.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ try:
 except ImportError:  # an older Triton
     gdc_launch_dependents = gdc_wait = None
 
-# Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the second, then the third.
+# Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the
+# second, then the third.
 NEAR = 16
 MIDDLE = 24
 _NEAR = tl.constexpr(NEAR)
@@ -58,16 +63,19 @@ _MIDDLE = tl.constexpr(MIDDLE)
 
 @triton.jit
 def after_the_one_before():
-    """In a kernel that is launched early: let the next one be, and wait for all that the one before has written.
+    """In a kernel that is launched early: let the next one be,
+    and wait for all that the one before has written.
 
-    As every kernel waits before it writes, what the ones before that one have written is there, too.
+    As every kernel waits before it writes, what the ones before that one have written is there,
+    too.
     """
     gdc_launch_dependents()
     gdc_wait()
 
 
 def launched_early(near: Tensor, early: bool) -> dict[str, bool]:
-    """Options of a launch that need not wait until the kernel before has ended (programmatic dependent launch).
+    """Options of a launch that need not wait until the kernel before has ended (programmatic
+    dependent launch).
 
     That kernel has to be one of ours. From compute capability 9 on; no GPU has confirmed it yet.
     """
@@ -95,9 +103,13 @@ def _chunks_before(end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _split(position, prefix, KEYS: tl.constexpr, REACH: tl.constexpr, TREE: tl.constexpr):
-    """The first key that a node at this position reads along its own path, and not in chunks: a border of tiles."""
+    """The first key that a node at this position reads along its own path, and not in chunks:
+    a border of tiles.
+    """
     split = tl.maximum(position - REACH, 0)
-    if TREE:  # chunks hold committed keys only; this shortens them for nodes more than REACH below the root
+    if TREE:
+        # chunks hold committed keys only; this shortens them for nodes more than REACH below the
+        # root
         split = tl.minimum(split, prefix)
     return split // KEYS * KEYS
 
@@ -107,10 +119,11 @@ def _attend_tile(
     slots, held, visible, query, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Let the rows attend to one tile of keys: the running maximum, sum and weighted values after it.
+    """Let the rows attend to one tile of keys: the running maximum,
+    sum and weighted values after it.
 
-    For a row that sees none of the keys, nothing changes, to the bit. Slots that are not ``held`` are not read: what is
-    in them may be NaN, and a weight of zero would not undo that.
+    For a row that sees none of the keys, nothing changes, to the bit. Slots that are not ``held``
+    are not read: what is in them may be NaN, and a weight of zero would not undo that.
     """
     dims = tl.arange(0, WIDTH)
     far = slots.to(tl.int64)[:, None]
@@ -135,7 +148,8 @@ def _attend_tile(
         factor = 1.0
     scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1) * factor)
-    base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far: -inf minus -inf is NaN
+    # nothing seen so far: -inf minus -inf is NaN
+    base = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
     shrink = tl.exp2(top - base)
     total = tl.fma(total, shrink, tl.sum(weights, 1))
@@ -151,10 +165,12 @@ def attend_chunk(
     REACH: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows over one chunk of the keys of one KV head, or the rows of one node over its tail.
+    """A block of rows over one chunk of the keys of one KV head,
+    or the rows of one node over its tail.
 
-    Grid ``(kv heads, row blocks * chunks + tails)``. The newest chunks, which are the longest, go first, so that short
-    ones and tails fill the gaps that they leave at the end. Of the partial results, tails are the first, chunks follow.
+    Grid ``(kv heads, row blocks * chunks + tails)``. The newest chunks, which are the longest, go
+    first, so that short ones and tails fill the gaps that they leave at the end. Of the partial
+    results, tails are the first, chunks follow.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -199,7 +215,12 @@ def attend_chunk(
     farthest = prefix + depth - WINDOW
     dims = tl.arange(0, WIDTH)
     query_heads = (head * GROUPS + row % GROUPS).to(tl.int64)
-    query_at = query + query_heads[:, None] * query_head + node.to(tl.int64)[:, None] * query_node + dims[None, :]
+    query_at = (
+        query
+        + query_heads[:, None] * query_head
+        + node.to(tl.int64)[:, None] * query_node
+        + dims[None, :]
+    )
     rows = tl.load(query_at, mask=used[:, None] & (dims < HEAD)[None, :], other=0.0)
     if WIDE:
         rows = rows.to(tl.float32)
@@ -229,13 +250,16 @@ def attend_chunk(
             visible = visible & (slots >= beyond - WINDOW)[None, :]
         if TREE:
             drafted = slots - prefix
-            at = tl.load(paths + own * nodes + drafted, mask=held & (drafted >= 0), other=0).to(tl.int32)
+            at = tl.load(paths + own * nodes + drafted, mask=held & (drafted >= 0), other=0).to(
+                tl.int32
+            )
             slots = tl.where(drafted < 0, slots, prefix + at)
         top, total, mixed = _attend_tile(
             slots, held, visible, rows, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap, HEAD,
             WIDTH, SOFTCAP, WIDE,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # of a chunk a row saw nothing: log-sum-exp -inf, it weighs nothing
+    # of a chunk a row saw nothing: log-sum-exp -inf, it weighs nothing
+    total = tl.where(total == 0.0, 1.0, total)
     place = place.to(tl.int64) * nodes * GROUPS + row
     out_at = outs + place[:, None] * HEAD + dims[None, :]
     tl.store(out_at, mixed / total[:, None], mask=used[:, None] & (dims < HEAD)[None, :])
@@ -249,9 +273,11 @@ def combine_chunks(
     REACH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Weigh what tail and chunks found for a block of rows by their log-sum-exps; grid ``(row blocks, kv heads)``.
+    """Weigh what tail and chunks found for a block of rows by their log-sum-exps;
+    grid ``(row blocks, kv heads)``.
 
-    ``CHUNKS`` are read at a time, always the same ones together. Those that a row does not see were not written.
+    ``CHUNKS`` are read at a time, always the same ones together. Those that a row does not see were
+    not written.
     """
     if EARLY:
         after_the_one_before()
@@ -280,7 +306,9 @@ def combine_chunks(
     for start in range(tl.min(first, 0) // CHUNKS * CHUNKS, tl.max(last, 0), CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         held = (chunk[None, :] >= first[:, None]) & (chunk[None, :] < last[:, None])
-        place = ((chunk[None, :] + 1) * tl.num_programs(1) + head).to(tl.int64) * nodes * GROUPS + row[:, None]
+        place = ((chunk[None, :] + 1) * tl.num_programs(1) + head).to(
+            tl.int64
+        ) * nodes * GROUPS + row[:, None]
         lse = tl.load(lses + place, mask=held, other=float("-inf"))
         found_at = outs + place[:, :, None] * HEAD + dims[None, None, :]
         found = tl.load(found_at, mask=held[:, :, None] & (dims < HEAD)[None, None, :], other=0.0)
@@ -304,7 +332,9 @@ def store_new(
     new_keys_node, new_values_head, new_values_node, nodes, capacity,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of new keys and values of one KV head behind those held; grid ``(node blocks, kv heads)``."""
+    """Write a block of new keys and values of one KV head behind those held;
+    grid ``(node blocks, kv heads)``.
+    """
     node = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, WIDTH)
@@ -313,7 +343,9 @@ def store_new(
     node = node.to(tl.int64)[:, None]
     slot = slot.to(tl.int64)[:, None]
     key = tl.load(new_keys + head * new_keys_head + node * new_keys_node + dims[None, :], mask=fits)
-    value = tl.load(new_values + head * new_values_head + node * new_values_node + dims[None, :], mask=fits)
+    value = tl.load(
+        new_values + head * new_values_head + node * new_values_node + dims[None, :], mask=fits
+    )
     tl.store(keys + head * keys_head + slot * keys_slot + dims[None, :], key, mask=fits)
     tl.store(values + head * values_head + slot * values_slot + dims[None, :], value, mask=fits)
 
@@ -325,7 +357,8 @@ def keep_path(
 ):  # fmt: skip
     """Move one head's accepted keys, or values, behind the text; grid ``(layers, kv heads, 2)``.
 
-    A node's slot is never before its place on the path, so that nothing is overwritten that is still to be read.
+    A node's slot is never before its place on the path, so that nothing is overwritten that is
+    still to be read.
     """
     layer = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -351,7 +384,9 @@ def append_path(
     full_values_slot,
     STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy one head's accepted keys, or values, into a partial cache; grid ``(layers, kv heads, 2)``."""
+    """Copy one head's accepted keys, or values, into a partial cache;
+    grid ``(layers, kv heads, 2)``.
+    """
     layer = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     to = keys + layer * keys_layer + head * keys_head
@@ -385,37 +420,57 @@ _NOTHING = AttentionSpec()
 
 
 class TritonAttention(Attention):
-    """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``; ValueError for another dtype."""
+    """Attention for CUDA, and for tests on the CPU with ``TRITON_INTERPRET=1``;
+    ValueError for another dtype.
+    """
 
     STATIC: ClassVar[bool] = True
     SPECS: ClassVar[bool] = True
     EXACT: ClassVar[bool] = True
     PADDED: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None) -> None:
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
         if layout.dtype not in _DTYPES:
-            raise ValueError(f"triton attention takes float32, bfloat16 and float16, not {layout.dtype}")
+            raise ValueError(
+                f"triton attention takes float32, bfloat16 and float16, not {layout.dtype}"
+            )
         if not isinstance(prefix, Tensor):
             prefix = torch.full((), prefix, dtype=torch.int32, device=layout.device)
-        self._kv_heads, self._groups, self._nodes, self._length = layout.kv_heads, layout.groups, nodes, prefix
+        self._kv_heads = layout.kv_heads
+        self._groups = layout.groups
+        self._nodes = nodes
+        self._length = prefix
         self._depths = self._paths = None
         if nodes > 1 and ancestors is not None:
             self._depths = ancestors.sum(1) - 1
             # [n, n]: a node's ancestors, root first, itself last, and behind them all others
             self._paths = ancestors.byte().argsort(dim=1, descending=True, stable=True)
-        self._wide = _INTERPRETED and layout.dtype == torch.bfloat16  # numpy cannot calculate in bfloat16
+        # numpy cannot calculate in bfloat16
+        self._wide = _INTERPRETED and layout.dtype == torch.bfloat16
 
     def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, spec: AttentionSpec = _NOTHING
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        spec: AttentionSpec = _NOTHING,
     ) -> Tensor:
-        """As :meth:`Attention.__call__`; the last dimension of keys and values is contiguous, the scale above 0."""
+        """As :meth:`Attention.__call__`; the last dimension of keys and values is contiguous, the
+        scale above 0.
+        """
         if query.stride(-1) != 1:
             query = query.contiguous()
-        size, rows = query.shape[-1], self._groups * self._nodes
+        size = query.shape[-1]
+        rows = self._groups * self._nodes
         width = head_width(size)
         run = configuration(rows, width, query.element_size(), _generation(query.device))
         chunk, chunks = chunking(self._kv_heads, self._nodes, keys.shape[1])
-        programs = triton.cdiv(rows, run.rows) * chunks + self._nodes * triton.cdiv(self._groups, run.rows)
+        programs = triton.cdiv(rows, run.rows) * chunks + self._nodes * triton.cdiv(
+            self._groups, run.rows
+        )
         shared = {
             "GROUPS": self._groups,
             "HEAD": size,
@@ -425,16 +480,21 @@ class TritonAttention(Attention):
             "CHUNK": chunk,
             "TREE": self._paths is not None,
             "WINDOW": spec.window or 0,
-            "enable_fp_fusion": False,  # left to the compiler, what is rounded once and what twice is not known
+            # left to the compiler, what is rounded once and what twice is not known
+            "enable_fp_fusion": False,
         }
         early = launched_early(query, True)
-        factor, cap = scale * math.log2(math.e), 0.0
+        factor = scale * math.log2(math.e)
+        cap = 0.0
         if spec.softcap is not None:  # the kernel's hyperbolic tangent takes powers of two as well
-            factor, cap = 2 * factor / spec.softcap, spec.softcap * math.log2(math.e)
+            factor = 2 * factor / spec.softcap
+            cap = spec.softcap * math.log2(math.e)
         outs = query.new_empty(1 + chunks, self._kv_heads, rows, size, dtype=torch.float32)
         lses = query.new_empty(1 + chunks, self._kv_heads, rows, dtype=torch.float32)
         # [n, heads, d] in memory: what the output projection reads next
-        out = query.new_empty(query.transpose(0, 1).shape, dtype=torch.float32 if self._wide else None).transpose(0, 1)
+        out = query.new_empty(
+            query.transpose(0, 1).shape, dtype=torch.float32 if self._wide else None
+        ).transpose(0, 1)
         with torch.cuda.device_of(query):
             attend_chunk[self._kv_heads, programs](
                 query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
@@ -442,7 +502,8 @@ class TritonAttention(Attention):
                 SOFTCAP=spec.softcap is not None, WIDE=self._wide, EARLY=early["EARLY"], num_warps=run.warps,
                 num_stages=run.stages, maxnreg=run.registers, **shared,
             )  # fmt: skip
-            block = 32 if _INTERPRETED else 1  # a GPU has programs enough for every row, an interpreter has not
+            # a GPU has programs enough for every row, an interpreter has not
+            block = 32 if _INTERPRETED else 1
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
                 outs, lses, out, self._depths, spec.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
                 CHUNKS=32, **early, **shared,
@@ -450,8 +511,11 @@ class TritonAttention(Attention):
         return out.to(query.dtype)
 
     @staticmethod
-    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor) -> None:
-        """As :meth:`Attention.store`, but not past the capacity, in a launch that does not depend on the length.
+    def store(
+        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
+    ) -> None:
+        """As :meth:`Attention.store`, but not past the capacity, in a launch that does not depend
+        on the length.
 
         The last dimension of all four is contiguous.
         """
@@ -465,7 +529,9 @@ class TritonAttention(Attention):
 
     @staticmethod
     def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
-        """As :meth:`Attention.keep`, in one launch, whatever the cache's size; its last dimension is contiguous."""
+        """As :meth:`Attention.keep`, in one launch, whatever the cache's size; its last dimension
+        is contiguous.
+        """
         layers, kv_heads, _, size = keys.shape
         with torch.cuda.device_of(keys):
             keep_path[layers, kv_heads, 2](
@@ -475,9 +541,16 @@ class TritonAttention(Attention):
 
     @staticmethod
     def append(
-        own: Sequence[Tensor], full: Sequence[Tensor], length: Tensor, places: Tensor, slots: Tensor, count: Tensor
+        own: Sequence[Tensor],
+        full: Sequence[Tensor],
+        length: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        count: Tensor,
     ) -> None:
-        """As :meth:`Attention.append`, in one launch, without scratch; the last dimension of all is contiguous."""
+        """As :meth:`Attention.append`, in one launch, without scratch; the last dimension of all is
+        contiguous.
+        """
         layers, kv_heads, _, size = own[0].shape
         strides = [stride for each in (*own, *full) for stride in each.stride()[:3]]
         with torch.cuda.device_of(own[0]):
@@ -497,9 +570,12 @@ class Configuration:
     """The layout of a program of the attention kernel.
 
     Attributes:
-        rows: rows of a program; those beyond are taken by further programs, which read the keys again.
-        keys: keys of a tile. They order the sums within a tile, so that no number of rows may change them.
-        warps: of 32 threads. Each takes 16 rows where there are tensor cores, so that it sums all keys of a tile alone.
+        rows: rows of a program; those beyond are taken by further programs, which read the keys
+            again.
+        keys: keys of a tile. They order the sums within a tile, so that no number of rows may
+            change them.
+        warps: of 32 threads. Each takes 16 rows where there are tensor cores, so that it sums all
+            keys of a tile alone.
         stages: tiles of keys and values in shared memory at a time, loads under way included.
         registers: most per thread; None leaves it to the compiler.
     """
@@ -514,29 +590,38 @@ class Configuration:
 def configuration(rows: int, width: int, itemsize: int, generation: int) -> Configuration:
     """The layout of the attention kernel's programs; the only place that says so.
 
-    Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two programs per
-    multiprocessor where that can be. No GPU has timed them yet. Those that one model gets on one device give a row the
-    same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the number of warps alone.
+    Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two
+    programs per multiprocessor where that can be. No GPU has timed them yet. Those that one model
+    gets on one device give a row the
+    same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the
+        number of warps alone.
 
-    ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size, ``generation`` the major
-    compute capability, 0 for the interpreter. On 9 every warp multiplies rows of its own; on 8 and 12 only where a head
-    is no wider than 64, and otherwise 4 warps share rows and 8 would do it differently. Others were not looked at.
+    ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size,
+    ``generation`` the major compute capability, 0 for the interpreter. On 9 every warp multiplies
+    rows of its own; on 8 and 12 only where a head is no wider than 64, and otherwise 4 warps share
+    rows and 8 would do it differently. Others were not looked at.
     """
-    if itemsize == 4:  # multiplied outside the tensor cores, and bound by that: keys may well be read again
+    if itemsize == 4:
+        # multiplied outside the tensor cores, and bound by that: keys may well be read again
         return Configuration(16, min(64, max(16, 2048 // width)), warps=8, stages=2)
-    keys, widest = min(64, max(16, 4096 // width)), {8: 64, 9: 256, 12: 64}.get(generation, 0)
+    keys = min(64, max(16, 4096 // width))
+    widest = {8: 64, 9: 256, 12: 64}.get(generation, 0)
     if width > 128 and generation != 9:
         return Configuration(32, keys, warps=4, stages=3)
     if rows <= 64 or width > widest:
         return Configuration(64, keys, warps=4, stages=3)
-    return Configuration(128, keys, warps=8, stages=3, registers=128 if generation == 9 and width <= 128 else None)
+    return Configuration(
+        128, keys, warps=8, stages=3, registers=128 if generation == 9 and width <= 128 else None
+    )
 
 
 def chunk_size(kv_heads: int) -> int:
-    """Keys of the first chunks: with 8 KV heads 256, so that 4,096 keys give each of some 130 processors a program.
+    """Keys of the first chunks: with 8 KV heads 256,
+    so that 4,096 keys give each of some 130 processors a program.
 
-    The first 16 chunks have this size, the next 24 twice, and all others 8 times as many keys: where many programs run
-    anyway, partial results, which are in float32, are to be few beside the keys and values that they come from.
+    The first 16 chunks have this size, the next 24 twice, and all others 8 times as many keys:
+    where many programs run anyway, partial results, which are in float32, are to be few beside the
+    keys and values that they come from.
     """
     return min(1024, max(256, triton.next_power_of_2(32 * kv_heads)))
 

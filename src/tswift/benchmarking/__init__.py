@@ -1,1 +1,3 @@
-"""Benchmarks: what was measured, summarised, reported, drawn and compared with an earlier measurement."""
+"""Benchmarks: what was measured, summarised, reported,
+drawn and compared with an earlier measurement.
+"""

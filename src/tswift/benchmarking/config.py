@@ -10,11 +10,28 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tswift.drafting.options import METHODS, OF_CHOICE, DraftOptions, find_method, parse_tree, refuse_unused, used
+from tswift.drafting.options import (
+    METHODS,
+    OF_CHOICE,
+    DraftOptions,
+    find_method,
+    parse_tree,
+    refuse_unused,
+    used,
+)
 from tswift.errors import InputError, did_you_mean, renamed
 from tswift.jobs.config import TextConfig, parse_shard, to_load
 from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
-from tswift.options import Values, changed, check_options, given_names, given_options, option, parse_numbers, part
+from tswift.options import (
+    Values,
+    changed,
+    check_options,
+    given_names,
+    given_options,
+    option,
+    parse_numbers,
+    part,
+)
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,12 +68,16 @@ def parse_peers(words: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in words.split(",")))
     for name in names:
         if name not in PEERS:
-            raise InputError(f"knows {', '.join(PEERS)}, got {name!r:.40}{did_you_mean(name, PEERS)}", "peers")
+            raise InputError(
+                f"knows {', '.join(PEERS)}, got {name!r:.40}{did_you_mean(name, PEERS)}", "peers"
+            )
     return names
 
 
 def parse_trees(words: Sequence[str] | None) -> Trees:
-    """Draft trees by method, from words such as ``tokenswift=1,3,3,3``; one for all methods goes by ``""``."""
+    """Draft trees by method, from words such as ``tokenswift=1,3,3,3``;
+    one for all methods goes by ``""``.
+    """
     trees: dict[str, tuple[int, ...] | str] = {}
     for word in words or ():
         method, equals, tree = word.rpartition("=")
@@ -74,7 +95,10 @@ class CompareConfig(TextConfig):
 
     length: int = option(4000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40)
     chat: bool = option(
-        False, "The prompt is what a user says: put it into the model's chat template.", flag="--chat", shown=""
+        False,
+        "The prompt is what a user says: put it into the model's chat template.",
+        flag="--chat",
+        shown="",
     )
 
     def __post_init__(self) -> None:
@@ -82,7 +106,9 @@ class CompareConfig(TextConfig):
         if self.chat and self.bundled:
             raise InputError("needs --prompt or --prompt-text, the user's message", "chat")
         if self.chat and self.prefill is not None:
-            raise InputError("cannot be given together with --chat, whose template has an end", "prefill")
+            raise InputError(
+                "cannot be given together with --chat, whose template has an end", "prefill"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,8 @@ class BenchOptions:
     model: ModelConfig = part(ModelConfig)
     sampling: SamplingParams = part(SamplingParams)
     drafting: DraftOptions = part(DraftOptions)  # for all methods that use them
-    trees: Trees = field(default_factory=dict)  # by method; one under "" goes to all methods that use a tree
+    # by method; one under "" goes to all methods that use a tree
+    trees: Trees = field(default_factory=dict)
     with_reference_ar: bool = option(
         False,
         "Also ar-reference: expanded K/V and dense masks, as published.",
@@ -141,41 +168,65 @@ class BenchOptions:
     def check(self) -> dict[str, DraftOptions]:
         """Each method's drafting options, after all was checked that needs no model."""
         self.refuse_unused(self.methods)
-        drafting = {method: replace(self.drafting, tree=self.tree(method)) for method in self.methods}
+        drafting = {
+            method: replace(self.drafting, tree=self.tree(method)) for method in self.methods
+        }
         self.to_load()
         if self.peers:
             assistant_of(self)
             if self.sampling.logit_bias:
-                raise InputError("is not handed to transformers' generate; leave `peers` out", "logit_bias")
+                raise InputError(
+                    "is not handed to transformers' generate; leave `peers` out", "logit_bias"
+                )
             for reason, given in {
                 "random weights": self.model.model.startswith(SHAPE_PREFIX),
                 "simulated acceptance": self.simulate_alpha is not None,
             }.items():
                 if given:
-                    raise InputError(f"transformers' generate is not measured with {reason}", "peers")
+                    raise InputError(
+                        f"transformers' generate is not measured with {reason}", "peers"
+                    )
         if self.simulate_alpha is not None:
             drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
             if not drafting_methods:
-                raise InputError("none of the methods drafts anything that could be accepted", "simulate_alpha")
+                raise InputError(
+                    "none of the methods drafts anything that could be accepted", "simulate_alpha"
+                )
             for method in drafting_methods:
                 if OF_CHOICE & used(find_method(method), drafting[method]):
-                    reason = f"{method} chooses here how deep a tree pays, so the share would not be met"
+                    reason = (
+                        f"{method} chooses here how deep a tree pays, so the share would not be met"
+                    )
                     raise InputError(f"goes with trees of one shape; {reason}", "simulate_alpha")
         return drafting
 
     def to_load(self, methods: Sequence[str] | None = None) -> ModelConfig:
-        """What is loaded for methods, if not for all of these: without a draft model that only a peer uses."""
-        uses = any(find_method(method).draft or find_method(method).may_draft for method in self.methods)
-        own = replace(self.model, draft_model=None) if ASSISTED in self.peers and not uses else self.model
+        """What is loaded for methods, if not for all of these:
+        without a draft model that only a peer uses.
+        """
+        uses = any(
+            find_method(method).draft or find_method(method).may_draft for method in self.methods
+        )
+        own = (
+            replace(self.model, draft_model=None)
+            if ASSISTED in self.peers and not uses
+            else self.model
+        )
         return to_load(own, self.methods if methods is None else methods)
 
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
         drafting = given_options(self.drafting, self.given)
-        refuse_unused(methods, {**drafting, "heads": self.model.heads_wanted, "tree": self.trees.get("")}, self.trees)
+        refuse_unused(
+            methods,
+            {**drafting, "heads": self.model.heads_wanted, "tree": self.trees.get("")},
+            self.trees,
+        )
         for method in self.trees:
             if method and (method not in methods or "tree" not in find_method(method).uses):
-                raise InputError(f"is given for {method}, which is not among the methods or has no tree", "tree")
+                raise InputError(
+                    f"is given for {method}, which is not among the methods or has no tree", "tree"
+                )
 
 
 def assistant_of(options: BenchOptions) -> str | None:
@@ -184,7 +235,10 @@ def assistant_of(options: BenchOptions) -> str | None:
         return None
     model = options.model
     if model.draft_model is None and model.model != DEMO:
-        message = f"is required: {ASSISTED} drafts with a smaller model that has the tokens of {model.model}"
+        message = (
+            f"is required: {ASSISTED} drafts with a smaller model that has the tokens of "
+            f"{model.model}"
+        )
         raise InputError(message, "draft_model")
     return model.draft_model or DEMO_DRAFT
 
@@ -194,7 +248,13 @@ class Plan:
     """The grid of a benchmark."""
 
     prefills: tuple[int, ...] = option(
-        (4096,), "Prompt tokens; repeatable.", panel=_GRID, shown="4096", flag="--prefill", repeat=True, least=2
+        (4096,),
+        "Prompt tokens; repeatable.",
+        panel=_GRID,
+        shown="4096",
+        flag="--prefill",
+        repeat=True,
+        least=2,
     )
     lens: tuple[int, ...] = option(
         (20_000, 40_000, 60_000, 80_000, 100_000),
@@ -215,10 +275,13 @@ class Plan:
         panel=_GRID,
         choices=(FULL, SAMPLED),
     )
-    warmup: int = option(32, "Tokens generated before measuring.", panel=_GRID, least=0, most=1 << 31)
+    warmup: int = option(
+        32, "Tokens generated before measuring.", panel=_GRID, least=0, most=1 << 31
+    )
     shard: tuple[int, ...] | None = option(
         None,
-        "I/N: measure only every N-th cell (prompt, prefill, seed, repeat) from the I-th on; --merge joins them.",
+        "I/N: measure only every N-th cell (prompt, prefill, seed, repeat) from the I-th on; "
+        "--merge joins them.",
         panel=_GRID,
         parse=parse_shard,
         metavar="I/N",
@@ -234,20 +297,26 @@ class Plan:
     )
     workload: tuple[str, ...] = option(
         (),
-        "prose, reasoning, structured, FILE.jsonl or FILE.parquet, in lines by kind; :N behind it takes N prompts; "
-        "repeatable.",
+        "prose, reasoning, structured, FILE.jsonl or FILE.parquet, in lines by kind; :N behind it "
+        "takes N prompts; repeatable.",
         panel=_GRID,
         shown="none",
         repeat=True,
     )
     chat: bool = option(
-        False, "Put a workload's prompts into the model's chat template.", panel=_GRID, flag="--chat", shown=""
+        False,
+        "Put a workload's prompts into the model's chat template.",
+        panel=_GRID,
+        flag="--chat",
+        shown="",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.shard and self.shard[0] > self.shard[1]:
-            raise InputError(f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard")
+            raise InputError(
+                f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard"
+            )
         if self.workload and self.prompts:
             raise InputError("cannot be given together with --prompts", "workload")
         if self.chat and not self.workload:
@@ -257,13 +326,16 @@ class Plan:
             if not values:
                 raise InputError("names nothing", name)
             if len(set(values)) < len(values):
-                raise InputError(f"names {next(v for v in values if list(values).count(v) > 1)} twice", name)
+                raise InputError(
+                    f"names {next(v for v in values if list(values).count(v) > 1)} twice", name
+                )
 
 
 def fit_grid(
     prefill: int, lens: Sequence[int], given: Collection[str], positions: int
 ) -> tuple[int, tuple[int, ...], bool]:
-    """Prompt tokens and generated lengths for a model: what nobody asked for gives way to its positions.
+    """Prompt tokens and generated lengths for a model:
+    what nobody asked for gives way to its positions.
 
     Args:
         prefill, lens: as asked for, or the defaults.
@@ -273,20 +345,26 @@ def fit_grid(
     Returns:
         Those, and whether one gave way. What still does not fit is to be refused.
     """
-    least, fitting = prefill, tuple(lens)
+    least = prefill
+    fitting = tuple(lens)
     if "prefill" not in given and prefill + max(lens) > positions:
         least = min(prefill, positions - max(lens) if "lens" in given else positions // 2)
         least = least if least > 1 else prefill
     if "lens" not in given:
         room = positions - least
-        fitting = tuple(length for length in lens if length <= room) or ((room,) if room > 0 else fitting)
+        fitting = tuple(length for length in lens if length <= room) or (
+            (room,) if room > 0 else fitting
+        )
     return least, fitting, (least, fitting) != (prefill, tuple(lens))
 
 
 def fit_note(model: str, positions: int, prefill: int, lens: Sequence[int]) -> str:
     """A line for people about defaults that gave way."""
     longest = ", ".join(f"{length:,}" for length in lens)
-    return f"{model} has {positions:,} positions: {prefill:,} prompt tokens, and {longest} generated ones"
+    return (
+        f"{model} has {positions:,} positions: {prefill:,} prompt tokens, and {longest} generated "
+        "ones"
+    )
 
 
 _machine = partial(option, panel="Machine")
@@ -299,19 +377,25 @@ class RooflineQuery:
 
     model: str = option(
         DEMO,
-        f"demo, a folder, a hub id, or shape:NAME: a published model's shape ({', '.join(SHAPES)}).",
+        "demo, a folder, a hub id, or shape:NAME: a published model's shape "
+        f"({', '.join(SHAPES)}).",
         panel="Model",
     )
     dtype: str = option(
         "auto",
-        "auto (as bench takes it: float32 on this CPU, else the model's own), float32, float64, bfloat16 or float16.",
+        "auto (as bench takes it: float32 on this CPU, else the model's own), float32, float64, "
+        "bfloat16 or float16.",
         panel="Model",
     )
     device: str | None = _machine(
         None, "a100-80g, h100-sxm, h200; or here, cpu, cuda, cuda:1 ...: measured.", shown="here"
     )
-    bandwidth: float | None = _machine(None, "Instead of --device: memory bandwidth in GB/s.", least=1e-9, most=1e9)
-    flops: float | None = _machine(None, "Instead of --device: matrix products in TFLOP/s.", least=1e-9, most=1e9)
+    bandwidth: float | None = _machine(
+        None, "Instead of --device: memory bandwidth in GB/s.", least=1e-9, most=1e9
+    )
+    flops: float | None = _machine(
+        None, "Instead of --device: matrix products in TFLOP/s.", least=1e-9, most=1e9
+    )
     contexts: tuple[int, ...] | None = option(
         None,
         "Tokens in the KV cache.",
@@ -330,9 +414,13 @@ class RooflineQuery:
     )
     prefill: int = _predicted(4096, "Prompt tokens.", least=1)
     length: int = _predicted(100_000, "Generated tokens.", flag="--len", least=1)
-    alpha: float | None = _predicted(None, "Predict tokenswift at this acceptance rate.", least=0, most=1)
+    alpha: float | None = _predicted(
+        None, "Predict tokenswift at this acceptance rate.", least=0, most=1
+    )
     depth: int = _predicted(4, "Tokens drafted along a path, with --alpha.", least=1, most=_MOST)
-    budget: int = _predicted(4096, "Tokens of the partial KV cache, with --alpha.", least=1, most=_MOST)
+    budget: int = _predicted(
+        4096, "Tokens of the partial KV cache, with --alpha.", least=1, most=_MOST
+    )
     draft_weights: str | None = _predicted(
         None,
         "Also with drafting passes in fp8 or int4, as generate takes it, with --alpha.",
@@ -340,7 +428,8 @@ class RooflineQuery:
     )
     drafter: str | None = _predicted(
         None,
-        "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or eagle3; with --alpha.",
+        "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or "
+        "eagle3; with --alpha.",
     )
     given: frozenset[str] = given_names()
 
@@ -355,7 +444,11 @@ class RooflineQuery:
     @property
     def here(self) -> bool:
         """Whether the machine is one to be measured."""
-        return self.bandwidth is None and (self.device or "here").split(":")[0] in ("here", "cpu", "cuda")
+        return self.bandwidth is None and (self.device or "here").split(":")[0] in (
+            "here",
+            "cpu",
+            "cuda",
+        )
 
 
 @dataclass(frozen=True)
@@ -380,7 +473,9 @@ class BenchConfig:
 
     @property
     def simulated(self) -> dict[str, Any] | None:
-        """For records: whether weights are random, and the acceptance that is set; None if neither."""
+        """For records: whether weights are random, and the acceptance that is set;
+        None if neither.
+        """
         if self.simulate_alpha is None and not self.model.simulated:
             return None
         return {"weights": self.model.simulated, "alpha": self.simulate_alpha}
@@ -389,11 +484,17 @@ class BenchConfig:
         """For records: by label, the options that its method uses."""
         from tswift.jobs.job import used_options
 
-        return {one.label: used_options(find_method(one.method), one.options) for one in self.contenders}
+        return {
+            one.label: used_options(find_method(one.method), one.options) for one in self.contenders
+        }
 
 
 def configure(
-    options: BenchOptions, prompt: int = 1, length: int = 1, option: str = "model", flexible: bool = False
+    options: BenchOptions,
+    prompt: int = 1,
+    length: int = 1,
+    option: str = "model",
+    flexible: bool = False,
 ) -> BenchConfig:
     """Check the options, and load the model.
 

@@ -1,4 +1,6 @@
-"""The regression gate: a measurement is held against an earlier one of the same workload, by rules."""
+"""The regression gate: a measurement is held against an earlier one of the same workload,
+by rules.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _MACHINE = ("cpu", "threads", "gpu")
 _MIN_REPEATS = 2
 
 Draw = tuple[str, int]  # prompt and seed
-Place = tuple[str, "int | None", "int | None", "Draw | None"]  # method, prefill, length; the draw of a counter
+# method, prefill, length; the draw of a counter
+Place = tuple[str, "int | None", "int | None", "Draw | None"]
 Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
 
 _ABSENT: Value = (None, set())
@@ -39,7 +42,8 @@ class Rule:
     """How much worse a metric may get."""
 
     figure: str  # the metric's name in a measurement
-    tolerance: float  # at least 0; a share of the baseline if relative, else in the metric's own unit
+    # at least 0; a share of the baseline if relative, else in the metric's own unit
+    tolerance: float
     relative: bool
 
     @property
@@ -49,7 +53,9 @@ class Rule:
 
     def limit(self, baseline: float) -> float:
         """The worst value that passes."""
-        return baseline - self.metric.sign * self.tolerance * (abs(baseline) if self.relative else 1)
+        return baseline - self.metric.sign * self.tolerance * (
+            abs(baseline) if self.relative else 1
+        )
 
     def allows(self, baseline: float, ours: float) -> bool:
         """Whether our value passes."""
@@ -61,39 +67,63 @@ class Rule:
         for cell in summarise(measurement):
             if self.metric.exact:
                 for draw, means in cell.draws.items():
-                    values[cell.axis, cell.prefill, cell.length, draw] = means.get(self.figure), {draw}
+                    values[cell.axis, cell.prefill, cell.length, draw] = (
+                        means.get(self.figure),
+                        {draw},
+                    )
             else:
-                values[cell.axis, cell.prefill, cell.length, None] = cell.figures[self.figure].mean, set(cell.draws)
+                values[cell.axis, cell.prefill, cell.length, None] = (
+                    cell.figures[self.figure].mean,
+                    set(cell.draws),
+                )
         return values
 
     def check(self, baseline: Measurement) -> None:
-        """Refuse a baseline without the metric, and a tolerance so loose that the rule could never fail."""
-        name, known = self.metric.gate, [value for value, _ in self.values(baseline).values() if value is not None]
+        """Refuse a baseline without the metric, and a tolerance so loose that the rule could never
+        fail.
+        """
+        name = self.metric.gate
+        known = [value for value, _ in self.values(baseline).values() if value is not None]
         if not known:
             raise InputError(f"the baseline holds no {name}", "against")
-        if self.metric.sign > 0 and max(known) > 0 and all(self.allows(value, 0.0) for value in known if value > 0):
+        if (
+            self.metric.sign > 0
+            and max(known) > 0
+            and all(self.allows(value, 0.0) for value in known if value > 0)
+        ):
             percent = self.tolerance if 1 <= self.tolerance < 100 else 10
-            message = f"{name} can never fall by more than {self.tolerance:g}, the baseline has {max(known):.4g}"
-            raise InputError(f"{message} at most; a share of it is written {name}:{percent:g}%", "fail_on")
+            message = (
+                f"{name} can never fall by more than {self.tolerance:g}, the baseline has "
+                f"{max(known):.4g}"
+            )
+            raise InputError(
+                f"{message} at most; a share of it is written {name}:{percent:g}%", "fail_on"
+            )
 
 
 def parse_rule(text: str) -> Rule:
     """Read ``metric:tolerance``.
 
-    A tolerance ending in % is a share of the baseline, another one is absolute. A metric alone means no tolerance at
-    all, which counters can keep and times cannot.
+    A tolerance ending in % is a share of the baseline, another one is absolute. A metric alone
+    means no tolerance at all, which counters can keep and times cannot.
     """
     name, colon, tolerance = text.strip().partition(":")
     figure = gated().get(name)
     if figure is None:
-        raise InputError(f"knows {', '.join(gated())}, got {name!r}{did_you_mean(name, gated())}", "fail_on")
+        raise InputError(
+            f"knows {', '.join(gated())}, got {name!r}{did_you_mean(name, gated())}", "fail_on"
+        )
     if not colon and not METRICS[figure].exact:
-        raise InputError(f"{name} varies from run to run: give a tolerance, such as {name}:10%", "fail_on")
+        raise InputError(
+            f"{name} varies from run to run: give a tolerance, such as {name}:10%", "fail_on"
+        )
     relative = tolerance.endswith("%")
     digits = tolerance.removesuffix("%") if colon else "0"
     value = float(digits) / (100 if relative else 1) if _NUMBER.fullmatch(digits) else math.inf
     if math.isinf(value):
-        raise InputError(f"wants a tolerance such as {name}:0.05 or {name}:10%, got {tolerance!r}", "fail_on")
+        raise InputError(
+            f"wants a tolerance such as {name}:0.05 or {name}:10%, got {tolerance!r}", "fail_on"
+        )
     if relative and value >= 1 and METRICS[figure].sign > 0:
         raise InputError(f"{name} can never fall by more than 100%, got {tolerance!r}", "fail_on")
     return Rule(figure, value, relative)
@@ -101,25 +131,34 @@ def parse_rule(text: str) -> Rule:
 
 @dataclass(frozen=True)
 class Judging:
-    """By what a measurement is judged, and beside what it is shown; nothing that is measured depends on it."""
+    """By what a measurement is judged, and beside what it is shown;
+    nothing that is measured depends on it.
+    """
 
     against: Path | None = option(None, "bench.json to hold the figures against.", panel="Gate")
     fail_on: tuple[str, ...] = option(
         (),
-        f"METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: {', '.join(gated())}.",
+        "METRIC:TOLERANCE that fails, as speedup:10% or alpha:0; repeatable. Metrics: "
+        f"{', '.join(gated())}.",
         panel="Gate",
         shown="",
         repeat=True,
     )
-    force: bool = option(False, "Hold times of another machine against ours.", panel="Gate", shown="", flag="--force")
-    paper: bool = option(False, "Put the published rows beside ours.", panel="Output", shown="", flag="--paper")
+    force: bool = option(
+        False, "Hold times of another machine against ours.", panel="Gate", shown="", flag="--force"
+    )
+    paper: bool = option(
+        False, "Put the published rows beside ours.", panel="Output", shown="", flag="--paper"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.against is not None:
             object.__setattr__(self, "against", Path(self.against))  # a record keeps a text
         if (self.against is None) != (not self.rules):
-            raise InputError("wants both: what to hold against, and what fails", "--against and --fail-on")
+            raise InputError(
+                "wants both: what to hold against, and what fails", "--against and --fail-on"
+            )
         if self.force and not self.against:
             raise InputError("goes with --against", "force")
 
@@ -152,34 +191,47 @@ class Verdict:
         return None if self.ours is None or self.baseline is None else self.ours - self.baseline
 
 
-def compare(measurement: Measurement, baseline: Measurement, rules: Sequence[Rule]) -> list[Verdict]:
+def compare(
+    measurement: Measurement, baseline: Measurement, rules: Sequence[Rule]
+) -> list[Verdict]:
     """Judge a measurement by an earlier one, which :func:`refuse_foreign` has let through.
 
-    A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so is any run of ours
-    whose tokens are neither plain decoding's nor explained by rounding. What got better never is. One seed's gain in a
-    counter does not make up for another's loss.
+    A cell, a run of a cell or a value that the baseline has and we have not is a regression, and so
+    is any run of ours whose tokens are neither plain decoding's nor explained by rounding. What got
+    better never is. One seed's gain in a counter does not make up for another's loss.
     """
     verdicts = []
     for sample in measurement.samples:
         if sample.explained is False:
             first = sample.first_difference
-            why = "its audit finds violations" if first is None else f"other tokens than AR from token {first}"
+            why = (
+                "its audit finds violations"
+                if first is None
+                else f"other tokens than AR from token {first}"
+            )
             note = f"{_draw_name(sample.prompt, sample.seed)}: {why}"
             verdicts.append(Verdict(SAME_TEXT, sample.method, sample.prefill, None, False, note))
     for rule in rules:
-        ours, theirs = rule.values(measurement), rule.values(baseline)
+        ours = rule.values(measurement)
+        theirs = rule.values(baseline)
         keys = dict.fromkeys([*theirs, *ours])
         draws = Counter(key[:3] for key in keys)
         for key in keys:
-            (value, runs), (before, expected) = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
-            why = "not in the baseline" if before is None else "not measured" if value is None else ""
+            (value, runs) = ours.get(key, _ABSENT)
+            (before, expected) = theirs.get(key, _ABSENT)
+            why = (
+                "not in the baseline" if before is None else "not measured" if value is None else ""
+            )
             if not why and expected - runs:
                 why = f"{len(expected - runs)} of the baseline's runs not measured"
             ok = before is None or (value is not None and not why and rule.allows(before, value))
             method, prefill, length, draw = key
             name = _draw_name(*draw) if draw and draws[key[:3]] > 1 else ""
-            note, limit = ": ".join(filter(None, (name, why))), None if before is None else rule.limit(before)
-            verdicts.append(Verdict(rule.metric.gate, method, prefill, length, ok, note, before, value, limit))
+            note = ": ".join(filter(None, (name, why)))
+            limit = None if before is None else rule.limit(before)
+            verdicts.append(
+                Verdict(rule.metric.gate, method, prefill, length, ok, note, before, value, limit)
+            )
     return verdicts
 
 
@@ -200,13 +252,21 @@ def changes_table(verdicts: Sequence[Verdict], simulated: bool = False) -> Table
         groups.setdefault(id(verdict) if verdict.metric == SAME_TEXT else cell, []).append(verdict)
     rows = []
     for group in groups.values():
-        worst = max(group, key=lambda verdict: math.inf if verdict.change is None else abs(verdict.change))
+        worst = max(
+            group, key=lambda verdict: math.inf if verdict.change is None else abs(verdict.change)
+        )
         text = ": ".join(filter(None, ("ok" if worst.ok else "REGRESSED", worst.note)))
         if len(group) > 1:
             text += f"; and {len(group) - 1} other {'draw' if len(group) == 2 else 'draws'}"
-        place = [NOTHING if count is None else f"{count:,}" for count in (worst.prefill, worst.length)]
-        numbers = zip((worst.baseline, worst.ours, worst.change, worst.limit), ("", "", "+", ""), strict=True)
-        place += [NOTHING if number is None else format(number, f"{sign}.6g") for number, sign in numbers]
+        place = [
+            NOTHING if count is None else f"{count:,}" for count in (worst.prefill, worst.length)
+        ]
+        numbers = zip(
+            (worst.baseline, worst.ours, worst.change, worst.limit), ("", "", "+", ""), strict=True
+        )
+        place += [
+            NOTHING if number is None else format(number, f"{sign}.6g") for number, sign in numbers
+        ]
         rows.append([worst.metric, method_name(worst.method, simulated), text, *place])
     return Table(
         f"{len(failed)} of {len(verdicts)} comparisons regressed",
@@ -227,23 +287,29 @@ def refuse_foreign(
     """Refuse a baseline that cannot be compared with. The measurement needs no samples yet.
 
     Args:
-        repeats: of the measurement. Times that were taken once, here or in the baseline, are not judged: noise would
-            decide.
+        repeats: of the measurement. Times that were taken once, here or in the baseline, are not
+            judged: noise would decide.
         force: compare times although the machines differ.
     """
     timed = next((rule.metric.gate for rule in rules if not rule.metric.exact), None)
     counted = next((rule.metric.gate for rule in rules if rule.metric.exact), None)
     if counted and summary.simulated_alpha(measurement) is not None:
-        raise InputError(f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on")
+        raise InputError(
+            f"{counted} follows from --simulate-alpha and is not measured; times are", "fail_on"
+        )
     differing = measurement.workload.differing(baseline.workload)
     if differing:
         raise InputError(f"the baseline is of another workload: {differ(differing)}", "against")
-    here, there = vars(measurement.environment), vars(baseline.environment)
-    used = [vars(one) for one in (*measurement.environments, *baseline.environments)]  # several machines, if merged
+    here = vars(measurement.environment)
+    there = vars(baseline.environment)
+    # several machines, if merged
+    used = [vars(one) for one in (*measurement.environments, *baseline.environments)]
     other = [name for name in _MACHINE if len({one[name] for one in used}) > 1]
     if timed and other and not force:
         what = ", ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in other)
-        raise InputError(f"{timed} is of another machine ({what}); --force compares it all the same", "against")
+        raise InputError(
+            f"{timed} is of another machine ({what}); --force compares it all the same", "against"
+        )
     for rule in rules:
         rule.check(baseline)
     taken = len({sample.repeat for sample in baseline.samples})

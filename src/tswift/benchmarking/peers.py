@@ -1,7 +1,9 @@
-"""transformers' own ``generate`` in the same run, interleaved with ours: plain, with prompt lookup, and assisted.
+"""transformers' own ``generate`` in the same run, interleaved with ours: plain, with prompt lookup,
+and assisted.
 
-The network is transformers' own copy, with its own attention; a peer draws with torch's random numbers, so its sampled
-text is another than ours. Its first pass, which reads the prompt and draws a token, counts as prefill.
+The network is transformers' own copy, with its own attention; a peer draws with torch's random
+numbers, so its sampled text is another than ours. Its first pass, which reads the prompt and draws
+a token, counts as prefill.
 """
 
 from __future__ import annotations
@@ -57,12 +59,21 @@ class Peers:
         }
 
     def beside(
-        self, runs: Sequence[Run], prompt: Sequence[int], length: int, params: SamplingParams, seed: int
+        self,
+        runs: Sequence[Run],
+        prompt: Sequence[int],
+        length: int,
+        params: SamplingParams,
+        seed: int,
     ) -> list[Run]:
-        """Runs of ours and then the peers', each in a thread of its own, with OpenMP workers and a heap of its own."""
+        """Runs of ours and then the peers', each in a thread of its own,
+        with OpenMP workers and a heap of its own.
+        """
         ids = torch.tensor([list(prompt)], device=self.network.device)
         # its penalty is over all of the text, ours over a window
-        same = params.temperature == 0 and (not params.penalises or len(prompt) + length <= params.window)
+        same = params.temperature == 0 and (
+            not params.penalises or len(prompt) + length <= params.window
+        )
         same = same and not params.counts
         peers = []
         for name in self.names:
@@ -70,27 +81,39 @@ class Peers:
             if name == ASSISTED:
                 settings["assistant_model"] = self.assistant
             given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length, **settings}
-            peers.append(PeerRun(name, same, partial(self.network.generate, ids, **given), seed, ids.device))
+            peers.append(
+                PeerRun(name, same, partial(self.network.generate, ids, **given), seed, ids.device)
+            )
         return [*map(_in_own_thread, runs), *peers]
 
 
 def load_peers(options: BenchOptions, model: LoadedModel) -> Peers:
     """The peers that are asked for, on the model's device and in its dtype."""
     if holds_codes(model.target.model):
-        raise InputError(f"transformers does not run {model.name} with weights of integers", "peers")
+        raise InputError(
+            f"transformers does not run {model.name} with weights of integers", "peers"
+        )
     if model.yarn is not None:
-        raise InputError("transformers runs a checkpoint as it was made; --yarn changes it", "peers")
+        raise InputError(
+            "transformers runs a checkpoint as it was made; --yarn changes it", "peers"
+        )
 
     def loaded(name: str) -> PreTrainedModel:
         with silence(), as_input_error(name):
             network = AutoModelForCausalLM.from_pretrained(
-                find_source(name)[0], dtype=model.target.dtype, attn_implementation="sdpa", use_safetensors=True
+                find_source(name)[0],
+                dtype=model.target.dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
             )
         return network.eval().to(model.target.device)
 
-    transformers_logging.set_verbosity_error()  # it advises against what it does itself when it is assisted
+    # it advises against what it does itself when it is assisted
+    transformers_logging.set_verbosity_error()
     assistant = assistant_of(options)
-    return Peers(options.peers, loaded(options.model.model), assistant and loaded(assistant), assistant)
+    return Peers(
+        options.peers, loaded(options.model.model), assistant and loaded(assistant), assistant
+    )
 
 
 class _Closed(Exception):
@@ -98,14 +121,24 @@ class _Closed(Exception):
 
 
 class PeerRun(Run):
-    """``generate``, which moves only while the caller waits for it: it is no generator, and so is held in a thread."""
+    """``generate``, which moves only while the caller waits for it: it is no generator,
+    and so is held in a thread.
+    """
 
     def __init__(
-        self, label: str, comparable: bool, generate: Callable[..., object], seed: int, device: torch.device
+        self,
+        label: str,
+        comparable: bool,
+        generate: Callable[..., object],
+        seed: int,
+        device: torch.device,
     ) -> None:
         super().__init__(label, label, None, comparable=comparable, peer=True)
-        self._generate, self._seed, self._device = generate, seed, device
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._generate = generate
+        self._seed = seed
+        self._device = device
+        self._go = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
         self._goal, self._started, self._closed = 1, 0.0, False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=label, daemon=True)
@@ -114,7 +147,8 @@ class PeerRun(Run):
     def prefill(self) -> None:
         """Read the prompt, and draw the first token."""
         self._wait()
-        self.prefill_seconds, self.stats.seconds = self.stats.seconds, 0.0
+        self.prefill_seconds = self.stats.seconds
+        self.stats.seconds = 0.0
 
     def advance(self, goal: int) -> None:
         """Decode at least ``goal`` tokens in all."""
@@ -160,8 +194,10 @@ class PeerRun(Run):
         self.stats.nodes += 1
         self.stats.accepted[len(tokens) - 1] += 1
         if self.stats.tokens >= self._goal:
-            # the generators are the process's: without this, the other peers' draws would change this one's text
-            state, cuda = torch.get_rng_state(), self._device.type == "cuda"
+            # the generators are the process's: without this, the other peers' draws would change
+            # this one's text
+            state = torch.get_rng_state()
+            cuda = self._device.type == "cuda"
             on_device = torch.cuda.get_rng_state(self._device) if cuda else None
             self._back.release()
             self._go.acquire()
@@ -176,7 +212,8 @@ class PeerRun(Run):
 class _Watch(BaseStreamer):  # type: ignore[misc]
     """Told by ``generate`` of the prompt, and then of the new tokens of every pass.
 
-    A stopping criterion would not do: transformers 5.17 also calls those on the assistant's candidates.
+    A stopping criterion would not do: transformers 5.17 also calls those on the assistant's
+        candidates.
     """
 
     def __init__(self, step: Callable[[list[int]], None]) -> None:

@@ -1,6 +1,7 @@
 """Plots of bench (figures 1 and 3 of the paper) and of suites, as PNG and SVG.
 
-matplotlib is optional, and imported where it is used. ``pyplot`` is not used: there is no window and no global figure.
+matplotlib is optional, and imported where it is used. ``pyplot`` is not used: there is no window
+and no global figure.
 """
 
 from __future__ import annotations
@@ -17,15 +18,28 @@ import numpy as np
 from tswift.benchmarking import suites
 from tswift.benchmarking.config import BASELINE, REFERENCE
 from tswift.benchmarking.record import Measurement, Record, SuiteRecord
-from tswift.benchmarking.summary import METRICS, by_kind, drafted_only, method_name, source, summarise
+from tswift.benchmarking.summary import (
+    METRICS,
+    by_kind,
+    drafted_only,
+    method_name,
+    source,
+    summarise,
+)
 from tswift.benchmarking.summary import Figure as Value
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-_DEFAULTS = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tswift"}
-# Okabe and Ito's palette, which colour-blind readers can tell apart, and three more; markers repeat it.
+_DEFAULTS = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "tswift",
+}
+# Okabe and Ito's palette, which colour-blind readers can tell apart, and three more; markers repeat
+# it.
 _LOOKS = {
     BASELINE: ("#000000", "o"),
     "tokenswift": ("#0072B2", "s"),
@@ -58,10 +72,11 @@ def available() -> bool:
 
 
 def files(record: Record) -> dict[str, bytes]:
-    """``time`` and ``acceptance`` of a bench, or ``suite``, each as ``.png`` and ``.svg``, by file name.
+    """``time`` and ``acceptance`` of a bench, or ``suite``, each as ``.png`` and ``.svg``,
+    by file name.
 
-    Nothing where no length was reached. Those of a simulated measurement are ``time-simulated`` and so on. The same
-    record gives the same bytes with the same matplotlib.
+    Nothing where no length was reached. Those of a simulated measurement are ``time-simulated`` and
+    so on. The same record gives the same bytes with the same matplotlib.
     """
     figures: dict[str, Figure] = {}
     if isinstance(record, SuiteRecord):
@@ -69,7 +84,10 @@ def files(record: Record) -> dict[str, bytes]:
         figures = {"suite": suite_figure(record)} if reached else {}
     elif summarise(record):
         ending = "-simulated" if record.simulated else ""
-        figures = {f"time{ending}": time_figure(record), f"acceptance{ending}": acceptance_figure(record)}
+        figures = {
+            f"time{ending}": time_figure(record),
+            f"acceptance{ending}": acceptance_figure(record),
+        }
     images = {}
     for stem, figure in figures.items():
         for kind, metadata in (("png", {}), ("svg", {"Date": None})):
@@ -82,7 +100,9 @@ def files(record: Record) -> dict[str, bytes]:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """matplotlib's own defaults and ours, whatever the user's configuration says; put back afterwards."""
+    """matplotlib's own defaults and ours, whatever the user's configuration says;
+    put back afterwards.
+    """
     import matplotlib
     from matplotlib import style
 
@@ -101,7 +121,8 @@ def _line_figure(
     sharex: bool = False,
     sharey: bool | Literal["col"] = False,
 ) -> Figure:
-    """Rows of panels whose axes begin at 0; error bars show one standard deviation each way where one is known.
+    """Rows of panels whose axes begin at 0; error bars show one standard deviation each way where
+    one is known.
 
     Args:
         names: of all lines, in the order of their looks. Estimated methods are dashed.
@@ -116,45 +137,76 @@ def _line_figure(
 
     with _style():
         figure = Figure(figsize=(width, 1.8 + 3.4 * len(panels)), layout="constrained")
-        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharex=sharex, sharey=sharey)
+        grid = figure.subplots(
+            len(panels), len(panels[0]), squeeze=False, sharex=sharex, sharey=sharey
+        )
         for axes, panel in zip(grid.flat, (panel for row in panels for panel in row), strict=True):
             axes.set_title(panel.title, fontsize=11)
             axes.set(xlabel=panel.across, ylabel=panel.up)
             for name, points in panel.lines.items():
-                known = sorted((x, value.mean, value.std) for x, value in points if value.mean is not None)
+                known = sorted(
+                    (x, value.mean, value.std) for x, value in points if value.mean is not None
+                )
                 if not known:
                     continue
                 color, marker = looks[name]
                 label = method_name(name, measurement.simulated, name in dashed)
-                style = {"color": color, "marker": marker, "linestyle": "--" if name in dashed else "-"}
+                style = {
+                    "color": color,
+                    "marker": marker,
+                    "linestyle": "--" if name in dashed else "-",
+                }
                 xs, ys, _ = zip(*known, strict=True)
-                axes.plot(xs, ys, label=label, linewidth=1.8, markersize=6, clip_on=False, markevery=every, **style)
+                axes.plot(
+                    xs,
+                    ys,
+                    label=label,
+                    linewidth=1.8,
+                    markersize=6,
+                    clip_on=False,
+                    markevery=every,
+                    **style,
+                )
                 bars = [point for point in known if point[2] is not None]
                 if bars:
                     xs, ys, stds = zip(*bars, strict=True)
                     axes.errorbar(xs, ys, yerr=stds, fmt="none", ecolor=color, elinewidth=1.4)
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}")
+            axes.xaxis.set_major_formatter(
+                lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}"
+            )
             axes.grid(color="#DDDDDD", linewidth=0.8)
             axes.set_axisbelow(True)
         figure.suptitle(f"{title}\n{source(measurement)}, {measurement.started[:10]}", fontsize=12)
         handles: dict[str, Artist] = {}  # of one legend below all panels, where no line can run
-        for axes in reversed(list(grid.flat)):  # the last one has a line for each method, in their order
+        for axes in reversed(list(grid.flat)):
+            # the last one has a line for each method, in their order
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=4,
+            frameon=False,
+        )
     return figure
 
 
 def time_figure(measurement: Measurement) -> Figure:
-    """Decoding time against generated tokens, prefill apart: a panel per prefill, a line per method, mean over runs."""
+    """Decoding time against generated tokens, prefill apart: a panel per prefill,
+    a line per method, mean over runs.
+    """
     curves: dict[Where, dict[str, list[np.ndarray]]] = {}  # by panel and method
     for kind, part in by_kind(measurement).items():
         for sample in sorted(part.samples, key=lambda sample: sample.prefill):
             lines = curves.setdefault((kind, sample.prefill), {})
             lines.setdefault(sample.method, []).append(np.array([(0, 0), *sample.slices], float).T)
-    longest = max((curve[1, -1] for lines in curves.values() for runs in lines.values() for curve in runs), default=0.0)
+    longest = max(
+        (curve[1, -1] for lines in curves.values() for runs in lines.values() for curve in runs),
+        default=0.0,
+    )
     unit, scale = ("minutes", 60.0) if longest >= 60 else ("seconds", 1.0)
     panels: list[Panel] = []
     for where, by_method in curves.items():
@@ -163,48 +215,89 @@ def time_figure(measurement: Measurement) -> Figure:
             tokens = np.linspace(0, min(curve[0, -1] for curve in runs), _CURVE_POINTS + 1)
             seconds = np.mean([np.interp(tokens, *curve) for curve in runs], axis=0) / scale
             means[method] = [(x, Value(1, y, None)) for x, y in zip(tokens, seconds, strict=True)]
-        panels.append(Panel(_title(where), "generated tokens", "" if panels else f"decoding time, {unit}", means))
+        panels.append(
+            Panel(
+                _title(where), "generated tokens", "" if panels else f"decoding time, {unit}", means
+            )
+        )
     width = 7.5 if len(panels) == 1 else 5.5 * len(panels)
     every = _CURVE_POINTS // 8
-    return _line_figure([panels], _methods(measurement), "Decoding time", measurement, width, every, sharey=True)
+    return _line_figure(
+        [panels], _methods(measurement), "Decoding time", measurement, width, every, sharey=True
+    )
 
 
 def acceptance_figure(measurement: Measurement) -> Figure:
-    """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill, a line per method."""
+    """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill,
+    a line per method.
+    """
     shown = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
     points = [
-        ((kind, cell.prefill), cell.axis, float(cell.length or 0), drafted_only(cell.figures, cell.axis))
+        (
+            (kind, cell.prefill),
+            cell.axis,
+            float(cell.length or 0),
+            drafted_only(cell.figures, cell.axis),
+        )
         for kind, part in by_kind(measurement).items()
         for cell in summarise(part)
     ]
     panels = _panels(points, "generated tokens", shown)
     return _line_figure(
-        panels, _methods(measurement), "Acceptance and speedup", measurement, 4 * len(shown), sharex=True
+        panels,
+        _methods(measurement),
+        "Acceptance and speedup",
+        measurement,
+        4 * len(shown),
+        sharex=True,
     )
 
 
 def suite_figure(record: SuiteRecord) -> Figure:
-    """What was measured, over generated length or over what the suite varies; the paper's figures are in the table."""
-    suite, of_prefills = suites.find_suite(record.suite), suites.PREFILL
-    over = "prompt tokens" if suite.along == of_prefills else suite.axis if suite.across else "generated tokens"
+    """What was measured, over generated length or over what the suite varies;
+    the paper's figures are in the table.
+    """
+    suite = suites.find_suite(record.suite)
+    of_prefills = suites.PREFILL
+    over = (
+        "prompt tokens"
+        if suite.along == of_prefills
+        else suite.axis
+        if suite.across
+        else "generated tokens"
+    )
     points = []
     for row in suites.measured_rows(suite, record.groups):
-        # over length, a line for each place on the axis; over the axis, or over prefills, for each length
-        line, x = suites.place_name(suite, row.axis), float(row.length or 0)
+        # over length, a line for each place on the axis; over the axis, or over prefills, for each
+        # length
+        line = suites.place_name(suite, row.axis)
+        x = float(row.length or 0)
         if suite.across:
             line = "" if row.length is None else f"{row.length:,} tokens"
             x = float(row.prefill or 0) if suite.along == of_prefills else float(row.axis)
-        points.append((("", None if suite.along == of_prefills else row.prefill), line, x, row.figures))
-    shown = {name: METRICS[name].heading + ", s" * (METRICS[name].digits is None) for name in suite.plotted}
-    names, width = list(dict.fromkeys(line for _, line, *_ in points)), max(7.5, 4.4 * len(shown))
+        points.append(
+            (("", None if suite.along == of_prefills else row.prefill), line, x, row.figures)
+        )
+    shown = {
+        name: METRICS[name].heading + ", s" * (METRICS[name].digits is None)
+        for name in suite.plotted
+    }
+    names = list(dict.fromkeys(line for _, line, *_ in points))
+    width = max(7.5, 4.4 * len(shown))
     first = record.groups[0].measurement
-    return _line_figure(_panels(points, over, shown), names, suite.title, first, width, sharey="col")
+    return _line_figure(
+        _panels(points, over, shown), names, suite.title, first, width, sharey="col"
+    )
 
 
 def _panels(
-    points: Sequence[tuple[Where, str, float, Mapping[str, Value]]], across: str, shown: Mapping[str, str]
+    points: Sequence[tuple[Where, str, float, Mapping[str, Value]]],
+    across: str,
+    shown: Mapping[str, str],
 ) -> list[list[Panel]]:
-    """Of points, each with where it was measured and its line, a row of panels for each place: one for each metric."""
+    """Of points, each with where it was measured and its line, a row of panels for each place:
+    one for each metric.
+    """
     panels: dict[Where, list[Panel]] = {}
     for where, line, x, figures in points:
         if where not in panels:
@@ -220,4 +313,8 @@ def _title(where: Where) -> str:
 
 
 def _methods(measurement: Measurement) -> list[str]:
-    return list(dict.fromkeys([*measurement.workload.methods, *(sample.method for sample in measurement.samples)]))
+    return list(
+        dict.fromkeys(
+            [*measurement.workload.methods, *(sample.method for sample in measurement.samples)]
+        )
+    )

@@ -1,7 +1,9 @@
-"""What a benchmark writes down: ``bench.json`` and ``suite.json`` as dataclasses, read and written here alone.
+"""What a benchmark writes down: ``bench.json`` and ``suite.json`` as dataclasses,
+read and written here alone.
 
-A file is checked when it is read, field by field. A field that has a default is absent where there is nothing to say,
-as in files of versions before it. Times are in seconds, prefill apart unless named so.
+A file is checked when it is read, field by field. A field that has a default is absent where there
+is nothing to say, as in files of versions before it. Times are in seconds, prefill apart unless
+named so.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
 from tswift.errors import MAX_RECORD, InputError, parse_json, read_file
 
@@ -30,7 +40,13 @@ def _number(value: object) -> float:
 
 def _setting(value: Any) -> Any:
     """The value of a sampling parameter: a text, a number, or several numbers."""
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,):
+    for one in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else (value,)
+    ):
         if not isinstance(one, str):
             _number(one)
     return value
@@ -47,7 +63,8 @@ Size = Annotated[Integer, Field(ge=1)]
 Flag = Annotated[bool, Strict()]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}")]
-State = Annotated[str, Field(pattern="^(running|finished|interrupted)$")]  # running: to come, or it was killed
+# running: to come, or it was killed
+State = Annotated[str, Field(pattern="^(running|finished|interrupted)$")]
 Command = Annotated[list[str], Field(min_length=1)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 
@@ -120,7 +137,8 @@ class Point(_Closed):
     seconds: Amount
     ar_seconds: Amount | None
     speedup: Amount | None
-    others: dict[str, Number | None] = field(default_factory=dict)  # figures by name that not every file has
+    # figures by name that not every file has
+    others: dict[str, Number | None] = field(default_factory=dict)
     quality: dict[str, Number | None] | None = None  # of the text up to here, in suites
 
     def figure(self, name: str) -> float | None:
@@ -147,12 +165,14 @@ class Sample(Cell):
     estimated: Flag  # whether its time, plain decoding's, is integrated from sampled steps
     prefill_seconds: Amount | None  # None where plain decoding was not run but sampled
     same_as_ar: Flag | None  # None for plain decoding itself, and where the acceptance is simulated
-    # whether the audit finds no violation: of texts that differ from plain decoding's, and of all if it was sampled
+    # whether the audit finds no violation: of texts that differ from plain decoding's, and of all
+    # if it was sampled
     explained: Flag | None
     first_difference: Count | None
     compared_tokens: Count  # with plain decoding's: all of them, or those of the probes
     slices: list[tuple[Count, Amount]]  # tokens and seconds so far
-    probes: list[tuple[Count, Annotated[list[Amount], Field(min_length=1)]]] | None  # positions, and steps' seconds
+    # positions, and steps' seconds
+    probes: list[tuple[Count, Annotated[list[Amount], Field(min_length=1)]]] | None
     points: list[Annotated[Point, BeforeValidator(gather)]]
     simulated: Literal[True] | None = None
 
@@ -190,7 +210,9 @@ class DraftModel(_Closed):
 
 @dataclass(frozen=True)
 class Simulation(_Closed):
-    """What is simulated: random weights in a published model's shape, the share of drafted tokens accepted."""
+    """What is simulated: random weights in a published model's shape,
+    the share of drafted tokens accepted.
+    """
 
     weights: Flag
     alpha: Annotated[Number, Field(gt=0, le=1)] | None
@@ -198,7 +220,10 @@ class Simulation(_Closed):
 
 @dataclass(kw_only=True)
 class Workload(_Closed):
-    """What is measured; measurements of one workload can be compared. Its hash is of all the rest."""
+    """What is measured; measurements of one workload can be compared.
+
+    Its hash is of all the rest.
+    """
 
     hash: Hash
     model: str
@@ -304,7 +329,9 @@ class SuiteText:
 
 @dataclass(kw_only=True)
 class SuiteRecord:
-    """``suite.json``; its rows, the published ones and the pairs follow from it, and are not read."""
+    """``suite.json``; its rows, the published ones and the pairs follow from it,
+    and are not read.
+    """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
@@ -354,7 +381,9 @@ def encode(content: Mapping[str, object], indent: str = "") -> str:
         if isinstance(value, dict) and value:
             text = encode(value, inner)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            items = [encode(item, inner) if name == "groups" else json.dumps(item) for item in value]
+            items = [
+                encode(item, inner) if name == "groups" else json.dumps(item) for item in value
+            ]
             text = "[\n" + ",\n".join(f"{inner}  {item}" for item in items) + f"\n{inner}]"
         lines.append(f"{inner}{json.dumps(str(name))}: {text}")
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
@@ -363,17 +392,24 @@ def encode(content: Mapping[str, object], indent: str = "") -> str:
 def workload_hash(workload: Mapping[str, object]) -> str:
     """SHA-256, in hex, of a workload as canonical JSON, its own ``hash`` left out."""
     content = {name: value for name, value in workload.items() if name != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def read(path: Path, option: str, *kinds: str) -> Record:
-    """The record in a file that ``option`` named, of one of some kinds; of either if none is said."""
-    return parse(parse_json(read_file(path, MAX_RECORD, option), path, option), path, option, *kinds)
+    """The record in a file that ``option`` named, of one of some kinds;
+    of either if none is said.
+    """
+    return parse(
+        parse_json(read_file(path, MAX_RECORD, option), path, option), path, option, *kinds
+    )
 
 
 def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
     """A record from what its file holds."""
-    known, kinds = content if isinstance(content, dict) else {}, kinds or tuple(_KINDS)
+    known = content if isinstance(content, dict) else {}
+    kinds = kinds or tuple(_KINDS)
     kind = known.get("kind")
     if kind not in kinds:
         names = " or ".join(f"{each}.json" for each in kinds)
@@ -386,7 +422,9 @@ def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         steps = [step for step in first["loc"] if step != "others"]
-        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[:200]
+        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[
+            :200
+        ]
         what = first["msg"].removeprefix("Value error, ")[:100]
         raise InputError(f"{path} is damaged (${place}: {what})", option) from None
 

@@ -1,4 +1,6 @@
-"""What ``tswift bench`` is asked for, and its beginning: all that can be checked without a model is checked first."""
+"""What ``tswift bench`` is asked for, and its beginning:
+all that can be checked without a model is checked first.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.benchmarking import resume
-from tswift.benchmarking.config import BenchOptions, Plan, configure, fit_grid, fit_note, parse_trees
+from tswift.benchmarking.config import (
+    BenchOptions,
+    Plan,
+    configure,
+    fit_grid,
+    fit_note,
+    parse_trees,
+)
 from tswift.benchmarking.gate import JUDGED, Judging
 from tswift.benchmarking.record import Options, Record, State
 from tswift.benchmarking.suites import Suite, find_suite
@@ -41,7 +50,9 @@ class Request:
     note: str = ""  # that the grid's defaults gave way
 
     @classmethod
-    def of(cls, given: Options, earlier: Record | None = None, missing: Sequence[str] = ()) -> Request:
+    def of(
+        cls, given: Options, earlier: Record | None = None, missing: Sequence[str] = ()
+    ) -> Request:
         """From options by name; what does not go together is refused."""
         suite = find_suite(given["suite"]) if "suite" in given else None
         for name in given if suite else ():  # no option is silently ignored
@@ -49,11 +60,14 @@ class Request:
                 raise InputError(f"suite {suite.name} sets it itself", name)
             if name in _OF_BENCH:
                 raise InputError("cannot be given together with --suite", name)
-        judging, plan = Judging(**fields_of(Judging, given)), resume.plan_of(given)
+        judging = Judging(**fields_of(Judging, given))
+        plan = resume.plan_of(given)
         named = {name: value for name, value in given.items() if name != "tree"}
         options = BenchOptions.of(parse_trees(given.get("tree")), named)
         if plan.workload and judging.paper:
-            raise InputError("cannot be given together with --workload: the paper has none", "paper")
+            raise InputError(
+                "cannot be given together with --workload: the paper has none", "paper"
+            )
         if plan.shard and judging.against:
             raise InputError("wants the whole grid, as --merge makes it of shards", "against")
         if suite:
@@ -63,7 +77,9 @@ class Request:
         return cls(given, earlier, missing, suite, plan, judging, options)
 
     def fitted(self) -> Request:
-        """The same, its grid's defaults as far as the model has positions for them; a suite's grid is its own."""
+        """The same, its grid's defaults as far as the model has positions for them;
+        a suite's grid is its own.
+        """
         if self.suite or self.measured:
             return self
         from tswift.loading import inspect_model
@@ -86,7 +102,9 @@ class Request:
     @property
     def simulated(self) -> bool:
         """Whether times mean something and texts do not."""
-        return self.options.simulate_alpha is not None or self.options.model.model.startswith(SHAPE_PREFIX)
+        return self.options.simulate_alpha is not None or self.options.model.model.startswith(
+            SHAPE_PREFIX
+        )
 
     @property
     def name(self) -> str:
@@ -100,14 +118,20 @@ class Request:
         if self.measured:
             return []
         refuse_missing_heads(self.options.model.heads)
-        return read_workloads(self.plan.workload) if self.plan.workload else read_texts(self.plan.prompts)
+        return (
+            read_workloads(self.plan.workload)
+            if self.plan.workload
+            else read_texts(self.plan.prompts)
+        )
 
     def begin(self, texts: Sequence[Text], command: Sequence[str], folder: Path) -> Begun:
         """Load the model, and begin the record; cells that were finished before are in it."""
         if self.earlier and self.measured:
             self.earlier.options = kept(self.given)
             return Begun(self.earlier)
-        begun = self._begin_suite(texts, command) if self.suite else self._begin_bench(texts, command)
+        begun = (
+            self._begin_suite(texts, command) if self.suite else self._begin_bench(texts, command)
+        )
         begun.record.options = kept(self.given)
         if self.earlier:
             resume.continue_from(begun.record, self.earlier, folder)
@@ -116,7 +140,8 @@ class Request:
     def _begin_bench(self, texts: Sequence[Text], command: Sequence[str]) -> Begun:
         from tswift.benchmarking.run import begin_measurement, measure
 
-        longest, length = max(self.plan.prefills), max(self.plan.lens)
+        longest = max(self.plan.prefills)
+        length = max(self.plan.lens)
         least = 1 if self.plan.workload else longest
         config = configure(self.options, least, length, "prefills" if least > length else "lens")
         prompts = encode(texts, config.model, longest, self.plan.chat)
@@ -135,7 +160,9 @@ class Request:
         record = begin_suite(self.suite, groups, left_out, prompts, self.plan, command)
         on_trial = partial(judge_texts, record, model.tokenizer)
         notes = [f"{label} is left out: {why}" for label, why in left_out.items()]
-        return Begun(record, notes, partial(measure, groups, record, prompts, self.plan, on_trial=on_trial))
+        return Begun(
+            record, notes, partial(measure, groups, record, prompts, self.plan, on_trial=on_trial)
+        )
 
 
 @dataclass(frozen=True)
@@ -144,11 +171,14 @@ class Begun:
 
     record: Record
     notes: Sequence[str] = ()
-    measure: Callable[[OnProgress, Callable[[], None]], State] | None = None  # None where nothing is left
+    # None where nothing is left
+    measure: Callable[[OnProgress, Callable[[], None]], State] | None = None
 
 
 def kept(given: Options) -> Options:
-    """Options as a record keeps them: files are named so that they are found from another working directory."""
+    """Options as a record keeps them: files are named so that they are found from another working
+    directory.
+    """
     options = dict(given)
     for name in {"prompts", "workload"} & given.keys():
         options[name] = [_absolute(word, name) for word in given[name]]

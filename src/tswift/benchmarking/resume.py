@@ -1,4 +1,6 @@
-"""Benchmarks that go on: after a stop or a kill, and from shards that were measured on several machines."""
+"""Benchmarks that go on: after a stop or a kill,
+and from shards that were measured on several machines.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,12 @@ def read_record(folder: Path, option: str) -> Record:
         raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
     record = read(path, option)
     if record.options is None or not all(one.sessions for one in record.parts.values()):
-        raise InputError(f"{path} was written by an older tswift, which did not keep its options", option)
+        raise InputError(
+            f"{path} was written by an older tswift, which did not keep its options", option
+        )
     record.options = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.options.items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in record.options.items()
     }
     try:
         if isinstance(record, SuiteRecord):
@@ -59,11 +64,18 @@ def read_record(folder: Path, option: str) -> Record:
 def plan_of(options: Mapping[str, object]) -> Plan:
     """The grid that options ask for, by name, as typed or as in a record."""
     own = find_suite(str(options["suite"])) if options.get("suite") else None
-    return Plan(**{**({"prefills": own.prefills, "lens": own.lens} if own else {}), **fields_of(Plan, options)})
+    return Plan(
+        **{
+            **({"prefills": own.prefills, "lens": own.lens} if own else {}),
+            **fields_of(Plan, options),
+        }
+    )
 
 
 def refuse_changes(record: Record, typed: Options) -> None:
-    """No option is silently ignored: what was typed for a benchmark that goes on is its own, or refused."""
+    """No option is silently ignored: what was typed for a benchmark that goes on is its own,
+    or refused.
+    """
     known = vars(plan_of({"suite": record.suite} if isinstance(record, SuiteRecord) else {}))
     for kind in (BenchOptions, ModelConfig, SamplingParams, DraftOptions):
         known = {**{each.name: each.default for each, _ in options_of(kind)}, **known}
@@ -72,7 +84,9 @@ def refuse_changes(record: Record, typed: Options) -> None:
         own = known.get(name)
         if to_json(value) != to_json(own):
             was = "none" if own is None else own
-            raise InputError(f"the benchmark was made with {was}, got {value}; it keeps its options", name)
+            raise InputError(
+                f"the benchmark was made with {was}, got {value}; it keeps its options", name
+            )
 
 
 def continue_from(fresh: Record, earlier: Record, folder: Path) -> None:
@@ -81,8 +95,11 @@ def continue_from(fresh: Record, earlier: Record, folder: Path) -> None:
     _copy_finished_cells(fresh, [earlier])
 
 
-def merge(folders: Sequence[Path], typed: Sequence[str], command: Sequence[str]) -> tuple[Record, list[str]]:
-    """One record of several, each with some cells of the same grid; and the cells that none of them has, by name.
+def merge(
+    folders: Sequence[Path], typed: Sequence[str], command: Sequence[str]
+) -> tuple[Record, list[str]]:
+    """One record of several, each with some cells of the same grid;
+    and the cells that none of them has, by name.
 
     Args:
         typed: names of options that were given besides; there may be none.
@@ -90,7 +107,9 @@ def merge(folders: Sequence[Path], typed: Sequence[str], command: Sequence[str])
     if not folders:
         raise InputError("names no folder", "merge")
     if typed:
-        raise InputError("cannot be given together with --merge: the folders say what was measured", typed[0])
+        raise InputError(
+            "cannot be given together with --merge: the folders say what was measured", typed[0]
+        )
     records = {folder: read_record(folder, "merge") for folder in folders}
     first, whole = next(iter(records.items()))
     places: dict[Place, Path] = {}
@@ -98,7 +117,9 @@ def merge(folders: Sequence[Path], typed: Sequence[str], command: Sequence[str])
         _refuse_other(whole, record, f"{folder} and {first} are of different benchmarks", "merge")
         for place in sorted(_done(record)):
             if place in places:
-                raise InputError(f"{places[place]} and {folder} have both measured {_name(place)}", "merge")
+                raise InputError(
+                    f"{places[place]} and {folder} have both measured {_name(place)}", "merge"
+                )
             places[place] = folder
     whole = copy.deepcopy(whole)
     (whole.options or {}).pop("shard", None)
@@ -119,45 +140,71 @@ def machines(record: Record) -> Table | None:
         for session in measurement.sessions:
             names = [_name((label, cell)) for cell in session.cells]
             cells.setdefault((session.host, session.environment.machine), []).extend(names)
-    rows = [[*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names]
-    return Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4) if len(rows) > 1 else None
+    rows = [
+        [*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names
+    ]
+    return (
+        Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4)
+        if len(rows) > 1
+        else None
+    )
 
 
 def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
     """Refuse a record that is not of the same benchmark, saying what differs."""
     ours, theirs = record.parts, other.parts
-    known = [{name: getattr(one, name, None) for name in ("kind", "suite", "missing")} for one in (record, other)]
+    known = [
+        {name: getattr(one, name, None) for name in ("kind", "suite", "missing")}
+        for one in (record, other)
+    ]
     names = [name for name, value in known[0].items() if value != known[1][name]]
     names = names or ["groups"] * (list(ours) != list(theirs))
     if not names:
-        before, after = record.options or {}, other.options or {}
+        before = record.options or {}
+        after = other.options or {}
         typed = {*before, *after} - set(_MAY_DIFFER)
-        options = sorted(name for name in typed if to_json(before.get(name)) != to_json(after.get(name)))
+        options = sorted(
+            name for name in typed if to_json(before.get(name)) != to_json(after.get(name))
+        )
         said = {
             "sampling": fields_of(SamplingParams, dict.fromkeys(options)),
             "drafting": fields_of(DraftOptions, dict.fromkeys(options)),
         }
-        found = [name for label in ours for name in ours[label].workload.differing(theirs[label].workload)]
-        names = [*(name for name in found if not said.get(name)), *options]  # an option says more than where it belongs
+        found = [
+            name
+            for label in ours
+            for name in ours[label].workload.differing(theirs[label].workload)
+        ]
+        # an option says more than where it belongs
+        names = [*(name for name in found if not said.get(name)), *options]
     if names:
         raise InputError(f"{message}: {differ(names)}", option)
 
 
 def _copy_finished_cells(whole: Record, sources: Sequence[Record]) -> None:
-    """Take over the finished cells of some records of the same benchmark, with the sessions that measured them."""
+    """Take over the finished cells of some records of the same benchmark,
+    with the sessions that measured them.
+    """
     for label, measurement in whole.parts.items():
         order = summary.grid_order(measurement.workload)
         others = [source.parts[label] for source in sources]
         finished = [(one.samples, one.done) for one in others]
         samples = [sample for found, done in finished for sample in found if sample.cell in done]
         measurement.samples = sorted(samples, key=lambda sample: order(sample.cell))
-        measurement.sessions = [*(each for one in others for each in one.sessions), *measurement.sessions]
+        measurement.sessions = [
+            *(each for one in others for each in one.sessions),
+            *measurement.sessions,
+        ]
     for one in (whole, *whole.parts.values()):
         one.started = min(source.started for source in sources)
         one.ended = max(source.ended for source in sources)
     if isinstance(whole, SuiteRecord):
-        texts = [(source.texts, _done(source)) for source in sources if isinstance(source, SuiteRecord)]
-        whole.texts = [text for found, done in texts for text in found if (text.label, text.cell) in done]
+        texts = [
+            (source.texts, _done(source)) for source in sources if isinstance(source, SuiteRecord)
+        ]
+        whole.texts = [
+            text for found, done in texts for text in found if (text.label, text.cell) in done
+        ]
 
 
 def _done(record: Record) -> set[Place]:
@@ -169,7 +216,9 @@ def _places(record: Record) -> Iterator[Place]:
     for label, measurement in record.parts.items():
         workload = measurement.workload
         repeats = range(plan_of(record.options or {}).repeats)
-        for repeat, prompt, prefill, seed in product(repeats, workload.prompts, workload.prefills, workload.seeds):
+        for repeat, prompt, prefill, seed in product(
+            repeats, workload.prompts, workload.prefills, workload.seeds
+        ):
             yield label, Cell(repeat=repeat, prompt=prompt.name, prefill=prefill, seed=seed)
 
 

@@ -1,8 +1,8 @@
 """The roofline: the least time that passes and decodes can take on a machine (paper, table 2).
 
-A pass must read the weights and the KV cache once, and must compute on every node. Both overlap, so the floor of a pass
-is the longer of the two. Activations, the draft tree's own keys and values, and sampling are left out: they are small,
-and a floor may lie below the truth but never above.
+A pass must read the weights and the KV cache once, and must compute on every node. Both overlap, so
+the floor of a pass is the longer of the two. Activations, the draft tree's own keys and values, and
+sampling are left out: they are small, and a floor may lie below the truth but never above.
 """
 
 from __future__ import annotations
@@ -32,9 +32,24 @@ from tswift.forward.coded import gguf_bytes
 from tswift.forward.hf import max_positions
 from tswift.forward.integers import holds_codes
 from tswift.forward.program import may_serve
-from tswift.models.checkpoint import as_input_error, gguf_of, is_moe, read_config, refuse_routed, silence, skeleton
+from tswift.models.checkpoint import (
+    as_input_error,
+    gguf_of,
+    is_moe,
+    read_config,
+    refuse_routed,
+    silence,
+    skeleton,
+)
 from tswift.models.config import BITS, SHAPE_PREFIX
-from tswift.models.devices import available_bytes, environment, find_device, find_dtype, kv_dtype_for, own_dtype
+from tswift.models.devices import (
+    available_bytes,
+    environment,
+    find_device,
+    find_dtype,
+    kv_dtype_for,
+    own_dtype,
+)
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
 from tswift.speculators.formats import drafter_of, native_head
@@ -47,7 +62,8 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
 Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number, or several
-_QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")  # kept in records
+# kept in records
+_QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES, _LEAST_SECONDS = 5, 0.1  # whatever else the machine does, some of them are undisturbed
@@ -58,7 +74,8 @@ _ROUNDS, _WIDEST = 1_000_000, 32  # of multiply-adds, some milliseconds; bits
 _LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
-# Published: the paper's table 2 for the A100; NVIDIA's data sheets for the others. FLOP rates are dense and of 16 bits.
+# Published: the paper's table 2 for the A100; NVIDIA's data sheets for the others. FLOP rates are
+# dense and of 16 bits.
 MACHINES = {
     "a100-80g": Machine(2.04e12, 312e12),
     "h100-sxm": Machine(3.35e12, 989e12),
@@ -71,18 +88,23 @@ _DTYPES = ("bfloat16", "float16")
 class Drafting:
     """Cost of drafting before a verification pass."""
 
-    # tokens of the partial KV cache that a drafting pass of the model reads; None without such passes
+    # tokens of the partial KV cache that a drafting pass of the model reads; None without such
+    # passes
     budget: int | None = None
-    head_bytes: int = 0  # bytes of the heads, and of a smaller model's weights times how often they are read
+    # bytes of the heads, and of a smaller model's weights times how often they are read
+    head_bytes: int = 0
     passes: int = 1  # drafting passes of the model
-    bits: int | None = None  # of the weights that these read, except the LM head's; None for the model's own
+    # of the weights that these read, except the LM head's; None for the model's own
+    bits: int | None = None
 
 
 def find_machine(name: str, dtype: str) -> Machine:
     """A published machine, if its rate in this dtype is known."""
     if name not in MACHINES:
         known = ("here", "cpu", "cuda", *MACHINES)
-        raise InputError(f"no device {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}", "device")
+        raise InputError(
+            f"no device {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}", "device"
+        )
     if dtype not in _DTYPES:
         rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
         raise InputError(f"{rate}; give --bandwidth and --flops", "dtype")
@@ -97,18 +119,23 @@ def machine_for(model: LoadedModel) -> Machine:
 
 
 def _measured_shape(model: LoadedModel) -> Shape | None:
-    """What a pass reads and multiplies; None where that is not known: quantised weights, or mixtures of experts."""
+    """What a pass reads and multiplies; None where that is not known: quantised weights,
+    or mixtures of experts.
+    """
     target = model.target
     if is_moe(target.model.config) or (model.quantization and not holds_codes(target.model)):
         return None
     return shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> Machine:
+def measure_machine(
+    device: torch.device, dtype: torch.dtype, shape: Shape | None = None
+) -> Machine:
     """Rates of a device, each the best of several tries: a floor must not lie above the truth.
 
-    What passes over a small model read stays in the processor's caches, and integers are multiplied faster than floats:
-    with a ``shape`` the rates are those of as many bytes as it reads, and of the narrowest numbers that it multiplies.
+    What passes over a small model read stays in the processor's caches, and integers are multiplied
+    faster than floats: with a ``shape`` the rates are those of as many bytes as it reads, and of
+    the narrowest numbers that it multiplies.
     """
     room = available_bytes(device)
     size = _READ_BYTES[device.type]
@@ -131,7 +158,9 @@ def measure_machine(device: torch.device, dtype: torch.dtype, shape: Shape | Non
 
 
 def _multiplied(bits: int) -> float:
-    """Operations per second of multiply-adds in registers, by all threads; 0 without a C compiler, or for 64 bits."""
+    """Operations per second of multiply-adds in registers, by all threads; 0 without a C compiler,
+    or for 64 bits.
+    """
     if bits > _WIDEST:
         return 0.0
     try:
@@ -140,12 +169,16 @@ def _multiplied(bits: int) -> float:
         return 0.0
     library.tswift_multiply.restype = c_int64
     asked = c_int64(_ROUNDS), c_int64(bits), (c_int32 * 2)(3, 5)
-    threads, rates = torch.get_num_threads(), list[float]()
+    threads = torch.get_num_threads()
+    rates = list[float]()
     with ThreadPoolExecutor(threads) as pool:
         begun = started = time.perf_counter()
         while len(rates) <= _TRIES or started - begun < _LEAST_SECONDS:
             started = time.perf_counter()
-            counts = [work.result() for work in [pool.submit(library.tswift_multiply, *asked) for _ in range(threads)]]
+            counts = [
+                work.result()
+                for work in [pool.submit(library.tswift_multiply, *asked) for _ in range(threads)]
+            ]
             rates.append(sum(counts) / (time.perf_counter() - started))
     return max(rates)
 
@@ -161,9 +194,15 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     return min(seconds[1:])  # the first one warms up
 
 
-def loading_seconds(shape: Shape, machine: Machine, context: Context, extra_bytes: int = 0) -> Context:
-    """Seconds to read the weights, ``extra_bytes``, states, and the KV cache of ``context`` tokens."""
-    return (shape.weight_bytes + shape.state_bytes + extra_bytes + context * shape.kv_bytes) / machine.bandwidth
+def loading_seconds(
+    shape: Shape, machine: Machine, context: Context, extra_bytes: int = 0
+) -> Context:
+    """Seconds to read the weights, ``extra_bytes``, states,
+    and the KV cache of ``context`` tokens.
+    """
+    return (
+        shape.weight_bytes + shape.state_bytes + extra_bytes + context * shape.kv_bytes
+    ) / machine.bandwidth
 
 
 def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
@@ -171,7 +210,9 @@ def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: f
     return nodes * shape.flops(context) / machine.flops
 
 
-def pass_seconds(shape: Shape, machine: Machine, context: Context, nodes: float, extra_bytes: int = 0) -> Context:
+def pass_seconds(
+    shape: Shape, machine: Machine, context: Context, nodes: float, extra_bytes: int = 0
+) -> Context:
     """Floor of a pass: the longer of loading and computing."""
     loading = loading_seconds(shape, machine, context, extra_bytes)
     seconds: Context = np.maximum(loading, computing_seconds(shape, machine, context, nodes))
@@ -219,10 +260,17 @@ class Floor:
 
     def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
         """Floor up to each of a run's marks, which are its stats at rising lengths."""
-        floors, total, before = [], 0.0, DecodeStats(0)
+        floors = []
+        total = 0.0
+        before = DecodeStats(0)
         for mark in marks:
-            counts = (mark.tokens - before.tokens, mark.passes - before.passes, mark.nodes - before.nodes)
-            start, drafting = prefill + before.tokens, self.drafting.get(label)
+            counts = (
+                mark.tokens - before.tokens,
+                mark.passes - before.passes,
+                mark.nodes - before.nodes,
+            )
+            start = prefill + before.tokens
+            drafting = self.drafting.get(label)
             total += decode_seconds(self.shape, self.machine, start, *counts, drafting)
             floors.append(total)
             before = mark
@@ -232,26 +280,34 @@ class Floor:
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
     model, target = config.model, config.model.target
-    drafting, shape = {}, _measured_shape(model)
+    drafting = {}
+    shape = _measured_shape(model)
     if shape is None:
         return None
     for contender in config.contenders:
-        kind, options = find_method(contender.method), contender.options
+        kind = find_method(contender.method)
+        options = contender.options
         levels = len(options.tree) if isinstance(options.tree, tuple) else 0
         extra_bytes, passes, budget, bits = 0, 1, None, None
         if model.heads:
             used = model.heads.heads[: max(0, levels - kind.by_lm_head)]
             extra_bytes = sum(weight.nbytes for head in used for weight in head.parameters())
-        if kind.gamma is not None and options.gamma and "costs" not in kind.uses:  # else one is made for certain
+        if kind.gamma is not None and options.gamma and "costs" not in kind.uses:
+            # else one is made for certain
             # a chain that is itself drafted takes at least the passes of full acceptance
-            passes = math.ceil(options.gamma / (1 + (options.inner_gamma if "inner_gamma" in kind.uses else 0)))
+            passes = math.ceil(
+                options.gamma / (1 + (options.inner_gamma if "inner_gamma" in kind.uses else 0))
+            )
         if kind.draft and model.draft is not None:
-            extra_bytes += passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
+            extra_bytes += (
+                passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
+            )
         spec = target.speculator_spec
         if kind.networks and spec is not None and options.budget is not None:
             depth = levels or options.gamma or spec.count
             extra_bytes += spec.read_bytes(shape.itemsize, options.budget, depth, shape.lm_head)
-        if kind.partial and not kind.may_draft:  # `auto` makes such passes in some of its steps, or in none
+        if kind.partial and not kind.may_draft:
+            # `auto` makes such passes in some of its steps, or in none
             bits = BITS[model.draft_weights] if model.draft_weights else None
             budget = _UNBOUNDED if options.kv == FULL else options.budget
         drafting[contender.label] = Drafting(budget, extra_bytes, passes, bits)
@@ -259,10 +315,17 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
 
 
 def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
-    """The tables of ``tswift roofline``, and all of it for JSON; of the model, its configuration alone is read."""
-    config, is_shape = read_config(query.model), query.model.startswith(SHAPE_PREFIX)
+    """The tables of ``tswift roofline``, and all of it for JSON; of the model,
+    its configuration alone is read.
+    """
+    config = read_config(query.model)
+    is_shape = query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)
-    place = find_device("auto" if query.device in (None, "here") else query.device) if query.here else None
+    place = (
+        find_device("auto" if query.device in (None, "here") else query.device)
+        if query.here
+        else None
+    )
     dtype = own_dtype(config) if query.dtype == "auto" else find_dtype(query.dtype)
     if query.dtype == "auto" and place is not None and place.type == "cpu" and not is_shape:
         dtype = torch.float32  # as `generate` and `bench` take it
@@ -274,9 +337,11 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         if codes is not None and codes.kinds:
             shape = replace(shape, coded_bytes=gguf_bytes(codes) - (shape.parameters - shape.read))
     if query.bandwidth is not None and query.flops is not None:
-        machine, where = Machine(query.bandwidth * 1e9, query.flops * 1e12), "as given"
+        machine = Machine(query.bandwidth * 1e9, query.flops * 1e12)
+        where = "as given"
     elif place is None:
-        machine, where = find_machine(str(query.device), words), str(query.device)
+        machine = find_machine(str(query.device), words)
+        where = str(query.device)
     else:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
@@ -315,7 +380,8 @@ class DecodeFloor:
     needed: float  # tokens per step with which it would be as quick as plain decoding
     draft_weights: str | None
     draft_bits: int | None  # of the weights that drafting reads, except the LM head's
-    even_alpha: float | None  # with which a cheaper draft is as quick as one with the model's own weights
+    # with which a cheaper draft is as quick as one with the model's own weights
+    even_alpha: float | None
 
 
 @dataclass(frozen=True)
@@ -333,19 +399,28 @@ class Prediction:
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
         shape = asdict(replace(self.shape, states=None))
-        shape |= {name: getattr(self.shape, name) for name in ("weight_bytes", "kv_bytes", "state_bytes")}
+        shape |= {
+            name: getattr(self.shape, name) for name in ("weight_bytes", "kv_bytes", "state_bytes")
+        }
         del shape["states"]
         return {
             "shape": shape,
             "machine": asdict(self.machine),
-            "question": {**{name: getattr(self.query, name) for name in _QUESTION}, "contexts": self.contexts},
+            "question": {
+                **{name: getattr(self.query, name) for name in _QUESTION},
+                "contexts": self.contexts,
+            },
             "passes": [asdict(floor) for floor in self.passes],
             "decodes": [asdict(floor) for floor in self.decodes],
         }
 
 
 def predict(
-    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, drafter: SpeculatorSpec | None = None
+    shape: Shape,
+    machine: Machine,
+    query: RooflineQuery,
+    positions: int,
+    drafter: SpeculatorSpec | None = None,
 ) -> Prediction:
     """Floors of passes and decodes that a query asks for.
 
@@ -357,13 +432,20 @@ def predict(
     prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
     note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
     query = replace(query, prefill=prefill, length=length)
-    contexts = query.contexts or tuple(context for context in CONTEXTS if context <= positions) or (positions,)
+    contexts = (
+        query.contexts
+        or tuple(context for context in CONTEXTS if context <= positions)
+        or (positions,)
+    )
     if max(contexts) > positions:
         beyond = next(context for context in contexts if context > positions)
         raise InputError(f"{beyond:,} is more than the model's {positions:,} positions", "context")
     total = query.prefill + query.length
     if total > positions:
-        need = f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} positions"
+        need = (
+            f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} "
+            "positions"
+        )
         raise InputError(f"{need}, the model has {positions:,}", "length")
     passes = [
         PassFloor(
@@ -377,16 +459,30 @@ def predict(
         for context in contexts
         for nodes in query.nodes
     ]
-    return Prediction(shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter), note)
+    return Prediction(
+        shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter), note
+    )
 
 
-def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: SpeculatorSpec | None) -> list[DecodeFloor]:
-    length, alpha, depth, bits = query.length, query.alpha, query.depth, 8 * shape.itemsize
+def _decodes(
+    shape: Shape, machine: Machine, query: RooflineQuery, drafter: SpeculatorSpec | None
+) -> list[DecodeFloor]:
+    length = query.length
+    alpha = query.alpha
+    depth = query.depth
+    bits = 8 * shape.itemsize
     # method, tokens drafted along a path, what drafting costs, its weights and their bits
-    lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [(BASELINE, 0, None, None, None)]
+    lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [
+        (BASELINE, 0, None, None, None)
+    ]
     # recurrent layers cost a model that drafts for itself as much as a pass
-    for kind in dict.fromkeys((None, query.draft_weights)) if alpha is not None and shape.states is None else ():
-        own, head_bytes = BITS[kind] if kind else bits, (depth - 1) * shape.hidden_size**2 * shape.itemsize
+    for kind in (
+        dict.fromkeys((None, query.draft_weights))
+        if alpha is not None and shape.states is None
+        else ()
+    ):
+        own = BITS[kind] if kind else bits
+        head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
         lanes.append(("tokenswift", depth, Drafting(query.budget, head_bytes, bits=own), kind, own))
     if drafter is not None and alpha is not None:
         read = drafter.read_bytes(shape.itemsize, query.budget, drafter.count, shape.lm_head)
@@ -394,11 +490,18 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: Spec
     floors: list[DecodeFloor] = []
     for method, depth, drafting, kind, own_bits in lanes:
         per_step = depth * (alpha or 0.0) + 1
-        passes, nodes = math.ceil(length / per_step), max(query.nodes) if drafting else 1
-        seconds = decode_seconds(shape, machine, query.prefill, length, passes, passes * nodes, drafting)
+        passes = math.ceil(length / per_step)
+        nodes = max(query.nodes) if drafting else 1
+        seconds = decode_seconds(
+            shape, machine, query.prefill, length, passes, passes * nodes, drafting
+        )
         plain = floors[0].floor_seconds if floors else seconds
         # of a cheaper draft, beside the one with the model's own weights
-        even = None if kind is None else max(0.0, (per_step * seconds / floors[1].floor_seconds - 1) / depth)
+        even = (
+            None
+            if kind is None
+            else max(0.0, (per_step * seconds / floors[1].floor_seconds - 1) / depth)
+        )
         floors.append(
             DecodeFloor(
                 method=method,
@@ -419,11 +522,17 @@ def _decodes(shape: Shape, machine: Machine, query: RooflineQuery, drafter: Spec
 
 def tables(prediction: Prediction, label: str) -> list[Table]:
     """Figures of the paper's table 2, floors of passes, and floors of decodes."""
-    return [_rates(prediction, label), _passes(prediction, label), _decodes_table(prediction, label)]
+    return [
+        _rates(prediction, label),
+        _passes(prediction, label),
+        _decodes_table(prediction, label),
+    ]
 
 
 def _rates(prediction: Prediction, label: str) -> Table:
-    shape, machine, longest = prediction.shape, prediction.machine, max(prediction.contexts)
+    shape = prediction.shape
+    machine = prediction.machine
+    longest = max(prediction.contexts)
     computing = computing_seconds(shape, machine, longest, 1)
     rates = {
         "memory bandwidth": quantity(machine.bandwidth, "B/s"),
@@ -431,7 +540,11 @@ def _rates(prediction: Prediction, label: str) -> Table:
         "parameters": f"{shape.parameters:,}",
         "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
         "KV cache of a token": f"{shape.kv_bytes:,} B",
-        **({"states, read and written by a pass": quantity(shape.state_bytes, "B")} if shape.states else {}),
+        **(
+            {"states, read and written by a pass": quantity(shape.state_bytes, "B")}
+            if shape.states
+            else {}
+        ),
         f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
         "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
         f"computing time of a node at {longest:,} tokens": _milliseconds(computing, 1),
@@ -446,7 +559,9 @@ def _passes(prediction: Prediction, label: str) -> Table:
             f"{floor.nodes:,}",
             quantity(floor.context * prediction.shape.kv_bytes, "B"),
             quantity(floor.read_bytes, "B"),
-            *map(_milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)),
+            *map(
+                _milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)
+            ),
         ]
         for floor in prediction.passes
     ]
@@ -459,7 +574,9 @@ def _decodes_table(prediction: Prediction, label: str) -> Table:
     rows = [
         [
             method_name(floor.method),
-            NOTHING if floor.draft_bits is None else floor.draft_weights or f"{floor.draft_bits} bits",
+            NOTHING
+            if floor.draft_bits is None
+            else floor.draft_weights or f"{floor.draft_bits} bits",
             NOTHING if floor.alpha is None else f"{floor.alpha:g}",
             f"{floor.tokens_per_step:.2f}",
             f"{floor.needed:.2f}",
@@ -470,33 +587,47 @@ def _decodes_table(prediction: Prediction, label: str) -> Table:
         ]
         for floor in prediction.decodes
     ]
-    columns = ["method", "draft", "alpha", "tokens/step", "break-even tokens/step", "passes", "step", "least time", "x"]
-    return Table(f"Least time of a decode: {label}", columns, rows, left=1, notes=_decode_notes(prediction))
+    columns = [
+        "method",
+        "draft",
+        "alpha",
+        "tokens/step",
+        "break-even tokens/step",
+        "passes",
+        "step",
+        "least time",
+        "x",
+    ]
+    return Table(
+        f"Least time of a decode: {label}", columns, rows, left=1, notes=_decode_notes(prediction)
+    )
 
 
 def _decode_notes(prediction: Prediction) -> list[str]:
     query, decodes = prediction.query, prediction.decodes
     notes = [
-        f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, prefill apart, "
-        "every pass at its floor. Real passes take longer: tswift bench says by how much.",
-        "step: its passes, on the average. break-even: tokens per step with which it would be as quick as AR.",
+        f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, "
+        "prefill apart, every pass at its floor. Real passes take longer: tswift bench says by "
+        "how much.",
+        "step: its passes, on the average. break-even: tokens per step with which it would be as "
+        "quick as AR.",
         "--alpha predicts tokenswift too."
         if query.alpha is None
-        else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with {query.depth - 1} "
-        f"chained heads, then a verification of {max(query.nodes)} nodes; {query.depth} tokens are drafted "
-        "along a path.",
+        else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with "
+        f"{query.depth - 1} chained heads, then a verification of {max(query.nodes)} nodes; "
+        f"{query.depth} tokens are drafted along a path.",
     ]
     if prediction.note:
         notes.append(f"{prediction.note}.")
     if decodes[-1].method.startswith("drafter"):
         notes.append(
-            f"drafter: a round of it over a window of {query.budget:,} tokens, then a verification; alpha is "
-            "divided by the tokens that it drafts along a path."
+            f"drafter: a round of it over a window of {query.budget:,} tokens, then a "
+            "verification; alpha is divided by the tokens that it drafts along a path."
         )
     return notes + [
-        f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as quick at alpha "
-        f"{floor.even_alpha:.2f} as one of {8 * prediction.shape.itemsize} bits at {floor.alpha:g}. What alpha it has "
-        "is not predicted."
+        f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as "
+        f"quick at alpha {floor.even_alpha:.2f} as one of {8 * prediction.shape.itemsize} bits at "
+        f"{floor.alpha:g}. What alpha it has is not predicted."
         for floor in decodes
         if floor.even_alpha is not None
     ]

@@ -1,4 +1,5 @@
-"""Runs of several methods side by side, in interleaved slices: one prompt for ``compare``, a grid for ``bench``.
+"""Runs of several methods side by side, in interleaved slices: one prompt for ``compare``,
+a grid for ``bench``.
 
 The samples of a grid go into a record, which becomes ``bench.json`` or ``suite.json``.
 """
@@ -15,7 +16,15 @@ from functools import partial
 import numpy as np
 
 from tswift.benchmarking import summary
-from tswift.benchmarking.config import BASELINE, DRAFTLESS, FULL, REFERENCE, SAMPLED, BenchConfig, Plan
+from tswift.benchmarking.config import (
+    BASELINE,
+    DRAFTLESS,
+    FULL,
+    REFERENCE,
+    SAMPLED,
+    BenchConfig,
+    Plan,
+)
 from tswift.benchmarking.record import (
     Cell,
     DraftModel,
@@ -56,15 +65,21 @@ _SLACK = 1e-9  # of a product that should be whole and is a last bit less
 class SimulatedWalk:
     """Accepts a set share of the drafted tokens, whatever was drawn; a walk for ``Decoding``.
 
-    After any step the accepted tokens are the share ``alpha`` of all that could have been accepted, ``depth`` a step,
-    rounded down. Where a tree is too shallow for that, later steps make up for it as far as theirs go.
+    After any step the accepted tokens are the share ``alpha`` of all that could have been accepted,
+    ``depth`` a step, rounded down. Where a tree is too shallow for that, later steps make up for it
+    as far as theirs go.
     """
 
     def __init__(self, alpha: float, depth: int) -> None:
-        self._per_step, self._steps, self._accepted = alpha * depth, 0, 0
+        self._per_step = alpha * depth
+        self._steps = 0
+        self._accepted = 0
 
     def __call__(self, tree: DraftTree, drawn: Sequence[int]) -> list[int]:
-        """The nodes accepted, root first: the path to the first node deep enough. ``drawn`` is not looked at."""
+        """The nodes accepted, root first: the path to the first node deep enough.
+
+        ``drawn`` is not looked at.
+        """
         self._steps += 1
         owed = math.floor(self._per_step * self._steps + _SLACK) - self._accepted
         depth = min(owed, max(tree.depths))
@@ -91,13 +106,16 @@ class Run:
     label: str  # its name in tables: its method's, unless several contenders have one method
     method: str
     generation: Generation | None  # the decode; None once the run was closed
-    comparable: bool = True  # whether its text should be plain decoding's; not where its acceptance is set
+    # whether its text should be plain decoding's; not where its acceptance is set
+    comparable: bool = True
     peer: bool = False  # whether it is transformers', which we do not audit
     tokens: list[int] = field(default_factory=list)  # generated so far
     stats: DecodeStats = field(init=False)
-    slices: list[tuple[int, float]] = field(default_factory=list)  # (tokens, seconds) at the end of every slice
+    # (tokens, seconds) at the end of every slice
+    slices: list[tuple[int, float]] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    marks: list[DecodeStats] = field(default_factory=list)  # stats when it had reached each length of the plan
+    # stats when it had reached each length of the plan
+    marks: list[DecodeStats] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)  # plain steps taken between its own
 
     def __post_init__(self) -> None:
@@ -120,19 +138,22 @@ class Run:
             step = next(self._steps)
             self.tokens += step.tokens
             self.stats.add(step)
-        # work that the last step left on the device belongs to this run, not to the next one's first step
+        # work that the last step left on the device belongs to this run, not to the next one's
+        # first step
         self.stats.seconds += self._open.decoding.settle()
         self.slices.append((self.stats.tokens, self.stats.seconds))
 
     def probe(self) -> None:
         """Time a few plain steps from here on, unless the cache has no room for two.
 
-        The first step is not timed: the processor's caches hold the method's data. The others find noise that drafting
-        has computed already, so plain decoding comes out a little too fast rather than too slow.
+        The first step is not timed: the processor's caches hold the method's data. The others find
+        noise that drafting has computed already, so plain decoding comes out a little too fast
+        rather than too slow.
         """
         steps = self._open.decoding.plain(1 + _PROBE_STEPS)
         if len(steps) > 1:
-            drawn, seconds = [step.tokens[0] for step in steps], [step.seconds for step in steps[1:]]
+            drawn = [step.tokens[0] for step in steps]
+            seconds = [step.seconds for step in steps[1:]]
             self.probes.append(Probe(self.stats.tokens + 1, tuple(drawn), tuple(seconds)))
 
     def close(self) -> None:
@@ -140,7 +161,9 @@ class Run:
         self.generation = self._steps = None
 
 
-def open_runs(config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL) -> list[Run]:
+def open_runs(
+    config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL
+) -> list[Run]:
     """A run for each contender, but for plain decoding where that is sampled."""
     device = config.model.target.device
     free = available_bytes(device)
@@ -152,20 +175,30 @@ def open_runs(config: BenchConfig, prompt: Sequence[int], length: int, seed: int
         generation = begin(
             config.model,
             Request(
-                prompt, length, method=contender.method, params=config.params, seed=seed, options=contender.options
+                prompt,
+                length,
+                method=contender.method,
+                params=config.params,
+                seed=seed,
+                options=contender.options,
             ),
             accept=None if alpha is None else partial(SimulatedWalk, alpha),
         )
         need += generation.need.held_bytes(device)
         runs.append(Run(contender.label, contender.method, generation, comparable=alpha is None))
     if free is not None and need > free:
-        message = f"{len(runs)} methods side by side need {gigabytes(need)} of caches, {gigabytes(free)} are free"
+        message = (
+            f"{len(runs)} methods side by side need {gigabytes(need)} of caches, "
+            f"{gigabytes(free)} are free"
+        )
         raise InputError(message, "methods")
     return runs
 
 
 def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
-    """Where slices end: about ``slices`` equal parts of ``length``, and at every one of ``stops``."""
+    """Where slices end: about ``slices`` equal parts of ``length``,
+    and at every one of ``stops``.
+    """
     even = {length * part // slices for part in range(1, slices + 1)}
     return sorted({goal for goal in (*even, *stops) if 0 < goal <= length})
 
@@ -177,7 +210,9 @@ def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None
 
 
 def probes_differ(tokens: Sequence[int], probes: Sequence[Probe]) -> int | None:
-    """Index of the first generated token that is not what plain decoding drew in a probe; None if there is none."""
+    """Index of the first generated token that is not what plain decoding drew in a probe;
+    None if there is none.
+    """
     for probe in sorted(probes, key=lambda probe: probe.position):
         first = probe.position - 1
         different = first_difference(tokens[first:], probe.tokens)
@@ -187,14 +222,17 @@ def probes_differ(tokens: Sequence[int], probes: Sequence[Probe]) -> int | None:
 
 
 def integrate(probes: Sequence[Probe], length: int) -> float:
-    """Seconds of plain decoding for ``length`` tokens: step times, interpolated between probes, summed.
+    """Seconds of plain decoding for ``length`` tokens: step times, interpolated between probes,
+    summed.
 
-    A plain step's time depends on the length of the text and on little else, so hours of plain decoding can be
-    replaced by steps timed at many lengths.
+    A plain step's time depends on the length of the text and on little else, so hours of plain
+    decoding can be replaced by steps timed at many lengths.
     """
     by_position: dict[float, list[float]] = {}
     for probe in probes:
-        by_position.setdefault(probe.position + (len(probe.seconds) - 1) / 2, []).extend(probe.seconds)
+        by_position.setdefault(probe.position + (len(probe.seconds) - 1) / 2, []).extend(
+            probe.seconds
+        )
     positions = sorted(by_position)
     means = [float(np.mean(by_position[position])) for position in positions]
     return float(np.interp(np.arange(length), positions, means).sum())
@@ -220,20 +258,34 @@ class Case:
     @property
     def cell(self) -> Cell:
         """Its place in the grid, for records."""
-        return Cell(repeat=self.repeat, prompt=self.prompt.name, prefill=self.prefill, seed=self.seed)
+        return Cell(
+            repeat=self.repeat, prompt=self.prompt.name, prefill=self.prefill, seed=self.seed
+        )
 
 
 class Trial:
-    """All methods on one case, up to the longest of ``lens``; without a plain run, plain steps are timed in between."""
+    """All methods on one case, up to the longest of ``lens``; without a plain run,
+    plain steps are timed in between.
+    """
 
     def __init__(
-        self, config: BenchConfig, case: Case, runs: Sequence[Run], lens: Sequence[int], floor: Floor | None = None
+        self,
+        config: BenchConfig,
+        case: Case,
+        runs: Sequence[Run],
+        lens: Sequence[int],
+        floor: Floor | None = None,
     ) -> None:
-        self._config, self._case, self._lens, self._floor = config, case, lens, floor
+        self._config = config
+        self._case = case
+        self._lens = lens
+        self._floor = floor
         self.runs = {run.label: run for run in runs}
         self._plain = self.runs.get(BASELINE)
 
-    def run(self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]) -> bool:
+    def run(
+        self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]
+    ) -> bool:
         """Run to the end, or to Ctrl-C; True if that was pressed.
 
         Args:
@@ -282,18 +334,26 @@ class Trial:
             return []
         runs = list(self.runs.values())
         if self._plain is None:  # plain decoding was not run but sampled
-            plain, seconds = Run(BASELINE, BASELINE, None, comparable=False), partial(integrate, self._probes)
+            plain = Run(BASELINE, BASELINE, None, comparable=False)
+            seconds = partial(integrate, self._probes)
             plain.marks = [
-                DecodeStats(0, passes=n, tokens=n, nodes=n, seconds=seconds(n), accepted=Counter({0: n})) for n in lens
+                DecodeStats(
+                    0, passes=n, tokens=n, nodes=n, seconds=seconds(n), accepted=Counter({0: n})
+                )
+                for n in lens
             ]
             plain.slices = [(goal, seconds(goal)) for goal in slice_goals(lens[-1], lens)]
             runs.insert(0, plain)
         return [self._sample(run, lens) for run in runs]
 
     def _sample(self, run: Run, lens: Sequence[int]) -> Sample:
-        estimated, (different, compared) = run.label not in self.runs, self._compare(run)
-        marks, floor = run.marks[: len(lens)], None if run.peer else self._floor
-        floors = floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
+        estimated = run.label not in self.runs
+        (different, compared) = self._compare(run)
+        marks = run.marks[: len(lens)]
+        floor = None if run.peer else self._floor
+        floors = (
+            floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
+        )
         return Sample(
             **vars(self._case.cell),
             method=run.label,
@@ -305,17 +365,26 @@ class Trial:
             compared_tokens=compared,
             slices=list(run.slices),
             probes=[(probe.position, list(probe.seconds)) for probe in run.probes] or None,
-            points=[self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)],
+            points=[
+                self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)
+            ],
         )
 
     def _compare(self, run: Run) -> tuple[int | None, int]:
-        """First token that is not plain decoding's, if there is one, and how many tokens could be compared."""
+        """First token that is not plain decoding's, if there is one,
+        and how many tokens could be compared.
+        """
         if not run.comparable or run is self._plain:
             return None, 0
         if self._plain:
-            return first_difference(run.tokens, self._plain.tokens), min(len(run.tokens), len(self._plain.tokens))
-        probes = run.probes or self._probes  # a run that takes none is held against those of the others
-        compared = sum(len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes)
+            return first_difference(run.tokens, self._plain.tokens), min(
+                len(run.tokens), len(self._plain.tokens)
+            )
+        # a run that takes none is held against those of the others
+        probes = run.probes or self._probes
+        compared = sum(
+            len(run.tokens[probe.position - 1 :][: len(probe.tokens)]) for probe in probes
+        )
         return probes_differ(run.tokens, probes), compared
 
     def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Point:
@@ -333,7 +402,9 @@ class Trial:
             tokens=stats.tokens,
             nodes=stats.nodes,
             depth=stats.depth,
-            accepted=[stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)],
+            accepted=[
+                stats.accepted[number] for number in range(max(stats.accepted, default=0) + 1)
+            ],
             reused=stats.reused,
             ar_seconds=ar_seconds,
             speedup=ar_seconds / stats.seconds,
@@ -343,35 +414,48 @@ class Trial:
     def explain(
         self, samples: Sequence[Sample], on_audit: Callable[[str, int, int], None] | None = None
     ) -> dict[str, Audit]:
-        """Audit the texts that need it, and set ``explained``: whether every token is drawn exactly or within rounding.
+        """Audit the texts that need it, and set ``explained``:
+        whether every token is drawn exactly or within rounding.
 
-        A text needs it if it differs from plain decoding's; plain decoding's own then too; and all if plain decoding
-        was sampled, since its few steps start from the runs' own state. Simulated texts and peers' are never audited.
-        All runs are closed, since an audit needs a cache of its own.
+        A text needs it if it differs from plain decoding's; plain decoding's own then too; and all
+        if plain decoding was sampled, since its few steps start from the runs' own state. Simulated
+        texts and peers' are never audited. All runs are closed, since an audit needs a cache of its
+        own.
         """
         for run in self.runs.values():
             run.close()
         own = [one for one in samples if not one.estimated and not self.runs[one.method].peer]
-        differ, audits = any(sample.same_as_ar is False for sample in own), {}
+        differ = any(sample.same_as_ar is False for sample in own)
+        audits = {}
         for sample in own:
-            run, target = self.runs[sample.method], self._config.model.target
-            needed = self._plain is None or sample.same_as_ar is False or (differ and run is self._plain)
+            run = self.runs[sample.method]
+            target = self._config.model.target
+            needed = (
+                self._plain is None or sample.same_as_ar is False or (differ and run is self._plain)
+            )
             if needed and run.comparable:
-                target = target.reference() if run.method == REFERENCE else target  # whose passes are not exact
-                case, tell = self._case, on_audit and partial(on_audit, run.label)
+                # whose passes are not exact
+                target = target.reference() if run.method == REFERENCE else target
+                case = self._case
+                tell = on_audit and partial(on_audit, run.label)
                 found = audit(target, case.tokens, run.tokens, self._config.params, case.seed, tell)
                 audits[run.label] = found
                 sample.explained = found.ok
         return audits
 
 
-# group's label, cell's number among those to be measured, how many they are, its case, the run that advanced
+# group's label, cell's number among those to be measured, how many they are, its case, the run that
+# advanced
 OnProgress = Callable[[str, int, int, Case, Run], None]
 OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
 
 
 def begin_measurement(
-    config: BenchConfig, prompts: Sequence[Prompt], plan: Plan, command: Sequence[str], machine: Machine | None = None
+    config: BenchConfig,
+    prompts: Sequence[Prompt],
+    plan: Plan,
+    command: Sequence[str],
+    machine: Machine | None = None,
 ) -> Measurement:
     """A measurement without samples: what is to be measured, and where.
 
@@ -382,7 +466,8 @@ def begin_measurement(
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
-    prompt, option = max((prompt.tokens for prompt in prompts), key=len), "lens"
+    prompt = max((prompt.tokens for prompt in prompts), key=len)
+    option = "lens"
     try:
         open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, plan.ar)
         option = "warmup"
@@ -390,8 +475,10 @@ def begin_measurement(
             open_runs(config, prompts[0].tokens[:_WARM_PROMPT], plan.warmup, 0)
     except InputError as error:
         raise renamed(error, {"length": option}) from None
-    workload, target = _workload(config, prompts, plan), config.model.target
-    begun, where = now(), Environment(**environment(target.device))
+    workload = _workload(config, prompts, plan)
+    target = config.model.target
+    begun = now()
+    where = Environment(**environment(target.device))
     session = Session(
         host=platform.node(),
         started=begun,
@@ -425,14 +512,18 @@ def measure(
     on_checkpoint: Callable[[], None],
     on_trial: OnTrial | None = None,
 ) -> State:
-    """Run the plan's shard of the grid, but for cells that are done, or as much of it as Ctrl-C leaves time for.
+    """Run the plan's shard of the grid, but for cells that are done,
+    or as much of it as Ctrl-C leaves time for.
 
     Args:
-        groups: by label, what runs side by side in one setting: a bench has one, a suite one for each setting.
+        groups: by label, what runs side by side in one setting: a bench has one, a suite one for
+            each setting.
         record: of the bench or the suite, just begun or begun before; the samples go there.
         on_progress: called whenever a run has advanced by a slice.
-        on_checkpoint: called whenever all methods have reached another length, and when a cell is done.
-        on_trial: called with a group's label when a trial has ended, with its texts by label; may add to its samples.
+        on_checkpoint: called whenever all methods have reached another length, and when a cell is
+            done.
+        on_trial: called with a group's label when a trial has ended, with its texts by label; may
+            add to its samples.
 
     Returns:
         How it ended, which is the ``state`` of the measurements too.
@@ -455,7 +546,8 @@ def measure(
                     continue
                 if not warm:
                     _warm_up(config, prompts[0], plan)
-                warm, progress = True, partial(on_progress, label, mine.index(number), len(mine), case)
+                warm = True
+                progress = partial(on_progress, label, mine.index(number), len(mine), case)
                 ended = on_trial and partial(on_trial, label, case)
                 _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
         except KeyboardInterrupt:
@@ -475,8 +567,12 @@ def _measure_cell(
     on_checkpoint: Callable[[], None],
     on_trial: Callable[[Mapping[str, Sequence[int]], list[Sample]], None] | None,
 ) -> None:
-    """Measure all methods on a case; raises KeyboardInterrupt, with the samples so far kept, if Ctrl-C was pressed."""
-    before, session, lens = measurement.samples, measurement.sessions[-1], sorted(plan.lens)
+    """Measure all methods on a case; raises KeyboardInterrupt, with the samples so far kept,
+    if Ctrl-C was pressed.
+    """
+    before = measurement.samples
+    session = measurement.sessions[-1]
+    lens = sorted(plan.lens)
     order = summary.grid_order(measurement.workload)
 
     def keep(samples: list[Sample]) -> None:
@@ -502,7 +598,9 @@ def _measure_cell(
     keep(samples)
 
 
-def _open_all(config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL) -> list[Run]:
+def _open_all(
+    config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL
+) -> list[Run]:
     """A run for each contender and each peer."""
     runs = open_runs(config, prompt, length, seed, ar)
     return config.peers.beside(runs, prompt, length, config.params, seed) if config.peers else runs
@@ -518,9 +616,16 @@ def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
 
 
 def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Workload:
-    """What is measured. What does not apply is left out, so that the hashes of other workloads stay as they are."""
-    model, about, params = config.model, config.model.about(), config.params
-    draft, peers, simulated = model.draft, config.peers, config.simulated
+    """What is measured.
+
+    What does not apply is left out, so that the hashes of other workloads stay as they are.
+    """
+    model = config.model
+    about = config.model.about()
+    params = config.params
+    draft = model.draft
+    peers = config.peers
+    simulated = config.simulated
     newer = ("logit_bias", "order", "presence_penalty", "frequency_penalty")
     sampling = {name: value for name, value in asdict(params).items() if value or name not in newer}
     drafting = {
@@ -552,12 +657,17 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
         seeds=list(plan.seeds),
         methods=[contender.label for contender in config.contenders],
         ar=plan.ar,
-        draft_model=None if draft is None else DraftModel(about["draft"]["name"], fingerprint_of(draft.model)),
+        draft_model=None
+        if draft is None
+        else DraftModel(about["draft"]["name"], fingerprint_of(draft.model)),
         draft_weights=None if model.drafting is None else model.draft_weights,
         kv_dtype=about.get("kv_dtype"),
         exact=about["exact"] and about["exact"]["width"],
-        variants={one.label: one.method for one in config.contenders if one.label != one.method} or None,
-        peers=None if peers is None else {name: peers.settings(name, params) for name in peers.names},
+        variants={one.label: one.method for one in config.contenders if one.label != one.method}
+        or None,
+        peers=None
+        if peers is None
+        else {name: peers.settings(name, params) for name in peers.names},
         simulated=None if simulated is None else Simulation(**simulated),
     )
     workload.hash = workload_hash(to_json(workload))
@@ -569,7 +679,8 @@ class Outcome:
     """What a method came to in a comparison."""
 
     sample: Sample
-    margin: float | None  # how much the first differing token's logits, in either text, would have to change
+    # how much the first differing token's logits, in either text, would have to change
+    margin: float | None
     speedup_over_reference: float | None
 
     def as_dict(self) -> Options:
@@ -578,7 +689,10 @@ class Outcome:
         about = ("method", "first_difference", "explained", "prefill_seconds", "slices")
         return {
             **{name: getattr(sample, name) for name in about},
-            **{name: point.figure(name) for name in ("tokens", "speedup", *summary.from_source(summary.STATS))},
+            **{
+                name: point.figure(name)
+                for name in ("tokens", "speedup", *summary.from_source(summary.STATS))
+            },
             "margin": self.margin,
             "speedup_over_reference": self.speedup_over_reference,
         }
@@ -596,7 +710,11 @@ class Comparison:
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
         audits = {label: audit.as_dict() for label, audit in self.audits.items()}
-        return {**vars(self), "outcomes": [outcome.as_dict() for outcome in self.outcomes], "audits": audits}
+        return {
+            **vars(self),
+            "outcomes": [outcome.as_dict() for outcome in self.outcomes],
+            "audits": audits,
+        }
 
 
 def compare(
@@ -607,10 +725,12 @@ def compare(
     on_progress: Callable[[Run], None],
     on_audit: Callable[[str, int, int], None],
 ) -> Comparison:
-    """Run all methods in interleaved slices and compare their texts, as far as they got if Ctrl-C is pressed.
+    """Run all methods in interleaved slices and compare their texts,
+    as far as they got if Ctrl-C is pressed.
 
-    Where a text differs from plain decoding's, it is audited as a whole, and so is plain decoding's: after a near-tie
-    the two are different draws, and comparing them further would say nothing.
+    Where a text differs from plain decoding's, it is audited as a whole, and so is plain
+    decoding's: after a near-tie the two are different draws, and comparing them further would say
+    nothing.
 
     Args:
         prompt: token ids.
@@ -631,9 +751,17 @@ def compare(
     reference = points[REFERENCE].speedup if REFERENCE in points else None
     outcomes = []
     for sample in samples:
-        label, different, point = sample.method, sample.first_difference, points[sample.method]
-        findings = [one for name in (label, BASELINE) if name in audits for one in audits[name].findings]
-        margins = [one.margin for one in findings if one.index == different and one.margin not in (None, math.inf)]
+        label = sample.method
+        different = sample.first_difference
+        point = points[sample.method]
+        findings = [
+            one for name in (label, BASELINE) if name in audits for one in audits[name].findings
+        ]
+        margins = [
+            one.margin
+            for one in findings
+            if one.index == different and one.margin not in (None, math.inf)
+        ]
         over_reference = reference and point.speedup and point.speedup / reference
         outcomes.append(Outcome(sample, max(margins, default=None), over_reference))
     return Comparison(all(audit.ok for audit in audits.values()), interrupted, outcomes, audits)

@@ -2,8 +2,8 @@
 
 A group is what runs side by side: one setting, with its own plain decode.
 
-How much texts repeat themselves is judged by distinct n-grams, repetition rate, self-BLEU and compression; all depend
-on a text's length: compare texts of the same length only.
+How much texts repeat themselves is judged by distinct n-grams, repetition rate, self-BLEU and
+compression; all depend on a text's length: compare texts of the same length only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from tswift.benchmarking.config import BASELINE, REFERENCE, BenchConfig, BenchOptions, Contender, Plan
+from tswift.benchmarking.config import (
+    BASELINE,
+    REFERENCE,
+    BenchConfig,
+    BenchOptions,
+    Contender,
+    Plan,
+)
 from tswift.benchmarking.record import Group, LeftOut, Sample, SuiteRecord, SuiteText
 from tswift.benchmarking.run import Case, begin_measurement
 from tswift.benchmarking.suites import AXIS, Suite, find_suite
@@ -39,20 +46,25 @@ LONGEST = 4  # tokens of an n-gram
 SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
 REPEAT = 8  # tokens in a row that occurred before are marked as a repetition
 
-_NO_MATCH = 0.1  # of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
+# of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
+_NO_MATCH = 0.1
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6}]
 
 
 def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
     """Metrics of a text, given as tokens and decoded; None where it is too short.
 
-    ``distinct_1`` to ``distinct_4`` are unique n-grams of tokens / n-grams (the paper's Distinct-n), ``distinct`` their
-    mean, ``seq_rep_4`` the share of 4-grams that occurred before (Welleck et al., 2020).
+    ``distinct_1`` to ``distinct_4`` are unique n-grams of tokens / n-grams (the paper's
+    Distinct-n), ``distinct`` their mean, ``seq_rep_4`` the share of 4-grams that occurred before
+    (Welleck et al., 2020).
     """
     shares = [distinct(tokens, n) for n in range(1, LONGEST + 1)]
     known = len(tokens) >= LONGEST
     return {
-        **{f"distinct_{n}": share if len(tokens) >= n else None for n, share in enumerate(shares, 1)},
+        **{
+            f"distinct_{n}": share if len(tokens) >= n else None
+            for n, share in enumerate(shares, 1)
+        },
         "distinct": sum(shares) / LONGEST if known else None,
         "seq_rep_4": 1 - shares[-1] if known else None,
         "self_bleu": self_bleu(tokens),
@@ -61,12 +73,15 @@ def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
 
 
 def self_bleu(tokens: Sequence[int], segment: int = SEGMENT) -> float | None:
-    """Mean BLEU-4 of each piece of a text against all of its other pieces (Zhu et al., 2018); higher repeats more.
+    """Mean BLEU-4 of each piece of a text against all of its other pieces (Zhu et al., 2018);
+    higher repeats more.
 
-    Pieces have ``segment`` tokens each, so brevity is never penalised; a shorter rest at the end is left out. None for
-    a text of less than two pieces.
+    Pieces have ``segment`` tokens each, so brevity is never penalised; a shorter rest at the end is
+    left out. None for a text of less than two pieces.
     """
-    pieces = [tokens[start : start + segment] for start in range(0, len(tokens) - segment + 1, segment)]
+    pieces = [
+        tokens[start : start + segment] for start in range(0, len(tokens) - segment + 1, segment)
+    ]
     if len(pieces) < 2:
         return None
     logs = [0.0] * len(pieces)
@@ -78,18 +93,26 @@ def self_bleu(tokens: Sequence[int], segment: int = SEGMENT) -> float | None:
 
 
 def compression(text: str) -> float | None:
-    """Bytes of a text / bytes that LZMA makes of it, headers apart; higher repeats more. None for no text."""
+    """Bytes of a text / bytes that LZMA makes of it, headers apart; higher repeats more.
+
+    None for no text.
+    """
     data = text.encode(errors="backslashreplace")
     return len(data) / len(lzma.compress(data, lzma.FORMAT_RAW, filters=_FILTERS)) if data else None
 
 
 def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
-    """Of each piece, its n-grams found in another piece, each at most as often as in the piece with the most."""
-    highest: dict[tuple[int, ...], tuple[int, int, int]] = {}  # the two highest counts, and which piece has the first
+    """Of each piece, its n-grams found in another piece,
+    each at most as often as in the piece with the most.
+    """
+    # the two highest counts, and which piece has the first
+    highest: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for index, count in enumerate(counts):
         for gram, times in count.items():
             first, second, owner = highest.get(gram, (0, 0, -1))
-            highest[gram] = (times, first, index) if times > first else (first, max(second, times), owner)
+            highest[gram] = (
+                (times, first, index) if times > first else (first, max(second, times), owner)
+            )
     return [
         sum(min(times, highest[gram][highest[gram][2] == index]) for gram, times in count.items())
         for index, count in enumerate(counts)
@@ -98,7 +121,8 @@ def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
 
 def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
     """Of each token, whether it is part of ``length`` tokens in a row that occurred before."""
-    marks, seen = [False] * len(tokens), set()
+    marks = [False] * len(tokens)
+    seen = set()
     for start in range(len(tokens) - length + 1):
         gram = tuple(tokens[start : start + length])
         if gram in seen:
@@ -122,23 +146,32 @@ def texts_html(record: SuiteRecord, about: str) -> str:
     """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
     sections: dict[str, str] = defaultdict(str)
     for text in record.texts:
-        where = f"{text.prompt}, prefill {text.prefill:,}, seed {text.seed}, {len(text.tokens):,} tokens"
+        where = (
+            f"{text.prompt}, prefill {text.prefill:,}, seed {text.seed}, {len(text.tokens):,} "
+            "tokens"
+        )
         heading = f"{text.label}: {sum(repeated(text.tokens)) / len(text.tokens):.0%} repeated"
-        parts = (f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text))
+        parts = (
+            f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text)
+        )
         section = f"<section><h2>{escape(heading)}</h2><p>{''.join(parts)}</p></section>"
         sections[f"<h3>{escape(where)}</h3>\n"] += section
     title = escape(f"{record.suite}: {record.title}")
     return (
-        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n<style>{_STYLE}</style>\n"
+        f"<!doctype html>\n<html lang=en>\n<meta charset=utf-8>\n<title>{title}</title>\n"
+        f"<style>{_STYLE}</style>\n"
         f"<h1>{title}</h1>\n<p class=about>{escape(about)}</p>\n"
-        f"<p class=about><mark>Marked</mark>: {REPEAT} or more tokens that the text has had before, in order.</p>\n"
+        f"<p class=about><mark>Marked</mark>: {REPEAT} or more tokens that the text has had "
+        "before, in order.</p>\n"
         f"{''.join(f'{where}<div>{texts}</div>' for where, texts in sections.items())}</html>\n"
     )
 
 
 _STYLE = """
-body { font: 16px/1.5 Georgia, serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #111; background: #fff }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em } h3 { font-size: 1em; font-weight: normal; color: #444 }
+body { font: 16px/1.5 Georgia, serif; color: #111; background: #fff }
+body { margin: 2em auto; max-width: 76em; padding: 0 1em }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em }
+h3 { font-size: 1em; font-weight: normal; color: #444 }
 .about { font: 14px/1.5 system-ui, sans-serif; color: #333; margin: .3em 0 }
 div { display: grid; grid-template-columns: repeat(auto-fit, minmax(20em, 1fr)); gap: 2em }
 section p { white-space: pre-wrap; overflow-wrap: anywhere }
@@ -146,14 +179,18 @@ mark { background: #ffd54d; color: inherit }
 """
 
 
-def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, BenchConfig], dict[str, str]]:
+def prepare(
+    suite: Suite, options: BenchOptions, plan: Plan
+) -> tuple[dict[str, BenchConfig], dict[str, str]]:
     """Check the options, and load the model.
 
     Args:
-        options: of their methods only ``ar-reference`` counts, and the suite's ``own`` options must not be set.
+        options: of their methods only ``ar-reference`` counts, and the suite's ``own`` options must
+            not be set.
 
     Returns:
-        What runs side by side, by place on the suite's axis, ``""`` where contenders differ along it; and by label
+        What runs side by side, by place on the suite's axis, ``""`` where contenders differ along
+        it; and by label
         why a method cannot run on this model: it is left out.
     """
     options.refuse_unused(suite.methods)
@@ -167,10 +204,14 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
         if options.model.draft_model is not None or error.field != "draft_model":
             raise
         # methods that need a draft model are left out
-        wanted = options.to_load([method for method in suite.methods if not find_method(method).draft])
+        wanted = options.to_load(
+            [method for method in suite.methods if not find_method(method).draft]
+        )
     preflight(wanted, Demand(1, 1, BASELINE, DraftOptions()), option="model")
     model = load_model(wanted)
-    contenders, missing, errors = [Contender(BASELINE, BASELINE, DraftOptions())], {}, []
+    contenders = [Contender(BASELINE, BASELINE, DraftOptions())]
+    missing = {}
+    errors = []
     for label, (method, drafting) in suite.contenders.items():
         try:
             resolved = _draft_options(method, drafting, model, options, plan)
@@ -186,7 +227,9 @@ def prepare(suite: Suite, options: BenchOptions, plan: Plan) -> tuple[dict[str, 
         contenders.append(Contender(REFERENCE, REFERENCE, DraftOptions()))
     unnamed = model.name if suite.axis == "model" else ""
     groups = {
-        label or unnamed: BenchConfig(model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders)
+        label or unnamed: BenchConfig(
+            model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders
+        )
         for label, drawn in params.items()
     }
     return groups, missing
@@ -201,9 +244,14 @@ def _draft_options(
         asked = replace(asked, nodes=tree_nodes(drafting["tree"], model.heads.conditioned))
     resolved = resolve(method, model.target, model.heads, asked)
     try:
-        check(model.target, Demand(max(plan.prefills), max(plan.lens), method, resolved), draft=model.draft)
+        check(
+            model.target,
+            Demand(max(plan.prefills), max(plan.lens), method, resolved),
+            draft=model.draft,
+        )
     except InputError as error:
-        if error.field == "draft_model":  # what the model itself cannot do is refused for all methods
+        if error.field == "draft_model":
+            # what the model itself cannot do is refused for all methods
             raise
     return resolved
 
@@ -211,7 +259,8 @@ def _draft_options(
 def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
     """Nodes of a tree with these candidates per level, root included.
 
-    After conditioned heads, a level's candidates follow the best one of the level before, not every one.
+    After conditioned heads, a level's candidates follow the best one of the level before, not every
+    one.
     """
     nodes, last = 1, 1
     for width in tree:
@@ -228,7 +277,10 @@ def begin_suite(
     plan: Plan,
     command: Sequence[str],
 ) -> SuiteRecord:
-    """A suite without samples: what is to be measured. See :func:`tswift.benchmarking.run.begin_measurement`."""
+    """A suite without samples: what is to be measured.
+
+    See :func:`tswift.benchmarking.run.begin_measurement`.
+    """
     begun: list[Group] = []
     for label, config in groups.items():
         machine = begun[0].measurement.machine if begun else None  # measured once
@@ -255,8 +307,11 @@ def judge_texts(
     texts: Mapping[str, Sequence[int]],
     samples: list[Sample],
 ) -> None:
-    """Measure how much every text of a trial repeats itself, up to each length; keep those that are to be shown."""
-    plain = texts.get(BASELINE) or next(iter(texts.values()))  # plain decoding may have been sampled
+    """Measure how much every text of a trial repeats itself, up to each length;
+    keep those that are to be shown.
+    """
+    # plain decoding may have been sampled
+    plain = texts.get(BASELINE) or next(iter(texts.values()))
     known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
         for point in sample.points:

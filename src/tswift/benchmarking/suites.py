@@ -1,8 +1,11 @@
-"""Suites: the paper's tables and figures. What each runs and shows, and how it compares with the paper.
+"""Suites: the paper's tables and figures.
 
-``paper/suites.toml`` says what each varies. Beside it a CSV for each has published figures (Wu et al., "From Hours to
-Minutes", arXiv 2502.18890; facts, transcribed): by metric, with our names for places on the axis and times in seconds.
-Where the paper gives no figures, what is varied is our choice.
+What each runs and shows, and how it compares with the paper.
+
+``paper/suites.toml`` says what each varies. Beside it a CSV for each has published figures (Wu et
+al., "From Hours to Minutes", arXiv 2502.18890; facts, transcribed): by metric, with our names for
+places on the axis and times in seconds. Where the paper gives no figures, what is varied is our
+choice.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from tswift.benchmarking.config import BASELINE
-from tswift.benchmarking.summary import METRICS, Figure, Place, Row, drafted_only, grid_order, method_name, summarise
+from tswift.benchmarking.summary import (
+    METRICS,
+    Figure,
+    Place,
+    Row,
+    drafted_only,
+    grid_order,
+    method_name,
+    summarise,
+)
 from tswift.errors import InputError, did_you_mean
 from tswift.options import Values
 
@@ -27,8 +39,9 @@ if TYPE_CHECKING:
 
 PAPER_MACHINE = "NVIDIA A100 80G"
 CAUTION = (
-    "Published x is relative to the paper's own plain decoding, which took about 176 ms per token on LLaMA3.1-8b; "
-    "ar-reference decodes in that style. Its Medusa* is Medusa with heads that the authors trained."
+    "Published x is relative to the paper's own plain decoding, which took about 176 ms per token "
+    "on LLaMA3.1-8b; ar-reference decodes in that style. Its Medusa* is Medusa with heads that "
+    "the authors trained."
 )
 AXIS, LENGTH, PREFILL = "axis", "length", "prefill"  # what a suite puts in order
 
@@ -51,11 +64,13 @@ class Suite:
     axis: str  # what is varied, as a column heading
     contenders: Contenders  # what runs side by side, plain decoding apart
     columns: tuple[str, ...] = ("alpha", "speedup")  # metrics shown
-    ordered: tuple[str, ...] = ("alpha", "speedup")  # those of them whose order is compared with the paper's
+    # those of them whose order is compared with the paper's
+    ordered: tuple[str, ...] = ("alpha", "speedup")
     along: str = AXIS  # what is put in order: the axis, generated lengths or prefills
     settings: Settings = field(default_factory=lambda: {"": {}})
     wide: bool = False  # the axis runs across the table, as in the paper, and not down
-    across: bool = False  # plotted over the axis, a line for each length; else over length, a line for each place
+    # plotted over the axis, a line for each length; else over length, a line for each place
+    across: bool = False
     plotted: tuple[str, ...] = ("alpha", "speedup")
     prefills: tuple[int, ...] = (4096,)
     lens: tuple[int, ...] = (20_000, 40_000, 60_000, 80_000, 100_000)
@@ -69,7 +84,9 @@ class Suite:
         """Parameter names of the options that it varies or fixes, which nobody else can set."""
         varied = [*self.settings.values(), *(drafting for _, drafting in self.contenders.values())]
         prefill = ["prefills"] * (self.along == PREFILL)
-        return frozenset(["methods", *self.fixes, *prefill, *(name for fields in varied for name in fields)])
+        return frozenset(
+            ["methods", *self.fixes, *prefill, *(name for fields in varied for name in fields)]
+        )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -85,10 +102,16 @@ class Suite:
 def _suite(name: str, about: Mapping[str, Any]) -> Suite:
     """A suite as the file has it, whose contenders are tokenswift alone where none are named."""
     contenders = {
-        label: (drafting.pop("method"), {option: _frozen(value) for option, value in drafting.items()})
+        label: (
+            drafting.pop("method"),
+            {option: _frozen(value) for option, value in drafting.items()},
+        )
         for label, drafting in about.get("contenders", {"": {"method": "tokenswift"}}).items()
     }
-    return Suite(name, **{field: _frozen(value) for field, value in {**about, "contenders": contenders}.items()})
+    return Suite(
+        name,
+        **{field: _frozen(value) for field, value in {**about, "contenders": contenders}.items()},
+    )
 
 
 def _frozen(value: Any) -> Any:
@@ -105,7 +128,10 @@ SUITES: dict[str, Suite] = {
 def find_suite(name: str) -> Suite:
     """The suite of a name, or an ``InputError``."""
     if name not in SUITES:
-        raise InputError(f"no suite {name!r:.40}; there are {', '.join(SUITES)}{did_you_mean(name, SUITES)}", "suite")
+        raise InputError(
+            f"no suite {name!r:.40}; there are {', '.join(SUITES)}{did_you_mean(name, SUITES)}",
+            "suite",
+        )
     return SUITES[name]
 
 
@@ -126,18 +152,26 @@ def summarise_suite(record: SuiteRecord) -> dict[str, list[dict[str, object]]]:
 
     Its end is brought up to date, and its texts are put in order.
     """
-    suite, labels = find_suite(record.suite), list(record.parts)
+    suite = find_suite(record.suite)
+    labels = list(record.parts)
     record.ended = max(one.ended for one in record.parts.values())
     order = grid_order(record.groups[0].measurement.workload)
     record.texts.sort(key=lambda text: (labels.index(text.label), order(text.cell)))
-    measured, published = measured_rows(suite, record.groups), published_rows(suite)
+    measured = measured_rows(suite, record.groups)
+    published = published_rows(suite)
     pairs = [asdict(pair) for pair in compared(suite, measured, published)]
-    return {"rows": [_shown(row) for row in measured], "published": [_shown(row) for row in published], "pairs": pairs}
+    return {
+        "rows": [_shown(row) for row in measured],
+        "published": [_shown(row) for row in published],
+        "pairs": pairs,
+    }
 
 
 def _shown(row: Row) -> dict[str, object]:
     figures = {name: asdict(figure) for name, figure in row.figures.items()}
-    return {name: getattr(row, name) for name in ("axis", "source", "prefill", "length")} | {"figures": figures}
+    return {name: getattr(row, name) for name in ("axis", "source", "prefill", "length")} | {
+        "figures": figures
+    }
 
 
 def place_name(suite: Suite, axis: str) -> str:
@@ -147,19 +181,34 @@ def place_name(suite: Suite, axis: str) -> str:
 
 def published_rows(suite: Suite) -> list[Row]:
     """The paper's rows; none where no figures were transcribed."""
-    file, rows = _FILES / f"{suite.name}.csv", list[Row]()
-    for line in csv.DictReader(file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()):
-        known = {name: float(value) for name, value in line.items() if value and name.removesuffix("_std") in METRICS}
-        figures = {name: Figure(1, known[name], known.get(f"{name}_std")) for name in known if name in METRICS}
-        prefill, length = (int(line[name]) if line[name] else None for name in ("prefill", "length"))
+    file = _FILES / f"{suite.name}.csv"
+    rows = list[Row]()
+    for line in csv.DictReader(
+        file.read_text(encoding="utf-8").splitlines() if file.is_file() else ()
+    ):
+        known = {
+            name: float(value)
+            for name, value in line.items()
+            if value and name.removesuffix("_std") in METRICS
+        }
+        figures = {
+            name: Figure(1, known[name], known.get(f"{name}_std"))
+            for name in known
+            if name in METRICS
+        }
+        prefill, length = (
+            int(line[name]) if line[name] else None for name in ("prefill", "length")
+        )
         rows.append(Row(line["axis"], line["source"], prefill, length, figures))
     return rows
 
 
 def counterparts(suite: Suite, axis: str, place: Place, published: Sequence[Row]) -> list[Row]:
-    """Of each of the paper's sources, the row at a place, or at the nearest one: prefill first, then length.
+    """Of each of the paper's sources, the row at a place, or at the nearest one: prefill first,
+    then length.
 
-    Where lengths are put in order, and not what is on the axis, every one of the paper's rows there counts.
+    Where lengths are put in order, and not what is on the axis, every one of the paper's rows there
+    counts.
     """
 
     def distance(row: Row) -> list[float]:
@@ -186,21 +235,24 @@ class Pair:
     ours: float  # the first's value minus the second's, as the mean over draws that both have
     within: float  # the largest difference that would say nothing
     n: int  # draws that both have
-    paper: int | None  # its sign of the same difference; None where it has none, or its models disagree
+    # its sign of the same difference; None where it has none, or its models disagree
+    paper: int | None
     verdict: str  # too close, not in the paper, same or differs
 
 
 def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) -> list[Pair]:
     """All pairs of measured rows that a suite puts in order, figure by figure and place by place.
 
-    A pair is too close if its difference is within the figure's tolerance, or within the 95% interval of the paired
-    difference where there are several draws. The paper has no order if its difference is within its last digit.
+    A pair is too close if its difference is within the figure's tolerance, or within the 95%
+    interval of the paired difference where there are several draws. The paper has no order if its
+    difference is within its last digit.
     """
     pairs = []
     for figure in suite.ordered:
         for place, rows in _places(suite, measured).items():
             for (name, first), (other, second) in combinations(rows.items(), 2):
-                one, two = first.figures[figure].mean, second.figures[figure].mean
+                one = first.figures[figure].mean
+                two = second.figures[figure].mean
                 if one is None or two is None:
                     continue
                 differences = [
@@ -211,9 +263,16 @@ def compared(suite: Suite, measured: Sequence[Row], published: Sequence[Row]) ->
                 ours = mean(differences) if differences else one - two
                 within = max(METRICS[figure].tolerance(one, two), _interval(differences))
                 paper = _published_sign(suite, figure, first, second, published)
-                known = "not in the paper" if not paper else "same" if ours * paper > 0 else "differs"
-                verdict, count = "too close" if abs(ours) <= within else known, len(differences)
-                pairs.append(Pair(figure, place, name, other, (one, two), ours, within, count, paper, verdict))
+                known = (
+                    "not in the paper" if not paper else "same" if ours * paper > 0 else "differs"
+                )
+                verdict = "too close" if abs(ours) <= within else known
+                count = len(differences)
+                pairs.append(
+                    Pair(
+                        figure, place, name, other, (one, two), ours, within, count, paper, verdict
+                    )
+                )
     return pairs
 
 
@@ -221,7 +280,8 @@ def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """Rows that are put in order, by name, grouped by where they were measured."""
     places: dict[str, dict[str, Row]] = {}
     for row in measured:
-        lengths, prefills = f"{row.length:,} tokens", f"prefill {row.prefill:,}"
+        lengths = f"{row.length:,} tokens"
+        prefills = f"prefill {row.prefill:,}"
         names = {LENGTH: lengths, PREFILL: prefills, AXIS: place_name(suite, row.axis)}
         own = names.pop(suite.along)
         places.setdefault(", ".join(filter(None, names.values())), {})[own] = row
@@ -229,13 +289,21 @@ def _places(suite: Suite, measured: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def _interval(differences: Sequence[float]) -> float:
-    """Half of the 95% interval of the mean of paired differences; 0 from a single draw, which has no spread."""
+    """Half of the 95% interval of the mean of paired differences; 0 from a single draw,
+    which has no spread.
+    """
     if len(differences) < 2:
         return 0.0
-    return _T[min(len(differences) - 1, len(_T)) - 1] * stdev(differences) / math.sqrt(len(differences))
+    return (
+        _T[min(len(differences) - 1, len(_T)) - 1]
+        * stdev(differences)
+        / math.sqrt(len(differences))
+    )
 
 
-def _published_sign(suite: Suite, figure: str, first: Row, second: Row, published: Sequence[Row]) -> int | None:
+def _published_sign(
+    suite: Suite, figure: str, first: Row, second: Row, published: Sequence[Row]
+) -> int | None:
     """The sign of the paper's difference; None if it has none, or has both."""
     one, two = (
         {

@@ -29,7 +29,8 @@ def method_name(method: str, simulated: bool = False, sampled: bool = False) -> 
 
 
 HERE = "here"  # source of measured rows
-# where a metric is computed: an attribute of ``DecodeStats``, ``run._point``, ``suite_run.quality``, or below
+# where a metric is computed: an attribute of ``DecodeStats``, ``run._point``,
+# ``suite_run.quality``, or below
 STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
 
 
@@ -44,7 +45,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Metric:
-    """What is known of a metric. Its entry in ``METRICS`` puts it in bench.json, CSV, tables, plots and the gate."""
+    """What is known of a metric.
+
+    Its entry in ``METRICS`` puts it in bench.json, CSV, tables, plots and the gate.
+    """
 
     heading: str  # of its column
     meaning: str  # one line for notes
@@ -56,7 +60,8 @@ class Metric:
     column: bool = False  # shown in bench's table of decoding times, behind the paper's columns
     plot: str = ""  # label of its panel in bench's plot; empty for none
     drafted: bool = False  # only methods that draft have it
-    close: float = 0.01  # a difference in suites that says nothing: in its own unit, or relative to the larger value
+    # a difference in suites that says nothing: in its own unit, or relative to the larger value
+    close: float = 0.01
     relative: bool = False  # see close
     rounding: float = 0.01  # the paper's last digit, in our unit
 
@@ -68,7 +73,11 @@ class Metric:
     def text(self, figure: Figure | None, digits: int | None = None) -> str:
         """The figure with its spread, with ``digits`` decimals if given; times without spread."""
         value, std = (figure.mean, figure.std) if figure else (None, None)
-        return duration(value) if self.digits is None else with_spread(value, std, digits or self.digits)
+        return (
+            duration(value)
+            if self.digits is None
+            else with_spread(value, std, digits or self.digits)
+        )
 
     def tolerance(self, first: float, second: float) -> float:
         """The largest difference of two values that says nothing."""
@@ -81,36 +90,57 @@ _of_text = partial(Metric, source=QUALITY, exact=True)
 # in the order of bench.csv
 METRICS: dict[str, Metric] = {
     "alpha": Metric(
-        "alpha", "accepted tokens / tokens drafted along each step's longest path", exact=True, drafted=True,
-        gate="alpha", plot="acceptance rate alpha",
+        "alpha",
+        "accepted tokens / tokens drafted along each step's longest path",
+        exact=True,
+        drafted=True,
+        gate="alpha",
+        plot="acceptance rate alpha",
     ),
     "beta": Metric(
-        "beta", "the part of alpha whose longest path came from a reused 4-gram", exact=True, drafted=True, gate="beta",
+        "beta",
+        "the part of alpha whose longest path came from a reused 4-gram",
+        exact=True,
+        drafted=True,
+        gate="beta",
         plot="n-gram acceptance rate beta",
     ),
-    "tokens_per_step": Metric("tokens/step", "tokens / passes", exact=True, digits=2, gate="tokens_per_step"),
-    "passes": Metric("passes", "verification passes", exact=True, digits=1, gate="passes", lower_is_better=True),
-    "speedup": Metric(
-        "x", "AR's time / the method's, prefill apart", source=TIMES, digits=2, gate="speedup",
-        plot="speedup over AR, x", close=0.05, relative=True,
+    "tokens_per_step": Metric(
+        "tokens/step", "tokens / passes", exact=True, digits=2, gate="tokens_per_step"
     ),
-    "tokens_per_second": Metric("tokens/s", "tokens / decoding time", digits=1, gate="tokens_per_s"),
+    "passes": Metric(
+        "passes", "verification passes", exact=True, digits=1, gate="passes", lower_is_better=True
+    ),
+    "speedup": Metric(
+        "x",
+        "AR's time / the method's, prefill apart",
+        source=TIMES,
+        digits=2,
+        gate="speedup",
+        plot="speedup over AR, x",
+        close=0.05,
+        relative=True,
+    ),
+    "tokens_per_second": Metric(
+        "tokens/s", "tokens / decoding time", digits=1, gate="tokens_per_s"
+    ),
     "seconds": _time("time", "decoding time, prefill apart"),
     "ar_seconds": _time("T_AR", "AR's decoding time", source=TIMES),
-    "of_floor": Metric("T_method / floor", "decoding time / the least time", source=TIMES, digits=2),
+    "of_floor": Metric(
+        "T_method / floor", "decoding time / the least time", source=TIMES, digits=2
+    ),
     "delta": _time("delta", "the method's time - AR's", source=DERIVED),
-    "ar_of_floor": Metric("T_AR / floor", "AR's decoding time / the least time", source=DERIVED, digits=2),
-    **{
-        f"distinct_{n}": _of_text(f"D-{n}", f"unique {n}-grams / {n}-grams")
-        for n in range(1, 5)
-    },
+    "ar_of_floor": Metric(
+        "T_AR / floor", "AR's decoding time / the least time", source=DERIVED, digits=2
+    ),
+    **{f"distinct_{n}": _of_text(f"D-{n}", f"unique {n}-grams / {n}-grams") for n in range(1, 5)},
     "distinct": _of_text("D", "mean of Distinct-1 to Distinct-4"),
     "seq_rep_4": _of_text("seq-rep-4", "4-grams that were there before / 4-grams"),
     "self_bleu": _of_text("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others"),
     "compression": _of_text(
         "LZMA", "compression ratio, bytes / bytes after LZMA", digits=2, close=0.03, relative=True
     ),
-}  # fmt: skip
+}
 
 
 def from_source(*sources: str) -> list[str]:
@@ -119,16 +149,21 @@ def from_source(*sources: str) -> list[str]:
 
 
 def gated() -> dict[str, str]:
-    """The metrics that the gate can hold: by the name in ``--fail-on``, the name in a measurement."""
+    """The metrics that the gate can hold: by the name in ``--fail-on``,
+    the name in a measurement.
+    """
     return {metric.gate: name for name, metric in METRICS.items() if metric.gate}
 
 
-Place = tuple["int | None", "int | None"]  # prefill and generated length, in tokens; None where unknown
+# prefill and generated length, in tokens; None where unknown
+Place = tuple["int | None", "int | None"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of a method, or of another place on a suite's axis, at one prefill and generated length."""
+    """Figures of a method, or of another place on a suite's axis,
+    at one prefill and generated length.
+    """
 
     axis: str  # the method, or the place
     source: str  # ``here``, or the paper's model
@@ -149,10 +184,11 @@ class Row:
 
 
 def summarise(measurement: Measurement) -> list[Row]:
-    """Measured rows, called cells, ordered by prefill, length and the method's place in the workload.
+    """Measured rows, called cells, ordered by prefill,
+    length and the method's place in the workload.
 
-    Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats count once; if some
-    repeat did count differently, every sample counts.
+    Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats
+    count once; if some repeat did count differently, every sample counts.
     """
     groups: dict[tuple[int, int, str], list[tuple[Sample, Point]]] = defaultdict(list)
     for sample in measurement.samples:
@@ -165,7 +201,9 @@ def summarise(measurement: Measurement) -> list[Row]:
 
 
 def by_kind(measurement: Measurement) -> dict[str, Measurement]:
-    """The measurement for each kind of a workload's prompts; as a whole, under ``""``, where prompts have no kinds."""
+    """The measurement for each kind of a workload's prompts; as a whole, under ``""``,
+    where prompts have no kinds.
+    """
     kinds = {prompt.name: prompt.kind or "" for prompt in measurement.workload.prompts}
     samples: dict[str, list[Sample]] = {kind: [] for kind in kinds.values()}
     for sample in measurement.samples:
@@ -179,11 +217,16 @@ def _row(prefill: int, length: int, method: str, members: Sequence[tuple[Sample,
         by_draw[sample.prompt, sample.seed].append(point)
     counters = [name for name in from_source(STATS) if METRICS[name].exact]
     exact = all(
-        point.figure(name) == same[0].figure(name) for same in by_draw.values() for point in same for name in counters
+        point.figure(name) == same[0].figure(name)
+        for same in by_draw.values()
+        for point in same
+        for name in counters
     )
     points = [point for _, point in members]
     counted = [same[0] for same in by_draw.values()] if exact else points
-    figures = {name: _figure(name, counted if metric.exact else points) for name, metric in METRICS.items()}
+    figures = {
+        name: _figure(name, counted if metric.exact else points) for name, metric in METRICS.items()
+    }
     own, plain = figures["seconds"], figures["ar_seconds"]
     if own.mean is not None and plain.mean is not None:
         figures["delta"] = Figure(min(own.n, plain.n), own.mean - plain.mean, None)
@@ -192,16 +235,25 @@ def _row(prefill: int, length: int, method: str, members: Sequence[tuple[Sample,
         means = {name: _figure(name, same).mean for name in METRICS}
         draws[draw] = {name: value for name, value in means.items() if value is not None}
     cells = [sample.cell for sample, _ in members]
-    varies = tuple(f"{axis}s" for axis in ("prompt", "seed", "repeat") if len({getattr(c, axis) for c in cells}) > 1)
+    varies = tuple(
+        f"{axis}s"
+        for axis in ("prompt", "seed", "repeat")
+        if len({getattr(c, axis) for c in cells}) > 1
+    )
     estimated = any(sample.estimated for sample, _ in members)
-    return Row(method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact)
+    return Row(
+        method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact
+    )
 
 
 def _figure(name: str, points: Sequence[Point]) -> Figure:
     values = [point.figure(name) for point in points]
-    # the standard library's mean and stdev are exact before their last rounding: the samples' order does not matter
+    # the standard library's mean and stdev are exact before their last rounding: the samples' order
+    # does not matter
     known = [float(value) for value in values if value is not None]
-    return Figure(len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None)
+    return Figure(
+        len(known), mean(known) if known else None, stdev(known) if len(known) > 1 else None
+    )
 
 
 def drafts(method: str) -> bool:
@@ -221,7 +273,12 @@ def grid_order(workload: Workload) -> Callable[[Cell], tuple[int, ...]]:
     """A key that sorts cells as an undisturbed benchmark measures them."""
     prompts = {prompt.name: number for number, prompt in enumerate(workload.prompts)}
     seeds = {seed: number for number, seed in enumerate(workload.seeds)}
-    return lambda cell: (cell.repeat, prompts.get(cell.prompt, -1), cell.prefill, seeds.get(cell.seed, -1))
+    return lambda cell: (
+        cell.repeat,
+        prompts.get(cell.prompt, -1),
+        cell.prefill,
+        seeds.get(cell.seed, -1),
+    )
 
 
 def source(measurement: Measurement) -> str:
@@ -237,7 +294,9 @@ def simulation(measurement: Measurement) -> str:
     if simulated is None:
         return ""
     words = ["random weights"] if simulated.weights else []
-    return ", ".join(words if simulated.alpha is None else [*words, f"acceptance set to {simulated.alpha:g}"])
+    return ", ".join(
+        words if simulated.alpha is None else [*words, f"acceptance set to {simulated.alpha:g}"]
+    )
 
 
 def simulated_alpha(measurement: Measurement) -> float | None:

@@ -1,7 +1,8 @@
 """Prompts of ``tswift bench``: texts of files, books and workloads, and their tokens.
 
-A workload's prompts are of several kinds, since how much a draft gets right depends on the text: ``prose`` and
-``reasoning`` are bundled, ``structured`` is generated, and files hold the user's own (see tswift.jobs.prompts).
+A workload's prompts are of several kinds, since how much a draft gets right depends on the text:
+``prose`` and ``reasoning`` are bundled, ``structured`` is generated, and files hold the user's own
+(see tswift.jobs.prompts).
 """
 
 from __future__ import annotations
@@ -36,14 +37,23 @@ class Prompt:
     kind: str | None = None
 
 
-def encode(texts: Sequence[Text], model: LoadedModel, longest: int, chat: bool = False) -> list[Prompt]:
-    """Token ids of the texts, of which none may have fewer than ``longest``; a workload's have as many as they have."""
+def encode(
+    texts: Sequence[Text], model: LoadedModel, longest: int, chat: bool = False
+) -> list[Prompt]:
+    """Token ids of the texts, of which none may have fewer than ``longest``;
+    a workload's have as many as they have.
+    """
     prompts = [Prompt(text.name, text.encode(model, chat), text.kind) for text in texts]
     for prompt in prompts:
         if prompt.kind is None and len(prompt.tokens) < longest:
-            raise InputError(f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill")
+            raise InputError(
+                f"asks for {longest:,} tokens, {prompt.name} has {len(prompt.tokens):,}", "prefill"
+            )
         if chat and len(prompt.tokens) > longest:
-            reason = f"of {longest:,} tokens would cut {prompt.name}, which has {len(prompt.tokens):,} in its template"
+            reason = (
+                f"of {longest:,} tokens would cut {prompt.name}, which has {len(prompt.tokens):,} "
+                "in its template"
+            )
             raise InputError(reason, "prefill")
     return prompts
 
@@ -60,7 +70,8 @@ def read_texts(words: Sequence[str]) -> list[Text]:
     """Texts that ``--prompts`` names; the bundled novel if nothing is named.
 
     Args:
-        words: files, folders (their ``*.txt``), or ``pg19:N`` for the first N books of PG-19's test split.
+        words: files, folders (their ``*.txt``), or ``pg19:N`` for the first N books of PG-19's test
+            split.
     """
     texts = [] if words else [Text("bundled", read_prompt(None))]
     for word in words:
@@ -86,17 +97,27 @@ def _books(word: str) -> list[Text]:
     try:
         with hub():
             books = datasets.load_dataset(PG19, split="test", streaming=True)
-            texts = [Text(f"pg19:{index}", book["text"]) for index, book in enumerate(islice(books, int(count)))]
-    except Exception as error:  # no network, no such data set, a broken cache: datasets raises all kinds
+            texts = [
+                Text(f"pg19:{index}", book["text"])
+                for index, book in enumerate(islice(books, int(count)))
+            ]
+    except Exception as error:
+        # no network, no such data set, a broken cache: datasets raises all kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{PG19} cannot be loaded from the hub ({reason[:120]})", "prompts") from None
+        raise InputError(
+            f"{PG19} cannot be loaded from the hub ({reason[:120]})", "prompts"
+        ) from None
     if len(texts) < int(count):
-        raise InputError(f"asks for {count} books, the test split of {PG19} has {len(texts)}", "prompts")
+        raise InputError(
+            f"asks for {count} books, the test split of {PG19} has {len(texts)}", "prompts"
+        )
     return texts
 
 
 def read_workloads(words: Sequence[str]) -> list[Text]:
-    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files; ``:N`` behind one takes its first N."""
+    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files;
+    ``:N`` behind one takes its first N.
+    """
     texts: list[Text] = []
     for word in words:
         name, colon, number = word.rpartition(":")
@@ -105,12 +126,16 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if limit == 0:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
         if name in KINDS:
-            found = list(islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None)))
+            found = list(
+                islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None))
+            )
         elif name.endswith(SUFFIXES):
             found = list(islice(_of_file(find_path(name, OPTION)), limit))
         else:
             known = f"there are {', '.join(KINDS)} and files, FILE.jsonl or FILE.parquet"
-            raise InputError(f"no workload {name!r:.60}; {known}{did_you_mean(name, KINDS)}", OPTION)
+            raise InputError(
+                f"no workload {name!r:.60}; {known}{did_you_mean(name, KINDS)}", OPTION
+            )
         if limit is not None and len(found) < limit:
             raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
         texts += found
@@ -132,7 +157,10 @@ def _of_file(path: Path) -> Iterator[Text]:
 
 
 class _Slots(dict[str, object]):
-    """Words for an entry. Only ``random()`` is used, which gives the same in every version of Python."""
+    """Words for an entry.
+
+    Only ``random()`` is used, which gives the same in every version of Python.
+    """
 
     def __init__(self, words: Mapping[str, Sequence[str]], random: Random, number: int) -> None:
         super().__init__(n=number)
@@ -145,9 +173,11 @@ class _Slots(dict[str, object]):
 
 
 def _structured() -> Iterator[Text]:
-    """A diary, a building, a log, and so on with other contents: the frame repeats, what stands in it does not.
+    """A diary, a building, a log, and so on with other contents: the frame repeats,
+    what stands in it does not.
 
-    ``structured.json`` has the frames, in which ``{n}`` counts entries, and the words for each other name in braces.
+    ``structured.json`` has the frames, in which ``{n}`` counts entries, and the words for each
+    other name in braces.
     """
     content = json.loads((bundled_prompts() / "structured.json").read_text(encoding="utf-8"))
     for seed in count():

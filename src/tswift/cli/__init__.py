@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 
-# PyTorch's threads are to sleep while they wait, not to spin: on a machine with other work to do, a token took 136 ms
-# instead of 3.4. It is read when torch is imported, which no module imported here does.
+# PyTorch's threads are to sleep while they wait, not to spin: on a machine with other work to do, a
+# token took 136 ms instead of 3.4. It is read when torch is imported, which no module imported here
+# does.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Ctrl-C while modules are imported ends the process as the system does, without a traceback

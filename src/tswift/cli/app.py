@@ -21,10 +21,23 @@ from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
 from tswift.errors import TRACEBACK, DecodeError, InputError
 
-_TALKATIVE = ("torchao", "torch.utils._pytree")  # transformers imports torchao if it can, which need not fit PyTorch
+# transformers imports torchao if it can, which need not fit PyTorch
+_TALKATIVE = ("torchao", "torch.utils._pytree")
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-for each in (generate, serve, compare, runs, verify, bench, roofline, env, export_generate, train, train_draft):
+for each in (
+    generate,
+    serve,
+    compare,
+    runs,
+    verify,
+    bench,
+    roofline,
+    env,
+    export_generate,
+    train,
+    train_draft,
+):
     app.command()(each)
 app.add_typer(heads, name="heads")
 
@@ -34,7 +47,9 @@ def _tswift(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Generate long texts with language models, faster than plain decoding and token for token the same."""
+    """Generate long texts with language models,
+    faster than plain decoding and token for token the same.
+    """
     if version:
         typer.echo(f"tswift {tswift.__version__}")
     elif context.invoked_subcommand is None:
@@ -48,15 +63,18 @@ def _tswift(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``tswift`` and return its exit code.
 
-    0 fine; 1 a regression, another text than plain decoding's, or writing failed; 2 bad input, said in one line on
-    stderr; 130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP; 141 nobody reads stdout any more.
+    0 fine; 1 a regression, another text than plain decoding's, or writing failed; 2 bad input, said
+    in one line on stderr; 130 interrupted, 143 and 129 stopped by SIGTERM and SIGHUP; 141 nobody
+    reads stdout any more.
     """
     open_closed()
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _command().main(args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words])
+        code = _command().main(
+            args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
+        )
     except InputError as error:
         return _bad_input(as_typed(error, words))
     except DecodeError as error:
@@ -66,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, as a rule
         return _failed(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
-        # Typer's own usage errors, known by their method: their class has moved between click and typer
+        # Typer's own usage errors, known by their method: their class has moved between click and
+        # typer
         if hasattr(error, "format_message"):
             return _bad_input(error.format_message())
         if os.environ.get(TRACEBACK):
@@ -74,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _ran_out(error):
             return _failed("no memory is left; a smaller --len, --nodes or --budget needs less")
         kind = type(error).__name__
-        return _failed(f"unexpected {kind}: {error}; a mistake in tswift; {TRACEBACK}=1 shows where")
+        return _failed(
+            f"unexpected {kind}: {error}; a mistake in tswift; {TRACEBACK}=1 shows where"
+        )
     return code if isinstance(code, int) else OK
 
 

@@ -1,4 +1,7 @@
-"""``tswift compare``: methods side by side on one prompt. ``tswift bench``: over grids, with a gate and suites."""
+"""``tswift compare``: methods side by side on one prompt.
+
+``tswift bench``: over grids, with a gate and suites.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,12 @@ if TYPE_CHECKING:
 
 
 @options.takes(
-    CompareConfig, ModelConfig, BenchOptions, SamplingParams, DraftOptions, without=("tree", "simulate_alpha", "peers")
+    CompareConfig,
+    ModelConfig,
+    BenchOptions,
+    SamplingParams,
+    DraftOptions,
+    without=("tree", "simulate_alpha", "peers"),
 )
 def compare(
     typed: options.Typed,
@@ -43,7 +51,8 @@ def compare(
 
     Exit code 1 if a text differs from plain decoding's by more than rounding explains.
     """
-    text_config, bench_options = typed.make(CompareConfig), BenchOptions.of(parse_trees(tree), typed.values)
+    text_config = typed.make(CompareConfig)
+    bench_options = BenchOptions.of(parse_trees(tree), typed.values)
     model = bench_options.model.model
     refuse_shape(model)
     bench_options.check()
@@ -58,12 +67,19 @@ def compare(
         from tswift.jobs.prompts import Text
         from tswift.models.devices import environment
 
-        found, notes = output.writable(json), list[str]()
-        length, prefill, seed = text_config.length, text_config.prefill, text_config.seed
+        found = output.writable(json)
+        notes = list[str]()
+        length = text_config.length
+        prefill = text_config.prefill
+        seed = text_config.seed
         least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
         flexible = "length" not in typed.values
         config = configure(
-            bench_options, least, length, "prefill" if prefill and prefill > length else "length", flexible
+            bench_options,
+            least,
+            length,
+            "prefill" if prefill and prefill > length else "length",
+            flexible,
         )
         said = Text(text_config.source, text).encode(config.model, text_config.chat)
         ids = take(said, prefill, bundled=text_config.bundled)
@@ -73,7 +89,8 @@ def compare(
         # allocated and freed: what does not fit is refused before anything is said
         open_runs(config, ids, length, seed)
         notes += [config.note] if config.note is not None else []
-    bars, device = Bars(quiet, not no_progress), config.model.target.device
+    bars = Bars(quiet, not no_progress)
+    device = config.model.target.device
     for note in notes:
         bars.say(note)
     name = f"model {model}, {device}{config.model.remarks()}"
@@ -89,7 +106,12 @@ def compare(
 
     with bars:
         comparison = run_all(
-            config, ids, length, seed, on_progress, lambda name, *done: bars.update(f"audit of {name}", *done)
+            config,
+            ids,
+            length,
+            seed,
+            on_progress,
+            lambda name, *done: bars.update(f"audit of {name}", *done),
         )
     found.show(_table(comparison))
     about = {
@@ -125,7 +147,8 @@ def _table(comparison: Comparison) -> Table:
     from tswift.benchmarking.summary import method_name
     from tswift.tables import NOTHING, Table
 
-    outcomes, cut = comparison.outcomes, ", interrupted" if comparison.interrupted else ""
+    outcomes = comparison.outcomes
+    cut = ", interrupted" if comparison.interrupted else ""
     figures = [outcome.as_dict() for outcome in outcomes]
     shown = {name: each for name, each in _SHOWN.items() if figures[0][name] is not None}
 
@@ -148,7 +171,8 @@ def _table(comparison: Comparison) -> Table:
 def _same(outcome: Outcome) -> str:
     sample = outcome.sample
     if sample.first_difference is None:
-        if sample.explained is False:  # plain decoding's own text, audited since another one differs
+        if sample.explained is False:
+            # plain decoding's own text, audited since another one differs
             return "not what the rule draws"
         return "-" if sample.method == "ar" else "yes"
     margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
@@ -168,33 +192,48 @@ _OUTPUT = "Output"
     gate.Judging,
     without=("tree",),
     texts={
-        "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's shape "
-        f"({', '.join(SHAPES)}). (default: demo)"
+        "model": "demo, a folder, a hub id, or shape:NAME: random weights in a published model's "
+        f"shape ({', '.join(SHAPES)}). (default: demo)"
     },
 )
 def bench(
     typed: options.Typed,
     suite: Annotated[
         list[str] | None,
-        options.option("", f"One of the paper's tables or figures, beside what was published: {', '.join(SUITES)}."),
+        options.option(
+            "",
+            "One of the paper's tables or figures, beside what was published: "
+            f"{', '.join(SUITES)}.",
+        ),
     ] = None,
     tree: options.Trees = None,
-    plots: Annotated[bool, options.option(_OUTPUT, "PNG and SVG (needs matplotlib).", "--plots/--no-plots")] = True,
+    plots: Annotated[
+        bool, options.option(_OUTPUT, "PNG and SVG (needs matplotlib).", "--plots/--no-plots")
+    ] = True,
     out: Annotated[
-        Path | None, options.option(_OUTPUT, "Folder for the outputs. (default: ./runs/<UTC time>-bench)", "--out")
+        Path | None,
+        options.option(
+            _OUTPUT, "Folder for the outputs. (default: ./runs/<UTC time>-bench)", "--out"
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
-        options.option(_OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"),
+        options.option(
+            _OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"
+        ),
     ] = None,
-    merge: Annotated[bool, options.option(_OUTPUT, "Make one result of the FOLDERS of shards.", "--merge")] = False,
+    merge: Annotated[
+        bool, options.option(_OUTPUT, "Make one result of the FOLDERS of shards.", "--merge")
+    ] = False,
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="With --merge: what the shards wrote.", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="With --merge: what the shards wrote.", show_default=False),
     ] = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Measure methods over generated lengths, in interleaved slices: bench.json, bench.csv, bench.md and plots.
+    """Measure methods over generated lengths, in interleaved slices: bench.json, bench.csv,
+    bench.md and plots.
 
     With --suite one of the paper's tables or figures: suite.json, suite.csv, suite.md and a plot.
 
@@ -214,9 +253,12 @@ def bench(
         from tswift.benchmarking.resume import merge as merge_shards
         from tswift.benchmarking.resume import open_record, refuse_changes
 
-        earlier, missing = None, list[str]()
+        earlier = None
+        missing = list[str]()
         if merge:
-            earlier, missing = merge_shards(folders or (), [*given, *["resume"] * bool(resume)], typed.command)
+            earlier, missing = merge_shards(
+                folders or (), [*given, *["resume"] * bool(resume)], typed.command
+            )
         elif resume:
             if out:
                 raise InputError("cannot be given together with --resume", "out")
@@ -226,7 +268,8 @@ def bench(
         request = Request.of({**known, **judged}, earlier, missing)
         judging = request.judging
         baseline = load_measurement(judging.against) if judging.against else None
-        texts, folder = request.read_texts(), resume or out or default_path(request.name)
+        texts = request.read_texts()
+        folder = resume or out or default_path(request.name)
         bars = Bars(quiet, not no_progress)
         with loading_notice(request.options.model.model, quiet):
             from tswift.benchmarking import report
@@ -240,7 +283,11 @@ def bench(
                 stack.enter_context(lock_folder(folder, "out"))
             if baseline:
                 gate.refuse_foreign(
-                    begun.record.parts[""], baseline, judging.rules, request.plan.repeats, judging.force
+                    begun.record.parts[""],
+                    baseline,
+                    judging.rules,
+                    request.plan.repeats,
+                    judging.force,
                 )
         for note in _notes(request, begun, plots and not available()):
             bars.say(note)
@@ -265,7 +312,9 @@ class _Progress:
     """A line for every cell, a bar for every run of it."""
 
     def __init__(self, bars: Bars, suite: Suite | None, length: int) -> None:
-        self._bars, self._suite, self._length = bars, suite, length
+        self._bars = bars
+        self._suite = suite
+        self._length = length
         self._shown = ""
 
     def __call__(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:
@@ -276,7 +325,12 @@ class _Progress:
             self._shown = cell
             self._bars.clear()
             self._bars.say(cell)
-        self._bars.update(run.label, run.stats.tokens, self._length, f"{run.stats.tokens_per_second:,.1f} tokens/s")
+        self._bars.update(
+            run.label,
+            run.stats.tokens,
+            self._length,
+            f"{run.stats.tokens_per_second:,.1f} tokens/s",
+        )
 
 
 def _measure(request: Request, begun: Begun, folder: Path, bars: Bars) -> None:
@@ -297,13 +351,21 @@ def _measure(request: Request, begun: Begun, folder: Path, bars: Bars) -> None:
             begun.record.state = begun.measure(progress, keep)
 
 
-def _judge(request: Request, record: Record, baseline: Measurement | None, folder: Path, bars: Bars) -> None:
+def _judge(
+    request: Request, record: Record, baseline: Measurement | None, folder: Path, bars: Bars
+) -> None:
     """Show what regressed; leave with an exit code unless all is well."""
     whole = record.state == FINISHED
-    verdicts = gate.compare(record.parts[""], baseline, request.judging.rules) if baseline and whole else []
+    verdicts = (
+        gate.compare(record.parts[""], baseline, request.judging.rules)
+        if baseline and whole
+        else []
+    )
     if verdicts:
         output.show(gate.changes_table(verdicts, request.simulated))
-    wrong = sum(sample.explained is False for one in record.parts.values() for sample in one.samples)
+    wrong = sum(
+        sample.explained is False for one in record.parts.values() for sample in one.samples
+    )
     if wrong:
         bars.say(f"{wrong} texts differ from plain decoding beyond rounding")
     if wrong or any(not verdict.ok for verdict in verdicts):

@@ -1,6 +1,7 @@
 """``tswift generate``: continue a text.
 
-Under torchrun, rank 0 runs the command as ever; the other ranks work in lockstep with it and print nothing.
+Under torchrun, rank 0 runs the command as ever; the other ranks work in lockstep with it and print
+nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def follow(device: str) -> int:
     ranks = None
     try:
         with Signals() as signals:
-            # torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they make together
+            # torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they
+            # make together
             signals.patience = 1
             ranks = join(device)
             model = load.load_model(ModelConfig(), ranks)  # rank 0 says what; so for begin
@@ -115,9 +117,14 @@ def follow(device: str) -> int:
         if not (ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"):
             from tswift.cli.app import as_typed
 
-            kind = "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
+            kind = (
+                "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
+            )
             told = as_typed(error, sys.argv[1:]) if isinstance(error, InputError) else str(error)
-            print(f"tswift: error: rank {os.environ['RANK']}: {kind}{' '.join(told.split())}", file=sys.stderr)
+            print(
+                f"tswift: error: rank {os.environ['RANK']}: {kind}{' '.join(told.split())}",
+                file=sys.stderr,
+            )
         return BAD_INPUT if isinstance(error, InputError) else FAILED
     return OK
 
@@ -127,29 +134,43 @@ def generate(
     typed: options.Typed,
     resume: Annotated[
         Path | None,
-        options.option("Output", "Go on with the run in this folder; --len may be raised.", "--resume"),
+        options.option(
+            "Output", "Go on with the run in this folder; --len may be raised.", "--resume"
+        ),
     ] = None,
     discard_damaged: Annotated[
         bool,
         options.option(
-            "Output", "With --resume: where a file is damaged, go on from the last sound token.", "--discard-damaged"
+            "Output",
+            "With --resume: where a file is damaged, go on from the last sound token.",
+            "--discard-damaged",
         ),
     ] = False,
     prompts: Annotated[
         Path | None,
-        options.option("", "JSONL or parquet: a text of each line, all of them in --out.", "--prompts"),
+        options.option(
+            "", "JSONL or parquet: a text of each line, all of them in --out.", "--prompts"
+        ),
     ] = None,
     shard: Annotated[
-        str | None, options.option("", "With --prompts: I/N, every Nth line from the Ith on.", "--shard")
+        str | None,
+        options.option("", "With --prompts: I/N, every Nth line from the Ith on.", "--shard"),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")
+    ] = False,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Continue a text. The text goes to stdout as it is made; text, tokens and figures to a folder."""
+    """Continue a text.
+
+    The text goes to stdout as it is made; text, tokens and figures to a folder.
+    """
     if prompts is not None or (resume is not None and is_batch(resume)):
         refused = {"verify": verify, "discard_damaged": discard_damaged}
-        _many(typed, prompts, resume, shard, quiet, [name for name, asked in refused.items() if asked])
+        _many(
+            typed, prompts, resume, shard, quiet, [name for name, asked in refused.items() if asked]
+        )
         return
     if shard is not None:
         raise InputError("goes with --prompts", "shard")
@@ -178,7 +199,8 @@ def generate(
             from tswift.jobs.job import Signals, start
             from tswift.jobs.job import resume as resumed
 
-            signals, all_of_them = stack.enter_context(Signals()), stack.enter_context(leading(device))
+            signals = stack.enter_context(Signals())
+            all_of_them = stack.enter_context(leading(device))
             job: Job | None
             if config is not None:
                 job = start(config, typed.command, all_of_them, text)
@@ -249,7 +271,11 @@ def _many(
             complain(f"{stop}; {made:,} texts were made, {again} makes the rest")
         raise typer.Exit(stop.code) from None
     if not quiet:
-        rest = "other shards have some left" if gathered is None else f"all {len(batch.tasks):,} are in {gathered}"
+        rest = (
+            "other shards have some left"
+            if gathered is None
+            else f"all {len(batch.tasks):,} are in {gathered}"
+        )
         print(f"tswift: {one_line(f'{made:,} texts were made; {rest}')}", file=sys.stderr)
 
 

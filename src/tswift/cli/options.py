@@ -40,7 +40,8 @@ def takes(
     shown: Mapping[str, str] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each option of some dataclasses; it is called with a :class:`Typed` first.
+    """Give a command an option for each option of some dataclasses;
+    it is called with a :class:`Typed` first.
 
     Args:
         kinds: the dataclasses.
@@ -48,7 +49,11 @@ def takes(
         shown: what the help says of a default, by field, where it is another here.
         texts: all of an option's help, by field, where it is another here.
     """
-    carried = {each.name: (kind, each.default, option) for kind in kinds for each, option in options_of(kind)}
+    carried = {
+        each.name: (kind, each.default, option)
+        for kind in kinds
+        for each, option in options_of(kind)
+    }
     for name in without:
         carried.pop(name, None)
 
@@ -58,7 +63,9 @@ def takes(
         @wraps(function)
         def command(context: typer.Context, **values: Any) -> None:
             typed = {
-                name: values[name] if option.parse is None and not option.repeat else _value(name, values[name], option)
+                name: values[name]
+                if option.parse is None and not option.repeat
+                else _value(name, values[name], option)
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
@@ -69,16 +76,25 @@ def takes(
                         found[name] = _found(value, name)
             function(Typed(typed, context.obj), **others)
 
-        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters = [
+            inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        ]
         for name, (kind, default, option) in carried.items():
             own_type = type_of(kind, name)[0]
             hint = str if option.parse is not None else own_type
-            if option.parse is not None and not option.repeat and get_origin(own_type) in (tuple, Sequence):
-                hint = list[str]  # a second list is refused: it would silently take the place of the first
+            if (
+                option.parse is not None
+                and not option.repeat
+                and get_origin(own_type) in (tuple, Sequence)
+            ):
+                # a second list is refused: it would silently take the place of the first
+                hint = list[str]
             elif option.repeat:
                 hint = list[str] if option.parse is not None else list[get_args(hint)[0]]  # type: ignore[misc]
             text = (shown or {}).get(name)
-            text = described(default, option) if text is None else f"{option.help} (default: {text})"
+            text = (
+                described(default, option) if text is None else f"{option.help} (default: {text})"
+            )
             parameters.append(_parameter(name, hint, option, (texts or {}).get(name, text)))
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -110,14 +126,21 @@ def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Param
     if hint is bool and option.flag is None:
         flag += f"/--no-{flag.removeprefix('--')}"
     declared = typer.Option(
-        flag, *option.also, help=text, rich_help_panel=option.panel or None, show_default=False, metavar=option.metavar
+        flag,
+        *option.also,
+        help=text,
+        rich_help_panel=option.panel or None,
+        show_default=False,
+        metavar=option.metavar,
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=Annotated[hint | None, declared], default=None)
 
 
 def finding_paths(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command, whose files and folders have the ``~`` that the shell left expanded, and can exist."""
+    """The same command, whose files and folders have the ``~`` that the shell left expanded,
+    and can exist.
+    """
 
     @wraps(command)
     def found(**values: Any) -> None:
@@ -141,9 +164,15 @@ _OUTPUT = "Output"
 Trees = Annotated[
     list[str] | None,
     option(
-        "Drafting", "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)", "--tree"
+        "Drafting",
+        "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)",
+        "--tree",
     ),
 ]
-Json = Annotated[Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")]
+Json = Annotated[
+    Path | None, option(_OUTPUT, "Write everything to a JSON file; - is stdout.", "--json")
+]
 Quiet = Annotated[bool, option(_OUTPUT, "Nothing on stderr but errors.", "--quiet")]
-NoProgress = Annotated[bool, option(_OUTPUT, "No progress bar and no progress lines.", "--no-progress")]
+NoProgress = Annotated[
+    bool, option(_OUTPUT, "No progress bar and no progress lines.", "--no-progress")
+]

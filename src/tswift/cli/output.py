@@ -1,7 +1,8 @@
 """What a command gives out: tables, JSON, progress, a job's text; and exit codes.
 
-Tables are framed on a terminal and aligned text in a pipe. Progress goes to stderr: bars on a terminal, a line now and
-then elsewhere. Control characters are escaped; closed pipes and missing streams are handled.
+Tables are framed on a terminal and aligned text in a pipe. Progress goes to stderr: bars on a
+terminal, a line now and then elsewhere. Control characters are escaped; closed pipes and missing
+streams are handled.
 """
 
 from __future__ import annotations
@@ -48,19 +49,24 @@ _LONGEST_WORD = 240  # characters; a name that is longer loses its middle
 
 
 def visible(text: str) -> str:
-    """A text with escapes such as ``\\x1b`` for every character that is not printed but obeyed, or misleads.
+    """A text with escapes such as ``\\x1b`` for every character that is not printed but obeyed,
+    or misleads.
 
-    Names of files and models come from outside: a terminal must not be told by them to move its cursor, change its
-    colours or turn its text round.
+    Names of files and models come from outside: a terminal must not be told by them to move its
+    cursor, change its colours or turn its text round.
     """
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def one_line(message: str) -> str:
     """A message as one visible line of words, none of them endless."""
     half = _LONGEST_WORD // 2
     words = [visible(word) for word in message.split()]
-    return " ".join(word if len(word) <= 2 * half else f"{word[:half]}...{word[-half:]}" for word in words)
+    return " ".join(
+        word if len(word) <= 2 * half else f"{word[:half]}...{word[-half:]}" for word in words
+    )
 
 
 def complain(message: str) -> None:
@@ -70,7 +76,9 @@ def complain(message: str) -> None:
 
 @contextmanager
 def loading_notice(what: str, quiet: bool) -> Iterator[None]:
-    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, and so is who interrupts it."""
+    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so,
+    and so is who interrupts it.
+    """
     what = one_line(what)
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
         print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
@@ -78,15 +86,22 @@ def loading_notice(what: str, quiet: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         if not quiet:
-            print(f"tswift: {str(stop) or 'interrupted'} while {what} was loaded; nothing was begun", file=sys.stderr)
+            print(
+                f"tswift: {str(stop) or 'interrupted'} while {what} was loaded; nothing was begun",
+                file=sys.stderr,
+            )
         raise
 
 
 def write_stdout(text: str) -> None:
-    """Write to stdout at once; Exit if nobody reads it. Typer would say 1, which here means a regression."""
+    """Write to stdout at once; Exit if nobody reads it.
+
+    Typer would say 1, which here means a regression.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # what it has no character for
+        # what it has no character for
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         abandon_stdout()
@@ -96,7 +111,8 @@ def write_stdout(text: str) -> None:
 def open_closed() -> None:
     """Let a standard stream that was closed (``>&-``) lead nowhere.
 
-    Else the next file to be opened would take its number, and libraries write there; and Python's own would be None.
+    Else the next file to be opened would take its number, and libraries write there; and Python's
+    own would be None.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -106,7 +122,9 @@ def open_closed() -> None:
 
 
 def abandon_stdout() -> None:
-    """Let what is left in stdout's buffer go nowhere, or Python would raise once more at its exit."""
+    """Let what is left in stdout's buffer go nowhere,
+    or Python would raise once more at its exit.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -137,7 +155,9 @@ def show(table: Table, stderr: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command's result goes: tables to stdout, and JSON to a file, or to stdout in their place."""
+    """Where a command's result goes: tables to stdout, and JSON to a file,
+    or to stdout in their place.
+    """
 
     json: Path | None = None
 
@@ -148,17 +168,23 @@ class Output:
 
     def write(self, kind: str, command: Sequence[str], content: Mapping[str, object]) -> None:
         """Write the JSON that was asked for, whole or not at all."""
-        ascii_only = self.json == _STDOUT and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+        ascii_only = (
+            self.json == _STDOUT and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+        )
         record = {"schema": SCHEMA, "kind": kind, "command": command, **content}
         text = json.dumps(record, indent=2, ensure_ascii=ascii_only, default=_plain) + "\n"
         if self.json == _STDOUT:
             write_stdout(text)
         elif self.json:
-            write_whole(self.json, text.encode(errors="backslashreplace"))  # incomplete UTF-8, as JSON writes it
+            # incomplete UTF-8, as JSON writes it
+            write_whole(self.json, text.encode(errors="backslashreplace"))
 
 
 def writable(path: Path | None) -> Output:
-    """The output with JSON to this file, an error if it could not be written later. ``-`` is stdout."""
+    """The output with JSON to this file, an error if it could not be written later.
+
+    ``-`` is stdout.
+    """
     if path is None or path == _STDOUT:
         return Output(path)
     try:
@@ -194,7 +220,8 @@ _BAR = 42  # columns of a bar without its figures
 
 
 class Bars(Reporter):
-    """One bar per task, or for the last one alone if ``single``, with as many of its figures as there is room for.
+    """One bar per task, or for the last one alone if ``single``,
+    with as many of its figures as there is room for.
 
     ``quiet`` is nothing on stderr, without ``progress`` there are neither bars nor log lines.
     """
@@ -231,7 +258,9 @@ class Bars(Reporter):
 
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
-        self._console.print(f"tswift: {visible(message)}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"tswift: {visible(message)}", markup=False, highlight=False, soft_wrap=True
+        )
 
     def update(self, name: str, done: int, total: int, figures: str = "") -> None:
         """Show how far a task has come; a new name is a new task."""
@@ -242,7 +271,9 @@ class Bars(Reporter):
                 if self._single:
                     self.clear()
                 self._tasks[name] = self._progress.add_task(name, total=total, figures=figures)
-            self._progress.update(self._tasks[name], completed=min(done, total), total=total, figures=figures)
+            self._progress.update(
+                self._tasks[name], completed=min(done, total), total=total, figures=figures
+            )
         elif self._due():
             self.say(f"{name} {done:,} / {total:,} {figures}".strip())
 
@@ -265,7 +296,8 @@ class Display(Bars):
     """The text of a job, streamed to stdout, and its bar or log lines on stderr."""
 
     def __init__(self, job: Job, quiet: bool, progress: bool) -> None:
-        super().__init__(quiet, progress, width=6, single=True)  # all columns together fit a terminal of 80
+        # all columns together fit a terminal of 80
+        super().__init__(quiet, progress, width=6, single=True)
         self._length = job.length
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar
@@ -286,7 +318,9 @@ class Display(Bars):
             sys.stdout.buffer.write(text.encode())
             sys.stdout.buffer.flush()
         if self._progress:
-            self.update("", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}")
+            self.update(
+                "", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}"
+            )
         elif self._due():
             done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
             self._log_line(done, f", {self._left(stats)} left")
@@ -317,14 +351,19 @@ class Display(Bars):
             "beta": f"{figures['beta']:.3f}",
             "Distinct-1..4": " ".join(f"{share:.3f}" for share in figures["distinct"].values()),
             "peak memory": "unknown" if peak is None else f"{peak / 1e9:.2f} GB",
-            **({"ended at": visible(repr(job.text.stopped))} if job.text.stopped is not None else {}),
+            **(
+                {"ended at": visible(repr(job.text.stopped))}
+                if job.text.stopped is not None
+                else {}
+            ),
             "run folder": visible(str(job.folder.path)),
         }.items():
             table.add_row(name, Text(value))  # a folder's name is no markup
         self._console.print(table, highlight=False)
 
     def _print_lines(self, text: str) -> None:
-        # text and bar share a terminal, so text goes above the bar by whole lines, folded to the width
+        # text and bar share a terminal, so text goes above the bar by whole lines, folded to the
+        # width
         *lines, self._line = (self._line + text).split("\n")
         while len(self._line) >= self._console.width:
             cut = self._line.rfind(" ", 1, self._console.width)
@@ -339,15 +378,23 @@ class Display(Bars):
 
         held = resident_bytes()
         elapsed = timedelta(seconds=round(time.monotonic() - self._started))
-        self.say(f"{done}, {elapsed} elapsed{left}" + ("" if held is None else f", memory {held / 1e9:.2f} GB"))
+        self.say(
+            f"{done}, {elapsed} elapsed{left}"
+            + ("" if held is None else f", memory {held / 1e9:.2f} GB")
+        )
 
     def _left(self, stats: DecodeStats) -> str:
         speed = stats.tokens_per_second
-        return str(timedelta(seconds=round((self._length - stats.tokens) / speed if speed else 0.0)))
+        return str(
+            timedelta(seconds=round((self._length - stats.tokens) / speed if speed else 0.0))
+        )
 
 
 def _figures(stats: DecodeStats) -> str:
-    return f"{stats.tokens_per_second:,.1f} tokens/s {stats.tokens_per_step:.2f}/step alpha {stats.alpha:.2f}"
+    return (
+        f"{stats.tokens_per_second:,.1f} tokens/s {stats.tokens_per_step:.2f}/step alpha "
+        f"{stats.alpha:.2f}"
+    )
 
 
 def _same_terminal() -> bool:

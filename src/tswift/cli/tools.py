@@ -1,4 +1,6 @@
-"""The smaller commands: ``env``, ``export-generate``, ``heads``, ``roofline``, ``runs`` and ``serve``."""
+"""The smaller commands: ``env``, ``export-generate``, ``heads``, ``roofline``,
+``runs`` and ``serve``.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,13 @@ _KEYS = (100, 4_096, 25_000, 100_000)
 @options.takes(ModelConfig, without=("draft_model", "drafter", "draft_weights"))
 def env(
     typed: options.Typed,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure anew what steps cost.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure anew what steps cost.")
+    ] = False,
     json_file: options.Json = None,
 ) -> None:
-    """Print the machine, the software, and what steps of decoding cost here, by which --tree auto chooses.
+    """Print the machine, the software, and what steps of decoding cost here,
+    by which --tree auto chooses.
 
     Measured once for a model, and remembered.
     """
@@ -52,15 +57,27 @@ def env(
         try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
     costs = costs_of(loaded.target, loaded.heads, again=measure)
-    rows = [[name.replace("_", " "), NOTHING if value is None else str(value)] for name, value in found.items()]
+    rows = [
+        [name.replace("_", " "), NOTHING if value is None else str(value)]
+        for name, value in found.items()
+    ]
     about = loaded.about()
     kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
-    model = f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(**about)
-    ms = [[str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)] for nodes in costs.nodes]
+    model = (
+        f"{{name}}, {{device}}, {{dtype}}{kv}, attention {{attention}}, layers {{layers}}".format(
+            **about
+        )
+    )
+    ms = [
+        [str(nodes), *(f"{1e3 * costs.seconds(nodes, keys):.2f}" for keys in _KEYS)]
+        for nodes in costs.nodes
+    ]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
     if costs.busy:
         spread = f"repeats usually took {costs.spread:.2f} times the least"
-        notes.append(f"measured beside other work ({spread}), so not remembered: the next run measures anew")
+        notes.append(
+            f"measured beside other work ({spread}), so not remembered: the next run measures anew"
+        )
     else:
         notes.append(f"remembered in {folder()}; --measure measures anew")
     columns = ["nodes", *(f"{keys:,}" for keys in _KEYS)]
@@ -85,18 +102,26 @@ def _heads(context: typer.Context) -> None:
 def inspect(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(help="A heads file, or a folder: of heads, of a model that has some, or of a drafter.")
+        Path,
+        typer.Argument(
+            help="A heads file, or a folder: of heads, of a model that has some, or of a drafter."
+        ),
     ],
     json: options.Json = None,
 ) -> None:
-    """Tell what a file or a folder of heads, or of a drafter, holds. Its weights are not read, and nothing is run."""
+    """Tell what a file or a folder of heads, or of a drafter, holds.
+
+    Its weights are not read, and nothing is run.
+    """
     from tswift.cli import output
     from tswift.speculators.heads import describe
     from tswift.tables import Table
 
     result = output.writable(json)
     found = describe(file)
-    rows = [[_NAMES.get(name, name.replace("_", " ")), _text(value)] for name, value in found.items()]
+    rows = [
+        [_NAMES.get(name, name.replace("_", " ")), _text(value)] for name, value in found.items()
+    ]
     result.show(Table(found["path"], ["what", ""], rows, left=2))
     result.write("heads", context.obj, {"heads": found})
 
@@ -125,12 +150,15 @@ def _text(value: Any) -> str:
 
 @options.takes(RooflineQuery)
 def roofline(typed: options.Typed, json: options.Json = None) -> None:
-    """Print the least time that a model can take: bytes, floors of passes, and of plain and TokenSwift decoding.
+    """Print the least time that a model can take: bytes, floors of passes,
+    and of plain and TokenSwift decoding.
 
     Nothing is downloaded or built but the model's configuration.
     """
     query = typed.make(RooflineQuery)
-    drafted = [name for name in ("depth", "budget", "draft_weights", "drafter") if name in typed.values]
+    drafted = [
+        name for name in ("depth", "budget", "draft_weights", "drafter") if name in typed.values
+    ]
     if drafted and query.alpha is None:
         raise InputError("goes with --alpha", drafted[0])
 
@@ -148,11 +176,16 @@ def runs(
     context: typer.Context,
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Folder that holds runs, or one run's. (default: ./runs)", show_default=False),
+        typer.Argument(
+            help="Folder that holds runs, or one run's. (default: ./runs)", show_default=False
+        ),
     ] = None,
     json_file: options.Json = None,
 ) -> None:
-    """List runs: state, tokens, method, model, speed. A killed or interrupted one goes on with generate --resume."""
+    """List runs: state, tokens, method, model, speed.
+
+    A killed or interrupted one goes on with generate --resume.
+    """
     from tswift.cli import output
     from tswift.jobs.folder import list_runs
     from tswift.tables import NOTHING, Table
@@ -161,7 +194,10 @@ def runs(
     if folder is None:
         folder = Path("runs")
         if not folder.is_dir():
-            raise InputError(f"there are no runs here: looked in {folder.resolve()}; name the folder that holds them")
+            raise InputError(
+                f"there are no runs here: looked in {folder.resolve()}; name the folder that "
+                "holds them"
+            )
     entries = list_runs(folder)
     rows = [
         [
@@ -183,7 +219,10 @@ def runs(
     result.write("runs", context.obj, {"runs": entries})
 
 
-_GENERATE = '''"""Decode by tswift: ``model.generate(..., custom_generate=FOLDER, trust_remote_code=True)``."""
+_GENERATE = '''"""Decode by tswift.
+
+``model.generate(..., custom_generate=FOLDER, trust_remote_code=True)``
+"""
 
 from tswift.custom_generate import generate
 
@@ -194,7 +233,10 @@ __all__ = ["generate"]
 @options.finding_paths
 def export_generate(
     folder: Annotated[
-        Path, typer.Argument(help="custom_generate/ is written there; a model's own folder has it used by default.")
+        Path,
+        typer.Argument(
+            help="custom_generate/ is written there; a model's own folder has it used by default."
+        ),
     ],
 ) -> None:
     """Write the folder by which generate of a transformers model decodes with tswift."""
@@ -202,19 +244,27 @@ def export_generate(
     from tswift.jobs.folder import write_whole
 
     files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
-    own = {"generate.py": re.escape(_GENERATE), "requirements.txt": r"tswift>=[\w.+]+\n"}  # of any version of tswift
+    # of any version of tswift
+    own = {"generate.py": re.escape(_GENERATE), "requirements.txt": r"tswift>=[\w.+]+\n"}
     inside = folder / "custom_generate"
     for name in files:
         path = inside / name
-        if path.exists() and not re.fullmatch(own[name], path.read_text(encoding="utf-8", errors="replace")):
-            raise InputError(f"{path} is there already, and not as tswift writes it; name another folder")
+        if path.exists() and not re.fullmatch(
+            own[name], path.read_text(encoding="utf-8", errors="replace")
+        ):
+            raise InputError(
+                f"{path} is there already, and not as tswift writes it; name another folder"
+            )
     try:
         inside.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{inside} cannot be made ({error.strerror})") from None
     for name, text in files.items():
         write_whole(inside / name, text.encode())
-    write_stdout(f"model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True) decodes with tswift\n")
+    write_stdout(
+        f"model.generate(..., custom_generate={str(folder)!r}, trust_remote_code=True) decodes "
+        "with tswift\n"
+    )
 
 
 _KEY = "TSWIFT_API_KEY"
@@ -246,11 +296,16 @@ _OF_A_REQUEST = (
 def serve(
     typed: options.Typed,
     demo_page: Annotated[
-        bool, typer.Option("--demo-page", help="Show a text being written, at /.", rich_help_panel="Server")
+        bool,
+        typer.Option(
+            "--demo-page", help="Show a text being written, at /.", rich_help_panel="Server"
+        ),
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's interface does. Every request is a run that can be resumed.
+    """Serve a model over HTTP, as OpenAI's interface does.
+
+    Every request is a run that can be resumed.
 
     Sampling, drafting, --method and --len are what a request gets that does not say otherwise.
     """
@@ -258,7 +313,9 @@ def serve(
     if "api_key" not in own and os.environ.get(_KEY):
         own["api_key"] = os.environ[_KEY]
     config = ServeConfig(**own)
-    defaults = {name: value for name, value in typed.values.items() if name not in typed.of(ServeConfig)}
+    defaults = {
+        name: value for name, value in typed.values.items() if name not in typed.of(ServeConfig)
+    }
     base = job(defaults, {}, "-", chat=False)
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
@@ -282,11 +339,17 @@ def serve(
             service = Service(model, config, defaults, say)
             try:
                 host, port = sock.getsockname()[:2]
-                say(f"{service.model_id} is served on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+                say(
+                    f"{service.model_id} is served on "
+                    f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+                )
                 say(f"requests that say nothing else are drawn at {service.sampling}")
                 answer(service, config, sock, demo_page)
             except KeyboardInterrupt as stop:
-                say(f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve starts again")
+                say(
+                    f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve "
+                    "starts again"
+                )
                 raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
             finally:
                 service.close()

@@ -25,10 +25,14 @@ Out = Annotated[
     Path | None,
     options.option("Options", "Folder for it all. (default: ./runs/<UTC time>-<command>)", "--out"),
 ]
-Resume = Annotated[Path | None, options.option("Options", "Go on with the training in this folder.", "--resume")]
+Resume = Annotated[
+    Path | None, options.option("Options", "Go on with the training in this folder.", "--resume")
+]
 
 
-def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str) -> Callable[..., None]:
+def command(
+    kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str
+) -> Callable[..., None]:
     """A subcommand that trains, with an option for each field of ``kind``; ``text`` is its help."""
 
     def run(
@@ -41,7 +45,9 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         if resume is not None and out is not None:
             raise InputError("goes on in the folder of --resume", "out")
         if resume is None and "corpus" not in typed.values:
-            message = "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
+            message = (
+                "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
+            )
             raise InputError(message, "corpus")
         # what is mistyped is refused before torch is imported
         config = kind(**typed.of(kind)) if resume is None else None
@@ -61,10 +67,22 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
         try:
             with bars:
                 if config is not None:
-                    chosen = kind.cpu_defaults(typed.values) if find_device(config.device).type == "cpu" else {}
-                    words = " ".join(f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items())
-                    note = f"on a CPU, to end in minutes rather than days, the defaults are {words}" if chosen else None
-                    outcome = training.train(kind(**typed.of(kind), **chosen), out, bars, typed.command, note)
+                    chosen = (
+                        kind.cpu_defaults(typed.values)
+                        if find_device(config.device).type == "cpu"
+                        else {}
+                    )
+                    words = " ".join(
+                        f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items()
+                    )
+                    note = (
+                        f"on a CPU, to end in minutes rather than days, the defaults are {words}"
+                        if chosen
+                        else None
+                    )
+                    outcome = training.train(
+                        kind(**typed.of(kind), **chosen), out, bars, typed.command, note
+                    )
                 else:
                     assert resume is not None
                     outcome = training.resume(kind, resume, typed.values, bars, typed.command)
@@ -76,14 +94,16 @@ def command(kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Tabl
             output.show(grid(outcome))
         if outcome.signum is not None:
             bars.say(
-                f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume {outcome.folder} goes on"
+                f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume "
+                f"{outcome.folder} goes on"
             )
             raise typer.Exit(128 + outcome.signum)
         bars.say(f"written: {outcome.folder / result}")
         if first and isinstance(outcome.config, HeadsConfig):
             _tell_use(outcome.config, outcome.folder / result, bars)
 
-    run.__doc__, run.__name__ = text, kind.COMMAND.replace("-", "_")
+    run.__doc__ = text
+    run.__name__ = kind.COMMAND.replace("-", "_")
     return options.takes(kind)(run)
 
 
@@ -97,7 +117,9 @@ def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
         bars.say(f"{use} drafts with them; --heads none does not")
     else:
         bars.say(f"{use} --heads {heads} drafts with them")
-        bars.say(f"tswift train --resume {heads.parent} --install puts them where --model finds them")
+        bars.say(
+            f"tswift train --resume {heads.parent} --install puts them where --model finds them"
+        )
 
 
 def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] = ()) -> Table:
@@ -109,7 +131,11 @@ def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] =
         for scores in (outcome.before, outcome.after)
     )
     rows = [
-        [str(number), f"{number + 1} on", *(f"{old:.3f} -> {new:.3f}" for old, new in zip(*level, strict=True))]
+        [
+            str(number),
+            f"{number + 1} on",
+            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(*level, strict=True)),
+        ]
         for number, level in enumerate(zip(before, after, strict=True), 1)
     ]
     title = f"{what} on held-out text, untrained -> after {outcome.steps:,} steps"
@@ -117,21 +143,26 @@ def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] =
 
 
 def _heads_grid(outcome: Outcome) -> Table:
-    before, after, config = outcome.before, outcome.after, outcome.config
+    before = outcome.before
+    after = outcome.after
+    config = outcome.config
     assert isinstance(config, HeadsConfig)
     notes = []
     if before["alpha"] is not None and after["alpha"] is not None:
         notes = [
             f"alpha {before['alpha']:.3f} -> {after['alpha']:.3f}, "
             f"tokens per step {before['tokens_per_step']:.2f} -> {after['tokens_per_step']:.2f}: "
-            f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its defaults.",
+            f"{config.alpha_tokens:,} tokens after each held-out text, by tokenswift with its "
+            "defaults.",
             *_gain(before, after),
         ]
     return _levels_grid(outcome, "head", f"{config.heads_count} {config.kind} heads", notes)
 
 
 def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What was gained in seconds of decoding; nothing for a training that was begun before those were measured."""
+    """What was gained in seconds of decoding; nothing for a training that was begun before those
+    were measured.
+    """
     from tswift.tables import duration
 
     known = [scores.get(name) for scores in (before, after) for name in TIMES]
@@ -141,8 +172,9 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     old, plain_before, new, plain = times
     faster = plain / new
     notes = [
-        f"Decoding took {duration(old)} before and takes {duration(new)} now; plain decoding of as many tokens, "
-        f"measured beside it, {duration(plain)}: x {plain_before / old:.2f} -> {faster:.2f}."
+        f"Decoding took {duration(old)} before and takes {duration(new)} now; plain decoding of "
+        f"as many tokens, measured beside it, {duration(plain)}: x {plain_before / old:.2f} -> "
+        f"{faster:.2f}."
     ]
     if faster < 1:
         notes.append("Drafting with these heads does not pay here yet: plain decoding is quicker.")
@@ -152,7 +184,9 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _draft_grid(outcome: Outcome) -> Table:
     from tswift.tables import Table
 
-    before, after, config = outcome.before, outcome.after, outcome.config
+    before = outcome.before
+    after = outcome.after
+    config = outcome.config
     assert isinstance(config, DraftConfig)
     if config.kind == BLOCK:
         return _levels_grid(outcome, "slot", f"A block of {config.slots} tokens")
@@ -161,7 +195,10 @@ def _draft_grid(outcome: Outcome) -> Table:
         "draws the same token": (before["agreement"], after["agreement"], 1.0),
     }
     rows = [[name, *(f"{value:.3f}" for value in values)] for name, values in figures.items()]
-    notes = ["Same token: both draw by the defaults of generate, with the same noise, after the same held-out text."]
+    notes = [
+        "Same token: both draw by the defaults of generate, with the same noise, after the same "
+        "held-out text."
+    ]
     title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
     return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
 
@@ -170,20 +207,22 @@ train = command(
     HeadsConfig,
     "heads.safetensors",
     _heads_grid,
-    """Train heads that draft for a model, whose own weights stay as they are. Required: --corpus, or --resume.
+    """Train heads that draft for a model, whose own weights stay as they are.
+    Required: --corpus, or --resume.
 
-    Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors, figures and checkpoints.
-    Under torchrun, gradients of all processes are averaged.
+    Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors,
+    figures and checkpoints. Under torchrun, gradients of all processes are averaged.
     """,
 )
 train_draft = command(
     DraftConfig,
     "model.safetensors",
     _draft_grid,
-    """Train a small model or a block drafter that drafts for a model. Required: --corpus, or --resume.
+    """Train a small model or a block drafter that drafts for a model.
+    Required: --corpus, or --resume.
 
-    A small model (--kind lm) has the large one's vocabulary: for --draft-model. A block drafter (--kind block) reads
-    the large model's states and guesses a few tokens in one pass, in DSpark's layout: for --drafter. A folder takes
-    it, figures and checkpoints.
+    A small model (--kind lm) has the large one's vocabulary: for --draft-model. A block drafter
+    (--kind block) reads the large model's states and guesses a few tokens in one pass, in DSpark's
+    layout: for --drafter. A folder takes it, figures and checkpoints.
     """,
 )

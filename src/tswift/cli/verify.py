@@ -27,7 +27,9 @@ _MAX_SHOWN = 20
 
 
 def verdict(audit: Audit, *notes: str | None) -> Table:
-    """What was found, as a table: a line per class, how far rounding reaches, and what the audit does not see."""
+    """What was found, as a table: a line per class, how far rounding reaches,
+    and what the audit does not see.
+    """
     from tswift.tables import Table
 
     rows = [
@@ -39,7 +41,11 @@ def verdict(audit: Audit, *notes: str | None) -> Table:
         del rows[1]
     title = f"{audit.tokens:,} tokens judged in {audit.seconds:,.1f} s"
     return Table(
-        title, ("", "tokens", "smallest", "largest"), rows, left=1, notes=[*filter(None, notes), *_notes(audit)]
+        title,
+        ("", "tokens", "smallest", "largest"),
+        rows,
+        left=1,
+        notes=[*filter(None, notes), *_notes(audit)],
     )
 
 
@@ -57,17 +63,22 @@ def _notes(audit: Audit) -> Iterator[str]:
             f"within rounding is up to {_number(audit.bound)}"
         )
         yield (
-            f"{audit.near_ties:,} of {audit.tokens:,} tokens have a competitor within rounding: an error that swaps "
-            "them is not seen"
+            f"{audit.near_ties:,} of {audit.tokens:,} tokens have a competitor within rounding: "
+            "an error that swaps them is not seen"
         )
     else:
         yield "all logits are those of the run, bit for bit: any changed token is seen"
     if audit.measured > audit.limit:
-        yield f"that is more than rounding can make, {_number(audit.limit)}: these passes do not compute the same"
+        yield (
+            f"that is more than rounding can make, {_number(audit.limit)}: these passes do not "
+            "compute the same"
+        )
     if audit.violations:
         places = ", ".join(str(finding.index) for finding in audit.violations[:_MAX_SHOWN])
         more = len(audit.violations) - _MAX_SHOWN
-        yield f"violations at generated tokens (from 0) {places}" + (f" and {more:,} more" if more > 0 else "")
+        yield f"violations at generated tokens (from 0) {places}" + (
+            f" and {more:,} more" if more > 0 else ""
+        )
 
 
 def _number(value: float | None) -> str:
@@ -91,12 +102,15 @@ def _number(value: float | None) -> str:
 )
 def verify(
     typed: options.Typed,
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run, finished or not.", show_default=False)] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
+    ] = None,
     tokens: Annotated[
         Path | None,
         options.option(
             "Options",
-            "Instead of a run: file of token ids, little-endian uint32, made with the options given.",
+            "Instead of a run: file of token ids, little-endian uint32, made with the options "
+            "given.",
             "--tokens",
         ),
     ] = None,
@@ -104,11 +118,13 @@ def verify(
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Check every token of a run, or of a text and the options that made it, in one pass over the text.
+    """Check every token of a run, or of a text and the options that made it,
+    in one pass over the text.
 
-    Each token of an exact run is drawn exactly or a violation. Of others it may also be within rounding: a change of
-    the logits no larger than rounding makes, which is measured, explains it. A run's text.txt must be the text of its
-    tokens. Exit code 1 if it is not, or if there is a violation.
+    Each token of an exact run is drawn exactly or a violation. Of others it may also be within
+    rounding: a change of the logits no larger than rounding makes, which is measured, explains it.
+    A run's text.txt must be the text of its tokens. Exit code 1 if it is not, or if there is a
+    violation.
     """
     made = [name for name in typed.values if name not in typed.of(ModelConfig)]
     if run is None and tokens is None:
@@ -121,7 +137,11 @@ def verify(
     refuse_shape(config.model.model)
     # what is mistyped is refused before torch is imported, which takes seconds
     record = None if run is None else read_run(run)
-    ids, text = ([], "") if tokens is None else (read_tokens(tokens, "tokens"), config.text.read(config.model.model))
+    ids, text = (
+        ([], "")
+        if tokens is None
+        else (read_tokens(tokens, "tokens"), config.text.read(config.model.model))
+    )
     found = writable(json_file)
     named = run is None or "model" in config.given
     with loading_notice(config.model.model if named else str(run), quiet):
@@ -135,8 +155,11 @@ def verify(
     _judge(audited, found, typed.command, quiet, not no_progress)
 
 
-def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool) -> None:
-    """Verify a run that is done, with its model if that is still loaded; ``verify.json`` goes to its folder.
+def verify_folder(
+    model: LoadedModel | None, path: Path, command: Sequence[str], quiet: bool, progress: bool
+) -> None:
+    """Verify a run that is done, with its model if that is still loaded;
+    ``verify.json`` goes to its folder.
 
     Raises:
         Exit: it is not what the rule draws.
@@ -149,7 +172,12 @@ def verify_folder(model: LoadedModel | None, path: Path, command: Sequence[str],
 
 
 def _judge(
-    audited: AuditInput, found: Output, command: Sequence[str], quiet: bool, progress: bool, stderr: bool = False
+    audited: AuditInput,
+    found: Output,
+    command: Sequence[str],
+    quiet: bool,
+    progress: bool,
+    stderr: bool = False,
 ) -> None:
     """Audit, print and write what was found; exit with 1 if the text is not what the rule draws."""
     with Bars(quiet, progress) as bars:

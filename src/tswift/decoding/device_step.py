@@ -1,18 +1,24 @@
-"""A decoding step whose state stays on the device: two programs, drafting and verification, and one wait of the host.
+"""A decoding step whose state stays on the device: two programs, drafting and verification,
+and one wait of the host.
 
-The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by many launches. Here
-the verification program does all of that: pass, sampling rule, walk, commit. On CUDA each program is one graph, and the
-state that it reads and writes stays in place, so that it serves every step of a decode. A step::
+The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by
+many launches. Here
+the verification program does all of that: pass, sampling rule, walk, commit. On CUDA each program
+is one graph, and the state that it reads and writes stays in place, so that it serves every step of
+a decode. A step::
 
-    host    look up n-grams, send a block | launch verification and the next draft | wait  | read the result ...
-    device       draft program            | verification program                           | next draft ...
+    host look up n-grams, send a block | launch verification and the next draft | wait | read the
+    result ... device draft program | verification program | next draft ...
 
-In plain decoding the host has no part in a step but to read it: the next one is launched before it does.
+In plain decoding the host has no part in a step but to read it: the next one is launched before it
+does.
 
-A program is warmed up and captured with ``max_new`` = 0 in the block from the host, for which nothing is committed.
+A program is warmed up and captured with ``max_new`` = 0 in the block from the host, for which
+nothing is committed.
 
-A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on. So device steps are
-compared with the rule on the host once per model (:func:`try_steps`). Where they differ, the model's passes are not
+A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on.
+So device steps are compared with the rule on the host once per model (:func:`try_steps`). Where
+they differ, the model's passes are not
 replayed: decoding is slower then and not wrong, and the reason is in every record.
 """
 
@@ -53,19 +59,24 @@ from tswift.models.devices import synchronize
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 
-_CONTROL = 2  # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
+# numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
+_CONTROL = 2
 _BY_RULE = -1
-_TRIED = ((1, 3), (37, 8), (130, 32))  # tokens of the prompt, none a round number, and nodes of the trees
+# tokens of the prompt, none a round number, and nodes of the trees
+_TRIED = ((1, 3), (37, 8), (130, 32))
 _STEPS = 12
 _DEPTH = 6
 
 
 class HostBlock:
-    """Integers that the host sends to the device in one copy per step, in named sections of given sizes."""
+    """Integers that the host sends to the device in one copy per step,
+    in named sections of given sizes.
+    """
 
     def __init__(self, sections: dict[str, int], device: torch.device) -> None:
         total = sum(sections.values())
-        # page-locked memory: the copy is asynchronous, and the wait at the end of every step says when it is over
+        # page-locked memory: the copy is asynchronous, and the wait at the end of every step says
+        # when it is over
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
         self._sent = np.zeros(total, np.int64)
@@ -128,24 +139,34 @@ class _Launched(NamedTuple):
 
 
 class DeviceStepper:
-    """Takes the steps of one prefilled decode, whose cache the target :meth:`serves`, by programs on the device.
+    """Takes the steps of one prefilled decode,
+    whose cache the target :meth:`serves`, by programs on the device.
 
-    If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program, too; otherwise, and
-    where the drafter says so, the host proposes a tree, which is sent with the block.
+    If the drafter gives a :class:`~tswift.decoding.drafter.DeviceDraft`, drafting is a program,
+    too; otherwise, and where the drafter says so, the host proposes a tree, which is sent with the
+    block.
 
     Attributes:
-        runs_ahead: whether the device may know of a token that the text has not yet: where ``ahead`` allows it, a plain
-            step is launched before the host has read the one before.
+        runs_ahead: whether the device may know of a token that the text has not yet: where
+            ``ahead`` allows it, a plain step is launched before the host has read the one before.
     """
 
     @torch.inference_mode()
-    def __init__(self, target: Target, context: Context, drafter: Drafter, ahead: bool = False) -> None:
-        self._target, self._context, self._drafter, self._kv = target, context, drafter, context.kv
-        self._limit, self._depth, self._sampler = drafter.limit, drafter.depth, context.sampler
+    def __init__(
+        self, target: Target, context: Context, drafter: Drafter, ahead: bool = False
+    ) -> None:
+        self._target = target
+        self._context = context
+        self._drafter = drafter
+        self._kv = context.kv
+        self._limit = drafter.limit
+        self._depth = drafter.depth
+        self._sampler = context.sampler
         self.state = DeviceState(target, self._limit)
         self._draft: DeviceDraft | None = drafter.on_device(self.state)
         own = self._draft.sections() if self._draft else {}
-        by_host = self._draft is None or drafter.proposes  # whether the host proposes trees, at times
+        # whether the host proposes trees, at times
+        by_host = self._draft is None or drafter.proposes
         if by_host:
             own |= {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
@@ -153,15 +174,24 @@ class DeviceStepper:
         readers = [each for each in drafter.memories if isinstance(each, LogitReader)]
         self._reader = readers[0] if readers and target.device.type == "cuda" else None
         columns = self._reader.columns if self._reader else 0
-        # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the logits as its bits
-        self._result = torch.zeros(2 + (2 + columns) * longest, dtype=torch.int64, device=target.device)
+        # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the
+        # logits as its bits
+        self._result = torch.zeros(
+            2 + (2 + columns) * longest, dtype=torch.int64, device=target.device
+        )
         self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
         cuda = target.device.type == "cuda"
         # two, as one is read while the other may be written
-        answers = [torch.zeros(len(self._result), dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
-        self._answers = cycle([(answer, torch.cuda.Event() if cuda else None) for answer in answers])
+        answers = [
+            torch.zeros(len(self._result), dtype=torch.int64, pin_memory=cuda) for _ in range(2)
+        ]
+        self._answers = cycle(
+            [(answer, torch.cuda.Event() if cuda else None) for answer in answers]
+        )
         self._launched: _Launched | None = None  # a plain step ahead of the host
-        self.runs_ahead = ahead and self._limit == 1 and context.recorder is None and not drafter.memories
+        self.runs_ahead = (
+            ahead and self._limit == 1 and context.recorder is None and not drafter.memories
+        )
         self._path = Path(longest, self._result)
         self._trees = _tree_operators(target)
         self._drafted = False
@@ -174,11 +204,15 @@ class DeviceStepper:
             self._run_draft = self._draft.target.capture(self._draft.draft)
         self._block.send()
         if self._draft is not None:
-            self._draft.complete()  # the first step sends another block, and a program need not have run by then
-        # not a bound method: where graphs fail, it would hold this object and the cache until garbage is collected
+            # the first step sends another block, and a program need not have run by then
+            self._draft.complete()
+        # not a bound method: where graphs fail, it would hold this object and the cache until
+        # garbage is collected
         own_self = weakref.proxy(self)
         self._programs = {
-            (nodes, drafted): target.capture(partial(DeviceStepper._verify, own_self, nodes, drafted))
+            (nodes, drafted): target.capture(
+                partial(DeviceStepper._verify, own_self, nodes, drafted)
+            )
             for drafted, counts in (
                 (True, self._draft.sizes if self._draft else ()),
                 (False, sizes(self._limit) if by_host else ()),
@@ -189,10 +223,17 @@ class DeviceStepper:
         synchronize(target.device)  # the block is free to be written again
 
     @torch.inference_mode()
-    def step(self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None) -> Step:
-        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``accept`` must not look at what was drawn."""
-        started, context, drafter = time.perf_counter(), self._context, self._drafter
-        more, max_new = max_new > 1, min(max_new, self._depth + 1)
+    def step(
+        self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None
+    ) -> Step:
+        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``accept`` must not look at
+        what was drawn.
+        """
+        started = time.perf_counter()
+        context = self._context
+        drafter = self._drafter
+        more = max_new > 1
+        max_new = min(max_new, self._depth + 1)
         drafted = self._draft is not None and drafter.drafts_itself(context)
         nodes, forced, sources = self._propose(max_new, accept, drafted)
         ahead = nodes > 1 and self._drafts_ahead()
@@ -204,7 +245,8 @@ class DeviceStepper:
             self._launched = self._launch((nodes, drafted), max_new, forced)
         new, path, live, forwarded, logits = self._read(launched, nodes)
         if not path and nodes > 1:
-            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
+            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
+            # pass
             ahead = self._drafted = False
             alone = self._launch((1, drafted), max_new, _BY_RULE)
             new, path, live, forwarded, logits = self._read(alone, 1)
@@ -212,11 +254,15 @@ class DeviceStepper:
             raise NoTokenLeft(logits[0])
         count = len(path)
         kept = new[: truncate(new)]
-        logprobs = context.recorder.record(logits[path[: len(kept)]], kept) if context.recorder else None
+        logprobs = (
+            context.recorder.record(logits[path[: len(kept)]], kept) if context.recorder else None
+        )
         context.text += new
         context.kv.advance(count)
         context.sampler.length += count
-        context.last, context.path, context.logits = forwarded, path, logits
+        context.last = forwarded
+        context.path = path
+        context.logits = logits
         if self._draft is not None:
             self._draft.committed(count)
         drafter.committed(context)
@@ -229,9 +275,13 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:
-        """Continue another decode with the same prompt and cache: its text, which grows, and a copy of its sampler."""
+        """Continue another decode with the same prompt and cache: its text, which grows,
+        and a copy of its sampler.
+        """
         context = self._context
-        context.text, context.sampler.length, context.last = text, sampler.length, None
+        context.text = text
+        context.sampler.length = sampler.length
+        context.last = None
         context.sampler.newest.copy_(sampler.newest)
         self.state.load(context)
         self._launched = None
@@ -239,7 +289,8 @@ class DeviceStepper:
     def _drafts_ahead(self) -> bool:
         """Whether the next draft may begin before the host has seen what this step accepts.
 
-        A replayed draft may overwrite logits and queries of the verification, so nobody may want these.
+        A replayed draft may overwrite logits and queries of the verification, so nobody may want
+        these.
         """
         if self._draft is None or self._drafter.proposes or self._context.recorder is not None:
             return False
@@ -250,8 +301,12 @@ class DeviceStepper:
         self._run_draft()
         self._drafted = True
 
-    def _propose(self, max_new: int, accept: AcceptFn | None, drafted: bool) -> tuple[int, int, Sequence[str]]:
-        """Draft a tree; returns the size of the program that verifies it, the forced node, and each node's source."""
+    def _propose(
+        self, max_new: int, accept: AcceptFn | None, drafted: bool
+    ) -> tuple[int, int, Sequence[str]]:
+        """Draft a tree; returns the size of the program that verifies it, the forced node,
+        and each node's source.
+        """
         if self._draft is not None and drafted:
             if not self._drafted:
                 self._launch_draft()
@@ -260,10 +315,13 @@ class DeviceStepper:
             nodes = 1 if max_new == 1 else self._draft.nodes(self._kv.length)
             return nodes, _forced(accept, self._draft.shape(nodes), max_new), self._draft.sources
         tree = self._drafter.propose(self._context, max_new)
-        tokens, parents = self._block.host["tokens"], self._block.host["parents"]
+        tokens = self._block.host["tokens"]
+        parents = self._block.host["parents"]
         count = len(tree)
-        tokens[: count - 1], tokens[count - 1 :] = tree.tokens[1:], -1
-        parents[: count - 1], parents[count - 1 :] = tree.parents[1:], 0
+        tokens[: count - 1] = tree.tokens[1:]
+        tokens[count - 1 :] = -1
+        parents[: count - 1] = tree.parents[1:]
+        parents[count - 1 :] = 0
         size = next(size for size, by_device in self._programs if size >= count and not by_device)
         return size, _forced(accept, tree, max_new), tree.sources
 
@@ -275,20 +333,25 @@ class DeviceStepper:
         answer, event = next(self._answers)
         answer.copy_(self._result, non_blocking=True)
         if event is not None:
-            event.record(torch.cuda.current_stream(self._target.device))  # the default is the current device's
+            # the default is the current device's
+            event.record(torch.cuda.current_stream(self._target.device))
         return _Launched(forwarded, logits, answer, event)
 
-    def _read(self, launched: _Launched, nodes: int) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
+    def _read(
+        self, launched: _Launched, nodes: int
+    ) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
         """Wait for a verification of so many nodes.
 
-        Returns the accepted draft and the token drawn after it, none if there was nothing to draw; the nodes they were
-        drawn after; how many nodes carried a token; the pass, and its logits ``[n, V]``, good until the next program.
+        Returns the accepted draft and the token drawn after it, none if there was nothing to draw;
+        the nodes they were drawn after; how many nodes carried a token; the pass, and its logits
+        ``[n, V]``, good until the next program.
         """
         if launched.event is not None:
             launched.event.synchronize()  # the one wait of a step
         found = launched.answer.numpy()
         count, live, *rest = found[: 2 + 2 * self._longest].tolist()
-        tokens, path = rest[:count], rest[self._longest :][:count]
+        tokens = rest[:count]
+        path = rest[self._longest :][:count]
         if self._reader is not None:
             digest = found[2 + 2 * self._longest :].view(np.float64).reshape(self._longest, -1)
             self._context.digest = digest[:count].copy()
@@ -300,10 +363,12 @@ class DeviceStepper:
     def _verify(self, nodes: int, drafted: bool) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.
 
-        The tree was ``drafted`` by the device, or is in the block. Returns the pass and the logits ``[nodes, V]``, good
-        until the next program runs.
+        The tree was ``drafted`` by the device, or is in the block. Returns the pass and the logits
+        ``[nodes, V]``, good until the next program runs.
         """
-        state, target, sampler = self.state, self._target, self._sampler
+        state = self.state
+        target = self._target
+        sampler = self._sampler
         if self._draft is not None and drafted:
             self._draft.complete()
         else:
@@ -311,8 +376,11 @@ class DeviceStepper:
             state.parents[1:].copy_(self._block.device["parents"])
         kv, path = self._kv, self._path
         tree = self._trees.lay_out(state, nodes, self._depth)
-        forwarded = target.compute_static(tree.tokens, tree.positions, kv, state.length, tree.ancestors)
-        rows = forwarded.hidden if forwarded.padded is None else forwarded.padded  # what need not be padded again
+        forwarded = target.compute_static(
+            tree.tokens, tree.positions, kv, state.length, tree.ancestors
+        )
+        # what need not be padded again
+        rows = forwarded.hidden if forwarded.padded is None else forwarded.padded
         logits = target.logits(rows)[:nodes]
         drawn = sampler.draw_rows(logits, state.tokens[:nodes], tree.positions, tree.ancestors)
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
@@ -326,12 +394,16 @@ class DeviceStepper:
         if state.pre_norm is not None and forwarded.pre_norm is not None:
             state.pre_norm[:nodes].copy_(forwarded.pre_norm)
         if self._reader is not None:
-            self._digest[steps].copy_(self._reader.digest(logits.index_select(0, path.nodes[steps])))
+            self._digest[steps].copy_(
+                self._reader.digest(logits.index_select(0, path.nodes[steps]))
+            )
         return forwarded, logits
 
 
 def _tree_operators(target: Target) -> ModuleType:
-    """What lays trees out and walks them: kernels on CUDA, if they do what PyTorch's operators do."""
+    """What lays trees out and walks them: kernels on CUDA,
+    if they do what PyTorch's operators do.
+    """
     if target.device.type != "cuda":
         return device_tree
     try:
@@ -344,7 +416,9 @@ def _tree_operators(target: Target) -> ModuleType:
 
 
 def _forced(accept: AcceptFn | None, tree: DraftTree, max_new: int) -> int:
-    """Last node of a simulated path, no deeper than tokens are wanted; ``_BY_RULE`` if nothing is simulated."""
+    """Last node of a simulated path, no deeper than tokens are wanted;
+    ``_BY_RULE`` if nothing is simulated.
+    """
     if accept is None:
         return _BY_RULE
     path = accept(tree, ())
@@ -355,12 +429,15 @@ class _Guesses(Source):
     """Draft source of the check: the known continuation among random tokens, or a random tree."""
 
     def __init__(self, known: list[int], random: Random, vocab_size: int) -> None:
-        self._known, self._random, self._vocab_size = known, random, vocab_size
+        self._known = known
+        self._random = random
+        self._vocab_size = vocab_size
         self.tree = DraftTree(0)
 
     def propose(self, tree: DraftTree, context: Context) -> None:
         """Fill the tree."""
-        self.tree, start = tree, len(context.text)
+        self.tree = tree
+        start = len(context.text)
         right = self._known[start : start + self._random.randint(0, _DEPTH)]
         for _ in range(self._random.randrange(10)):
             path = right[: self._random.randint(0, _DEPTH)]
@@ -368,15 +445,16 @@ class _Guesses(Source):
         tree.add(right, "guesses")
 
 
-_CHECKED: weakref.WeakSet[Target] = weakref.WeakSet()  # whose steps have been compared with the host's
+# whose steps have been compared with the host's
+_CHECKED: weakref.WeakSet[Target] = weakref.WeakSet()
 
 
 @torch.inference_mode()
 def try_steps(target: Target, params: SamplingParams) -> None:
     """Check a model's device steps, and stop using them if they differ from the host's.
 
-    Steps are tried once for every model, in a second or so. Why a decode with ``params`` will draw without the
-    sampler's kernels is left in ``target.fallbacks``.
+    Steps are tried once for every model, in a second or so. Why a decode with ``params`` will draw
+    without the sampler's kernels is left in ``target.fallbacks``.
     """
     if not target.replays:
         return
@@ -402,7 +480,10 @@ def _difference(target: Target) -> str | None:
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
         known = [*prompt]
-        for drafter in (Drafter(), Drafter([_Guesses(known, random, target.vocab_size)], _DEPTH, nodes)):
+        for drafter in (
+            Drafter(),
+            Drafter([_Guesses(known, random, target.vocab_size)], _DEPTH, nodes),
+        ):
             found = _steps(target, prompt, drafter, seed)
             if isinstance(found, str):
                 return found
@@ -429,7 +510,11 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
         places = torch.tensor(tree.depths, device=target.device) + held
         assert context.logits is not None
-        nodes = torch.tensor(tree.tokens, device=target.device), places, tree.ancestors().to(target.device)
+        nodes = (
+            torch.tensor(tree.tokens, device=target.device),
+            places,
+            tree.ancestors().to(target.device),
+        )
         drawn, _ = twin.draw_nodes(context.logits[: len(tree)], nodes)
         path = tree.walk(drawn)
         if list(new) != [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]:
@@ -439,10 +524,14 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
     prefill(target, context.text[:-1], fresh, len(prompt) - 1)
     for ours, theirs in zip(kv.buffers, fresh.buffers, strict=True):
         exact = theirs[:, :, : kv.length].float()
-        apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
+        apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(
+            min=1e-6
+        )
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
         if not worst <= target.kv_shape.rounding:
             return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
-        if target.width is not None and not torch.equal(ours[:, :, : kv.length], theirs[:, :, : kv.length]):
+        if target.width is not None and not torch.equal(
+            ours[:, :, : kv.length], theirs[:, :, : kv.length]
+        ):
             return "steps on the device leave keys and values with other bits than a prefill"
     return context.text

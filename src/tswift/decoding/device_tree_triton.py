@@ -1,7 +1,7 @@
 """Triton kernels that lay out a draft tree and walk it; only ``device_step`` imports this module.
 
-What they write is what :mod:`tswift.decoding.device_tree` writes: integers, and never rounded. Before use they are
-compared with it on random trees, on the device itself.
+What they write is what :mod:`tswift.decoding.device_tree` writes: integers, and never rounded.
+Before use they are compared with it on random trees, on the device itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def walk_tree(
     depth = tl.load(depths + node, mask=used, other=0)
     lines = node[:, None] * nodes + node[None, :]
     above = tl.load(ancestors + lines, mask=used[:, None] & used[None, :], other=0) != 0
-    # a node is reached if it and all its ancestors carry what their parents drew; the root is reached anyway
+    # a node is reached if it and all its ancestors carry what their parents drew; the root is
+    # reached anyway
     carried = ((token == after) & (token >= 0)) | (depth == 0)
     missed = tl.sum((above & (~carried[None, :])).to(tl.int32), 1)
     wanted = tl.load(control)
@@ -83,7 +84,11 @@ def walk_tree(
     tl.debug_barrier()  # all is read before anything of it is written
     step = tl.arange(0, STEPS).to(tl.int64)
     some = (step < longest) & (step < nodes)
-    on_path = used & (tl.load(ancestors + end * nodes + node, mask=used, other=0) != 0) & (depth < longest)
+    on_path = (
+        used
+        & (tl.load(ancestors + end * nodes + node, mask=used, other=0) != 0)
+        & (depth < longest)
+    )
     tl.store(result, count)
     tl.store(result + 1, live)
     path = result + 2 + longest
@@ -92,8 +97,11 @@ def walk_tree(
     tl.store(result + 1 + depth, tl.maximum(token, 0), mask=on_path & (depth > 0) & (count > 0))
     tl.store(result + 2 + step, tl.zeros_like(step) + new, mask=some & (step >= count - 1))
     tl.store(slots + step, held + step, mask=some)
-    if newest is not None:  # of a token twice on the path the last one counts, whichever is written first
-        tl.atomic_max(newest + tl.maximum(token, 0), place + depth, mask=on_path & (depth > 0) & (count > 0))
+    if newest is not None:
+        # of a token twice on the path the last one counts, whichever is written first
+        tl.atomic_max(
+            newest + tl.maximum(token, 0), place + depth, mask=on_path & (depth > 0) & (count > 0)
+        )
         tl.atomic_max(newest + tl.maximum(new, 0), place + count, mask=count > 0)
     tl.store(before, held)
     tl.store(last, end)
@@ -121,7 +129,9 @@ def lay_out(state: TreeState, nodes: int, depth: int) -> Tree:
     return Tree(ids, positions, ancestors, depths)
 
 
-def walk(state: TreeState, tree: Tree, drawn: Tensor, control: Tensor, sampler: Sampler, path: Path) -> None:
+def walk(
+    state: TreeState, tree: Tree, drawn: Tensor, control: Tensor, sampler: Sampler, path: Path
+) -> None:
     """As :func:`device_tree.walk`."""
     nodes = len(drawn)
     if nodes > MOST_NODES:
@@ -136,12 +146,22 @@ def walk(state: TreeState, tree: Tree, drawn: Tensor, control: Tensor, sampler: 
         )  # fmt: skip
 
 
-def random_state(nodes: int, depth: int, random: Random, device: torch.device) -> tuple[TreeState, Tensor, Tensor]:
-    """A random tree in a text, what is drawn after its nodes, and what a walk is to do; paths are often accepted."""
-    tokens, parents, depths = [random.randrange(_WORDS)], [0], [0]
+def random_state(
+    nodes: int, depth: int, random: Random, device: torch.device
+) -> tuple[TreeState, Tensor, Tensor]:
+    """A random tree in a text, what is drawn after its nodes, and what a walk is to do;
+    paths are often accepted.
+    """
+    tokens = [random.randrange(_WORDS)]
+    parents = [0]
+    depths = [0]
     drawn = [-1 if random.random() < 0.3 else random.randrange(_WORDS) for _ in range(nodes)]
     for _ in range(1, nodes):
-        parent = max(0, len(tokens) - random.randint(1, 3)) if random.random() < 0.6 else random.randrange(len(tokens))
+        parent = (
+            max(0, len(tokens) - random.randint(1, 3))
+            if random.random() < 0.6
+            else random.randrange(len(tokens))
+        )
         while depths[parent] >= depth:
             parent = parents[parent]
         parents.append(parent)
@@ -152,7 +172,9 @@ def random_state(nodes: int, depth: int, random: Random, device: torch.device) -
     if forced >= 0:
         wanted = depths[forced] + 1
     held = random.randrange(200_000)
-    nodes_of, above, position, last = (torch.tensor(each, device=device) for each in (tokens, parents, [held], [0]))
+    nodes_of, above, position, last = (
+        torch.tensor(each, device=device) for each in (tokens, parents, [held], [0])
+    )
     length = torch.tensor(held, dtype=torch.int32, device=device)
     state = TreeState(nodes_of, above, position, length, last)
     return state, torch.tensor(drawn, device=device), torch.tensor([wanted, forced], device=device)
@@ -182,8 +204,15 @@ def fault(device: torch.device) -> str | None:
     if device not in _FAULTS:
         random = Random(0)
         try:
-            wrong = [nodes for nodes, depth in _TRIED for _ in range(_REPEATS) if differ(nodes, depth, random, device)]
-            _FAULTS[device] = f"kernels walk trees of {wrong[0]} nodes otherwise than PyTorch" if wrong else None
+            wrong = [
+                nodes
+                for nodes, depth in _TRIED
+                for _ in range(_REPEATS)
+                if differ(nodes, depth, random, device)
+            ]
+            _FAULTS[device] = (
+                f"kernels walk trees of {wrong[0]} nodes otherwise than PyTorch" if wrong else None
+            )
         except Exception as error:  # whatever it is that a compiler or a driver dislikes
             _FAULTS[device] = cause_of(error)
     return _FAULTS[device]

@@ -1,4 +1,5 @@
-"""What drafting and verification share: the draft tree, the decode under way, its steps, and the draft sources.
+"""What drafting and verification share: the draft tree, the decode under way, its steps,
+and the draft sources.
 
 A method is a list of sources; plain decoding has none.
 """
@@ -30,9 +31,11 @@ REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are count
 
 
 class DraftTree:
-    """A trie of at most ``limit`` tokens, the root included, and ``depth`` tokens along a path below it.
+    """A trie of at most ``limit`` tokens, the root included,
+    and ``depth`` tokens along a path below it.
 
-    Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before their children.
+    Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before
+        their children.
 
     Attributes:
         tokens, parents, depths: one entry per node.
@@ -40,7 +43,10 @@ class DraftTree:
     """
 
     def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
-        self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.sources = [""]
         self._children: dict[tuple[int, int], int] = {}
         self._limit, self.depth = limit, depth
 
@@ -57,7 +63,9 @@ class DraftTree:
         return self._children.get((node, token))
 
     def grow(self, node: int, token: int, source: str) -> int | None:
-        """The child of ``node`` that carries ``token``, added if missing; None if the tree is full or too deep."""
+        """The child of ``node`` that carries ``token``, added if missing;
+        None if the tree is full or too deep.
+        """
         known = self.child(node, token)
         if known is not None:
             return known
@@ -80,7 +88,9 @@ class DraftTree:
             node = grown
 
     def ancestors(self) -> Tensor:
-        """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row, or the row itself."""
+        """``[n, n]`` bool on the CPU: true where the column is an ancestor of the row,
+        or the row itself.
+        """
         count = len(self)
         rows = [bytearray(count)]
         rows[0][0] = 1
@@ -91,7 +101,9 @@ class DraftTree:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(count, count)
 
     def walk(self, drawn: Sequence[int]) -> list[int]:
-        """The accepted nodes, root first: step to the child that carries the token drawn after each node."""
+        """The accepted nodes, root first: step to the child that carries the token drawn after each
+        node.
+        """
         path = [0]
         while (step := self.child(path[-1], drawn[path[-1]])) is not None:
             path.append(step)
@@ -110,10 +122,12 @@ class Step:
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
-        logprobs: a row for each token, see :func:`tswift.sampling.rule.row_type`; None if not asked for.
-        drafted: most tokens drafted along a path, where that varies; None where it is always the method's depth.
-        text: of :func:`tswift.generate`: the characters that the tokens complete; joined, those of all steps are the
-            text.
+        logprobs: a row for each token, see :func:`tswift.sampling.rule.row_type`; None if not asked
+            for.
+        drafted: most tokens drafted along a path, where that varies; None where it is always the
+            method's depth.
+        text: of :func:`tswift.generate`: the characters that the tokens complete; joined, those of
+            all steps are the text.
     """
 
     tokens: tuple[int, ...]
@@ -133,13 +147,16 @@ class Context:
     """A decode under way, as its draft sources see it.
 
     Attributes:
-        text: prompt and generated tokens. The last one is the root of the next draft: known, not yet forwarded.
+        text: prompt and generated tokens. The last one is the root of the next draft: known, not
+            yet forwarded.
         sampler: the sampling rule, whose noise and penalty window drafting may use.
-        kv: the cache, holding all of the text but the root: the full one, unless a draft is decoded.
+        kv: the cache, holding all of the text but the root: the full one, unless a draft is
+            decoded.
         last: the last pass over the target; None if there was none.
         path: nodes of that pass that are in the text; the last one drew the root.
         logits: ``[n, V]`` of that pass; None if not computed yet, as after a prompt.
-        digest: of each node of the path, what a :class:`LogitReader` keeps of its logits; None if that is to be asked.
+        digest: of each node of the path, what a :class:`LogitReader` keeps of its logits; None if
+            that is to be asked.
         recorder: of the tokens' log-probabilities; None if nobody wants them.
     """
 
@@ -169,7 +186,9 @@ class Source:
     name = ""
 
     def start(self, context: Context) -> None:
-        """Launch work on the device, and do what need not wait for it; all sources start before the first proposes."""
+        """Launch work on the device, and do what need not wait for it;
+        all sources start before the first proposes.
+        """
 
     def propose(self, tree: Any, context: Context) -> None:
         """Add candidates to a draft tree, or to the tree of candidates that is pruned to one."""
@@ -180,11 +199,14 @@ class Source:
         return 0.0
 
     def committed(self, context: Context, most: int) -> None:
-        """Called when the text has grown, by prefill or by a step; the next step adds at most ``most`` tokens."""
+        """Called when the text has grown, by prefill or by a step;
+        the next step adds at most ``most`` tokens.
+        """
 
 
 class DeviceDraft(Protocol):
-    """A draft tree that the device makes by itself, in a shape known in advance; used by one decode.
+    """A draft tree that the device makes by itself, in a shape known in advance;
+    used by one decode.
 
     Attributes:
         sizes: numbers of nodes that can be verified, rising from 1.
@@ -199,8 +221,12 @@ class DeviceDraft(Protocol):
     def sections(self) -> dict[str, int]:
         """Sizes of its sections, by name, of the block that the host sends in each step."""
 
-    def begin(self, context: Context, host: dict[str, NDArray[Any]], device: dict[str, Tensor]) -> None:
-        """Start with a prefilled decode; ``host`` and ``device`` are the two copies of its sections."""
+    def begin(
+        self, context: Context, host: dict[str, NDArray[Any]], device: dict[str, Tensor]
+    ) -> None:
+        """Start with a prefilled decode; ``host`` and ``device`` are the two copies of its
+        sections.
+        """
 
     def draft(self) -> None:
         """Program: write the candidates for the next tree into the state. It commits nothing."""
@@ -209,10 +235,14 @@ class DeviceDraft(Protocol):
         """Program, before verification: add what came with the block."""
 
     def append(self, kv: KVBuffer, slots: Tensor, count: Tensor) -> None:
-        """Program, after verification: the first ``count`` ``[1]`` of these slots ``[m]`` hold committed tokens now."""
+        """Program, after verification: the first ``count`` ``[1]`` of these slots ``[m]`` hold
+        committed tokens now.
+        """
 
     def ready(self, most: int) -> bool:
-        """Whether the next draft needs nothing of the host, if at most so many tokens are committed before it."""
+        """Whether the next draft needs nothing of the host,
+        if at most so many tokens are committed before it.
+        """
 
     def prepare(self, context: Context) -> None:
         """On the host: write the next block while the device drafts."""
@@ -239,7 +269,9 @@ class TextMemory(Protocol):
 
 @runtime_checkable
 class LogitReader(Protocol):
-    """A memory of logits. On CUDA a step's program makes of them what it keeps: the host fetches no whole rows.
+    """A memory of logits.
+
+    On CUDA a step's program makes of them what it keeps: the host fetches no whole rows.
 
     Attributes:
         columns: numbers that it keeps of a row.
@@ -301,7 +333,9 @@ class Drafter:
         return True
 
     def drafts_itself(self, context: Context) -> bool:
-        """As ``drafts_next``, at the beginning of a step; it is in the place of :meth:`propose` where that is true."""
+        """As ``drafts_next``, at the beginning of a step;
+        it is in the place of :meth:`propose` where that is true.
+        """
         return True
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:

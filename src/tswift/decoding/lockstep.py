@@ -1,4 +1,6 @@
-"""Decoding by several ranks in lockstep: rank 0 decides when to stop, and no rank goes on from other tokens."""
+"""Decoding by several ranks in lockstep: rank 0 decides when to stop,
+and no rank goes on from other tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tswift.errors import DecodeError
 
 
 def agree(drafter: Drafter, ranks: Dist) -> None:
-    """Have a drafter check before each pass that all ranks drafted the same tree; DecodeError if they did not."""
+    """Have a drafter check before each pass that all ranks drafted the same tree;
+    DecodeError if they did not.
+    """
     own = drafter.propose
 
     def propose(context: Context, max_new: int) -> DraftTree:
@@ -27,10 +31,12 @@ def agree(drafter: Drafter, ranks: Dist) -> None:
 
 
 def lockstep(steps: Iterator[Step], ranks: Dist) -> Iterator[Step]:
-    """The steps of a decode, each begun once all ranks want it and have the same text; a rank that stops ends all.
+    """The steps of a decode, each begun once all ranks want it and have the same text;
+    a rank that stops ends all.
 
     Raises:
-        KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator ends).
+        KeyboardInterrupt: another rank wants no more (raised on rank 0; on others the iterator
+            ends).
         DecodeError: another rank has drawn other tokens.
         Gone: another rank has died.
     """
@@ -65,7 +71,9 @@ def _unwilling(ranks: Dist, willing: bool, drawn: int) -> list[int]:
 
 def _refuse_different(what: str, digests: Sequence[Sequence[int]]) -> None:
     if any(theirs != digests[0] for theirs in digests):
-        raise DecodeError(f"the {len(digests)} ranks have different {what}: they do not compute alike")
+        raise DecodeError(
+            f"the {len(digests)} ranks have different {what}: they do not compute alike"
+        )
 
 
 def _digest(tokens: Sequence[int], before: int = 0) -> int:

@@ -1,9 +1,10 @@
 """The decode loop: prefill, then step by step until the text is as long as wanted.
 
-A step drafts a tree, verifies it in one pass, and keeps what the sampling rule would have drawn: the rule is applied
-once at every node, at the node's own position and with its own penalty window, and the walk from the root follows the
-drawn tokens. So the text is that of plain decoding, which is this loop with a draft of nothing. A draft that is itself
-decoded, by another model or over another cache, takes the same step.
+A step drafts a tree, verifies it in one pass, and keeps what the sampling rule would have drawn:
+the rule is applied once at every node, at the node's own position and with its own penalty window,
+and the walk from the root follows the drawn tokens. So the text is that of plain decoding, which is
+this loop with a draft of nothing. A draft that is itself decoded, by another model or over another
+cache, takes the same step.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ def decode_step(
     accept: AcceptFn | None = None,
     with_runner_up: bool = False,
 ) -> Step:
-    """Take a step: at least one token is added to the context's text, and what was forwarded to its cache.
+    """Take a step: at least one token is added to the context's text,
+    and what was forwarded to its cache.
 
     Args:
-        target, context, drafter: the model that draws, the decode, which moves on, and what proposes the draft tree.
+        target, context, drafter: the model that draws, the decode, which moves on, and what
+            proposes the draft tree.
         max_new: most tokens to add.
         truncate: how many of the tokens drawn belong to the text.
         accept: as for :class:`Decoding`.
@@ -59,7 +62,8 @@ def decode_step(
         tree = drafter.propose(context, max_new)
         forwarded, drawn, path, others = _verify(target, context, tree, accept, with_runner_up)
         if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
-            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the pass
+            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
+            # pass
             tree = DraftTree(context.text[-1], limit=1)
             forwarded, drawn, path, others = _verify(target, context, tree, accept, with_runner_up)
         if drawn[path[-1]] == NO_TOKEN:
@@ -79,21 +83,31 @@ def decode_step(
     near = tuple(others[node] for node in path[: len(kept)]) if with_runner_up else ()
     drafted = max(tree.depths) if drafter.varies else None
     seconds = time.perf_counter() - started
-    return Step(tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs, drafted)
+    return Step(
+        tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs, drafted
+    )
 
 
 def _verify(
     target: Target, context: Context, tree: DraftTree, accept: AcceptFn | None, with_runner_up: bool
 ) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
-    """One pass over a tree, the token drawn after each node, the accepted nodes, and the leads if asked for."""
+    """One pass over a tree, the token drawn after each node, the accepted nodes,
+    and the leads if asked for.
+    """
     places = [context.position + depth for depth in tree.depths]
-    tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(target.device, non_blocking=True)
+    tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(
+        target.device, non_blocking=True
+    )
     ancestors = tree.ancestors().to(target.device, non_blocking=True)
-    sampler, nodes, parents = context.sampler, (tokens, positions, ancestors), None if accept else tree.parents
+    sampler = context.sampler
+    nodes = (tokens, positions, ancestors)
+    parents = None if accept else tree.parents
     found: Drawn | None = None
     verified = None
     if parents and not sampler.params.counts and sampler.program(torch.float32):
-        follow = partial(sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up)
+        follow = partial(
+            sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
+        )
         verified = target.verify(tokens, positions, context.kv, ancestors, follow)
     if verified is not None:
         forwarded, logits, found = verified
@@ -109,16 +123,20 @@ class Decoding:
     """A decode: a model, a prompt, sampling parameters and a seed, which together fix the text.
 
     Args:
-        target, prompt, params, seed: the model, at least one token id, the sampling parameters, and any integer.
+        target, prompt, params, seed: the model, at least one token id, the sampling parameters, and
+            any integer.
         drafter: decides the speed and nothing else. It holds state: a new one for every decode.
-        length: most tokens to generate, those in ``written`` included; the KV cache is allocated for them.
-        accept: chooses the drafted tokens to accept, to time a given acceptance; the text is not the model's then.
-            None accepts what the sampling rule draws.
+        length: most tokens to generate, those in ``written`` included; the KV cache is allocated
+            for them.
+        accept: chooses the drafted tokens to accept, to time a given acceptance; the text is not
+            the model's then. None accepts what the sampling rule draws.
         written: tokens generated already. The decode goes on after them as if it had never stopped.
-        logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones; None for not.
+        logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones;
+            None for not.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing to generate.
+        ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing
+            to generate.
     """
 
     def __init__(
@@ -137,10 +155,15 @@ class Decoding:
             raise ValueError("prompt must have at least one token")
         for name, ids in (("prompt", prompt), ("written", written)):
             if not all(0 <= token < target.vocab_size for token in ids):
-                raise ValueError(f"{name} has token ids outside the vocabulary of {target.vocab_size}")
+                raise ValueError(
+                    f"{name} has token ids outside the vocabulary of {target.vocab_size}"
+                )
         if length <= len(written):
             raise ValueError(f"length must be at least {len(written) + 1}, got {length}")
-        self._target, self._drafter, self._left, self._accept = target, drafter, length - len(written), accept
+        self._target = target
+        self._drafter = drafter
+        self._left = length - len(written)
+        self._accept = accept
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
@@ -151,11 +174,14 @@ class Decoding:
         self._stepper: DeviceStepper | None = None
         self._plain: DeviceStepper | None = None
 
-    def prefill(self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()) -> float:
-        """Forward the text so far, all but its last token, which is the first draft's root; returns the seconds taken.
+    def prefill(
+        self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()
+    ) -> float:
+        """Forward the text so far, all but its last token, which is the first draft's root;
+        returns the seconds taken.
 
-        ``on_progress`` is called after every chunk with the tokens forwarded so far and in all. Other
-        decodes of the same text by the same model, ``others``, are prefilled by this, too.
+        ``on_progress`` is called after every chunk with the tokens forwarded so far and in all.
+        Other decodes of the same text by the same model, ``others``, are prefilled by this, too.
 
         Raises:
             ValueError: the texts differ.
@@ -182,7 +208,9 @@ class Decoding:
         for each in together:
             context = each._context
             if each._logprobs is not None:
-                context.recorder = LogprobRecorder(context.sampler, context.text[-1], each._logprobs)
+                context.recorder = LogprobRecorder(
+                    context.sampler, context.text[-1], each._logprobs
+                )
             if context.last is not None:
                 context.path = range(len(context.last.hidden))
             each._drafter.committed(context)
@@ -190,7 +218,9 @@ class Decoding:
             context.sampler.fuse(self._target.dtype)
             # programs on the device do not count tokens
             if self._target.replays and not context.sampler.params.counts:
-                each._stepper = DeviceStepper(self._target, context, each._drafter, ahead=each._accept is None)
+                each._stepper = DeviceStepper(
+                    self._target, context, each._drafter, ahead=each._accept is None
+                )
         synchronize(self._target.device)
         return time.perf_counter() - started
 
@@ -200,7 +230,8 @@ class Decoding:
         Tokens of ``stop`` end it, and what ends ``text``, to which what is generated is added.
 
         Raises:
-            NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds nothing.
+            NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds
+                nothing.
         """
         if not self._prefilled:
             self.prefill()
@@ -233,20 +264,32 @@ class Decoding:
         return time.perf_counter() - started
 
     def plain(self, count: int) -> list[Step]:
-        """Up to ``count`` steps of plain decoding from here on, all taken back: what they draw, and what they cost.
+        """Up to ``count`` steps of plain decoding from here on, all taken back: what they draw,
+        and what they cost.
 
-        Called between two steps, it changes neither the text nor the steps to come. It goes at most one token beyond
-        the length asked for.
+        Called between two steps, it changes neither the text nor the steps to come. It goes at most
+        one token beyond the length asked for.
         """
-        own, kv, plain = self._context, self._kv, Drafter()
-        mark, sampler = kv.mark(), own.sampler.copy()
-        if self._stepper is not None and self._stepper.runs_ahead:  # the sampler knows of a token to come
-            sampler = Sampler(sampler.params, sampler.seed, self._target.vocab_size, self._target.device, self._prompt)
+        own = self._context
+        kv = self._kv
+        plain = Drafter()
+        mark = kv.mark()
+        sampler = own.sampler.copy()
+        if self._stepper is not None and self._stepper.runs_ahead:
+            # the sampler knows of a token to come
+            sampler = Sampler(
+                sampler.params,
+                sampler.seed,
+                self._target.vocab_size,
+                self._target.device,
+                self._prompt,
+            )
             sampler.extend(own.text)
         aside = replace(own, text=list(own.text), sampler=sampler, recorder=None)
         if self._stepper is not None and self._plain is None:
             self._plain = DeviceStepper(self._target, aside, plain)
-        elif self._plain is not None:  # a captured program goes on with the tensors that it was captured with
+        elif self._plain is not None:
+            # a captured program goes on with the tensors that it was captured with
             self._plain.restart(aside.text, sampler)
         try:
             take = self._stepping(self._plain, aside, plain)
@@ -259,7 +302,11 @@ class Decoding:
         self, stepper: DeviceStepper | None, context: Context, drafter: Drafter
     ) -> Callable[[int, TruncateFn, AcceptFn | None], Step]:
         """What takes a step: of at most so many tokens."""
-        return partial(decode_step, self._target, context, drafter) if stepper is None else stepper.step
+        return (
+            partial(decode_step, self._target, context, drafter)
+            if stepper is None
+            else stepper.step
+        )
 
     @contextmanager
     def _finite(self, context: Context) -> Iterator[None]:
@@ -268,33 +315,49 @@ class Decoding:
             yield
         except NoTokenLeft as nothing:
             params = context.sampler.params
-            raise not_finite(self._target, context.kv, context.text, nothing.logits, params) from None
+            raise not_finite(
+                self._target, context.kv, context.text, nothing.logits, params
+            ) from None
 
 
 class NotFinite(DecodeError):
-    """There is nothing to draw: logits are NaN or infinite, or the sampling parameters leave no token."""
+    """There is nothing to draw: logits are NaN or infinite,
+    or the sampling parameters leave no token.
+    """
 
 
 def broken(logits: Tensor) -> Tensor:
-    """Which rows of ``[n, V]`` have NaN or infinity: ``[n]`` bool; ``-inf`` is a token that cannot be drawn."""
+    """Which rows of ``[n, V]`` have NaN or infinity: ``[n]`` bool;
+    ``-inf`` is a token that cannot be drawn.
+    """
     return ~(logits.amax(-1) < torch.inf)
 
 
 @torch.inference_mode()
-def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams) -> NotFinite:
-    """The error where nothing can be drawn: a second pass finds the first output that is not finite.
+def not_finite(
+    target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor, params: SamplingParams
+) -> NotFinite:
+    """The error where nothing can be drawn: a second pass finds the first output that is not
+    finite.
 
-    ``text`` has the tokens that the cache holds, which keeps its length, and the one after them, which gave ``logits``
-    ``[V]``.
+    ``text`` has the tokens that the cache holds, which keeps its length, and the one after them,
+    which gave ``logits`` ``[V]``.
     """
     held = kv.length
     if not broken(logits[None]).item():
-        asked = f"temperature {params.temperature}, penalty {params.penalty} and {len(params.banned):,} banned ids"
-        return NotFinite(
-            f"there is nothing to draw at position {held + 1:,}: the logits are finite; {asked} leave none of them so"
+        asked = (
+            f"temperature {params.temperature}, penalty {params.penalty} and "
+            f"{len(params.banned):,} banned ids"
         )
-    what = f"the logits for position {held + 1:,} are {'NaN' if logits.isnan().any() else 'infinite'}"
-    start = _first_lost(kv) if kv.states is None else None  # no way leads back to the states at that place
+        return NotFinite(
+            f"there is nothing to draw at position {held + 1:,}: the logits are finite; {asked} "
+            "leave none of them so"
+        )
+    what = (
+        f"the logits for position {held + 1:,} are {'NaN' if logits.isnan().any() else 'infinite'}"
+    )
+    # no way leads back to the states at that place
+    start = _first_lost(kv) if kv.states is None else None
     try:
         kv.length = held if start is None else start
         first = kv.length
@@ -302,18 +365,26 @@ def not_finite(target: Target, kv: KVBuffer, text: Sequence[int], logits: Tensor
     finally:
         kv.length = held
     if found is None:
-        what += "" if start is None else f", and keys or values of position {start:,} are not finite"
-        return NotFinite(f"{what}; a second pass gave finite ones: the memory or the device may be faulty")
+        what += (
+            "" if start is None else f", and keys or values of position {start:,} are not finite"
+        )
+        return NotFinite(
+            f"{what}; a second pass gave finite ones: the memory or the device may be faulty"
+        )
     name, node = found
     kind = str(target.dtype).removeprefix("torch.")
     return NotFinite(
-        f"{what}; the first output that is not finite is that of {name} at position {first + node:,}: "
-        f"its weights are broken, or {kind} is too narrow for the model"
+        f"{what}; the first output that is not finite is that of {name} at position "
+        f"{first + node:,}: its weights are broken, or {kind} is too narrow for the model"
     )
 
 
-def refuse_broken(target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams) -> None:
-    """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a number."""
+def refuse_broken(
+    target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams
+) -> None:
+    """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a
+    number.
+    """
     if not kv.shape.dtype.is_floating_point and _first_lost(kv) is not None:
         raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
 

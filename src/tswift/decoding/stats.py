@@ -1,4 +1,6 @@
-"""Figures of a decode, as the paper defines them: acceptance rates, tokens per step, distinct n-grams."""
+"""Figures of a decode, as the paper defines them: acceptance rates, tokens per step,
+distinct n-grams.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ class DecodeStats:
     """Counters of the steps seen so far.
 
     Attributes:
-        depth: most tokens drafted along a path: the paper's gamma + 1 for tokenswift; one less for medusa and reuse; up
-            to 31 for dynamic trees.
-        drafted: tokens drafted along the longest paths of all steps; None where they always are ``depth``. Alpha is
-            divided by it.
+        depth: most tokens drafted along a path: the paper's gamma + 1 for tokenswift; one less for
+            medusa and reuse; up to 31 for dynamic trees.
+        drafted: tokens drafted along the longest paths of all steps; None where they always are
+            ``depth``. Alpha is divided by it.
         passes: verification passes over the target.
         tokens: tokens generated.
         nodes: tree nodes verified, roots included.
@@ -73,7 +75,9 @@ class DecodeStats:
     def counters(self) -> dict[str, Any]:
         """All counters but tokens, ready for JSON."""
         return {
-            name: {str(key): steps for key, steps in sorted(each.items())} if isinstance(each, Counter) else each
+            name: {str(key): steps for key, steps in sorted(each.items())}
+            if isinstance(each, Counter)
+            else each
             for name, each in vars(self).items()
             if name not in ("depth", "tokens") and each is not None
         }
@@ -84,10 +88,16 @@ class DecodeStats:
         if not counters:
             return cls(depth, tokens=tokens)
         try:
-            counted: dict[str, Any] = {name: _count(counters[name]) for name in ("passes", "nodes", "reused")}
+            counted: dict[str, Any] = {
+                name: _count(counters[name]) for name in ("passes", "nodes", "reused")
+            }
             for name in ("accepted", "sizes"):
-                counted[name] = Counter({_count(int(each)): _count(steps) for each, steps in counters[name].items()})
-            counted["choices"] = Counter({str(name): _count(steps) for name, steps in counters["choices"].items()})
+                counted[name] = Counter(
+                    {_count(int(each)): _count(steps) for each, steps in counters[name].items()}
+                )
+            counted["choices"] = Counter(
+                {str(name): _count(steps) for name, steps in counters["choices"].items()}
+            )
             if "drafted" in counters:  # journals of before 2026-11-23 have none
                 counted["drafted"] = _count(counters["drafted"])
             seconds = counters["seconds"]
@@ -99,7 +109,9 @@ class DecodeStats:
 
     @property
     def alpha(self) -> float:
-        """Acceptance rate: accepted draft tokens / those drafted along the longest paths; 0 where none were."""
+        """Acceptance rate: accepted draft tokens / those drafted along the longest paths;
+        0 where none were.
+        """
         return self._rate(sum(count * steps for count, steps in self.accepted.items()))
 
     @property

@@ -19,7 +19,9 @@ _MAX_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings, one of which may be given as it is; InputError if they are none, empty, too many or too long."""
+    """Stop strings, one of which may be given as it is; InputError if they are none, empty,
+    too many or too long.
+    """
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(each, str) for each in strings):
         raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
@@ -31,7 +33,9 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+def text_of(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Sequence[str] = ()
+) -> str:
     """The text that a :class:`TextStream` gives of tokens, its end included."""
     stream = TextStream(tokenizer, stop)
     return stream.add(tokens) + stream.finish()
@@ -40,22 +44,28 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Seq
 class TextStream:
     """The text of a growing list of tokens, special tokens included, up to the first stop string.
 
-    It knows the last few tokens only, however long the text: how a token decodes may depend on the one before it, and
-    a character begun on the tokens to come. The text is that of all tokens decoded together. (Where a tokenizer falls
-    back to bytes, and they are no characters, what was given before them stays given.)
+    It knows the last few tokens only, however long the text: how a token decodes may depend on the
+    one before it, and a character begun on the tokens to come. The text is that of all tokens
+    decoded together. (Where a tokenizer falls back to bytes, and they are no characters, what was
+    given before them stays given.)
 
-    With stop strings the text ends before the first one in it: the one that is complete first, and of those that end
-    with the same character the longest. What may be the beginning of one is held back. The tokenizer is a transformers
-    one with a ``backend_tokenizer``; stop strings are those of :func:`check_stop`.
+    With stop strings the text ends before the first one in it: the one that is complete first, and
+    of those that end with the same character the longest. What may be the beginning of one is held
+    back. The tokenizer is a transformers one with a ``backend_tokenizer``; stop strings are those
+    of :func:`check_stop`.
 
-    With ``loop`` the text also ends with the token by which the same so many tokens stand there thrice in a row.
+    With ``loop`` the text also ends with the token by which the same so many tokens stand there
+    thrice in a row.
 
     Attributes:
-        stopped: the stop string that has ended the text; None if none has. Tokens added after it add nothing.
+        stopped: the stop string that has ended the text; None if none has. Tokens added after it
+            add nothing.
         looped: whether such a loop has ended it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), loop: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), loop: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
         self._last: deque[int] = deque(maxlen=loop)
         self._loop, self._alike = loop, 0  # newest tokens that are those so many places before
@@ -66,14 +76,17 @@ class TextStream:
         self.stopped: str | None = None
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The characters that these tokens complete; what is begun, a character or a stop string, is held back."""
+        """The characters that these tokens complete; what is begun, a character or a stop string,
+        is held back.
+        """
         pieces = []
         for token in tokens:
             if self.ended:
                 break
             self._watch(token)
             self._held.append(token)
-            piece, text = "", self._after(self._before, self._held)
+            piece = ""
+            text = self._after(self._before, self._held)
             if text and not text.endswith(_BROKEN):
                 piece = self._give(len(self._held), text)
             elif len(self._held) % _HELD == 0:
@@ -104,14 +117,23 @@ class TextStream:
         text = self._waiting + piece
         # a token may complete a stop string and begin a character
         whole = text + self._after(self._before, self._held).rstrip(_BROKEN) if self._held else text
-        found = [(whole.index(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in whole]
+        found = [
+            (whole.index(stop) + len(stop), -len(stop), stop)
+            for stop in self._stop
+            if stop in whole
+        ]
         if found:
             end, length, self.stopped = min(found)
             self._held, self._waiting = [], ""
             return whole[: end + length]
         longest = max(map(len, self._stop)) - 1
         begun = next(
-            (at for at in range(max(0, len(text) - longest), len(text)) if self._may_stop(text[at:])), len(text)
+            (
+                at
+                for at in range(max(0, len(text) - longest), len(text))
+                if self._may_stop(text[at:])
+            ),
+            len(text),
         )
         self._waiting = text[begun:]
         return text[:begun]
@@ -120,16 +142,20 @@ class TextStream:
         return any(stop.startswith(end) for stop in self._stop)
 
     def _let_go(self, text: str) -> str:
-        """What of broken bytes no token to come can mend: those before a place where the text falls apart in two."""
+        """What of broken bytes no token to come can mend:
+        those before a place where the text falls apart in two.
+        """
         for count in range(len(self._held) - _LAST, 0, -1):
-            first, rest = self._held[:count], self._held[count:]
+            first = self._held[:count]
+            rest = self._held[count:]
             given = self._after(self._before, first)
             if given + self._after(first, rest) == text:
                 return self._give(count, given)
         return ""
 
     def _give(self, count: int, text: str) -> str:
-        self._before, self._held = self._held[:count], self._held[count:]
+        self._before = self._held[:count]
+        self._held = self._held[count:]
         return text
 
     def _after(self, before: list[int], tokens: list[int]) -> str:

@@ -1,8 +1,9 @@
-"""Chains of tokens that a model decodes as a draft: a smaller model, or the target over part of its cache.
+"""Chains of tokens that a model decodes as a draft: a smaller model,
+or the target over part of its cache.
 
-A chain is decoded as any text is, by the same steps with the same sampling rule. So what it is drafted from may in
-turn have been drafted, by a model that is smaller still (TriForce, Sun et al., 2024). A cascade's chain goes on as long
-as the target over its newest keys is sure of itself.
+A chain is decoded as any text is, by the same steps with the same sampling rule. So what it is
+drafted from may in turn have been drafted, by a model that is smaller still (TriForce, Sun et al.,
+2024). A cascade's chain goes on as long as the target over its newest keys is sure of itself.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class DraftModel:
         self._held: Mark | None = None
 
     def cache(self, context: Context) -> KVBuffer:
-        """The cache, holding of the text but the root what it is to hold. More may be committed to it."""
+        """The cache, holding of the text but the root what it is to hold.
+
+        More may be committed to it.
+        """
         self._held = context.kv.mark()
         self.target.prepare(context.kv, 1)
         return context.kv
@@ -54,11 +58,14 @@ class DraftModel:
         context.kv.rewind(self._held)
 
     def committed(self, context: Context, most: int) -> None:
-        """Keep up with the text, which will grow by ``most`` tokens at most before the next call."""
+        """Keep up with the text, which will grow by ``most`` tokens at
+        most before the next call.
+        """
 
 
 class PartialDraftModel(DraftModel):
-    """The target over a partial cache, which is filled with the exact keys and values of verification passes.
+    """The target over a partial cache, which is filled with the exact keys and values of
+    verification passes.
 
     A pass over it has at most ``nodes`` nodes.
     """
@@ -66,7 +73,8 @@ class PartialDraftModel(DraftModel):
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
         super().__init__(target)
         self.kv, self.keys = kv, kv.budget
-        self._observed: list[Tensor] | None = None  # [query heads, m, head_dim] of the newest tokens, by layer
+        # [query heads, m, head_dim] of the newest tokens, by layer
+        self._observed: list[Tensor] | None = None
         target.prepare(kv, nodes)
 
     def cache(self, context: Context) -> PartialKV:
@@ -83,7 +91,9 @@ class PartialDraftModel(DraftModel):
         if count > 1 and last is not None:
             new = last.queries_of(context.path[-count:])
             held = [layer[:, :0] for layer in new] if self._observed is None else self._observed
-            self._observed = [torch.cat(both, dim=1)[:, -count:] for both in zip(held, new, strict=True)]
+            self._observed = [
+                torch.cat(both, dim=1)[:, -count:] for both in zip(held, new, strict=True)
+            ]
 
         def queries() -> list[Tensor]:
             assert last is not None
@@ -95,8 +105,8 @@ class PartialDraftModel(DraftModel):
 class SmallDraftModel(DraftModel):
     """Another, smaller model over its own cache.
 
-    It forwards whatever the text has that it has not seen, so it may be asked at any point of any text that goes on
-    from a text it was asked about, but for the newest ``kv.slack`` tokens.
+    It forwards whatever the text has that it has not seen, so it may be asked at any point of any
+    text that goes on from a text it was asked about, but for the newest ``kv.slack`` tokens.
     """
 
     def __init__(self, target: Target, kv: StreamingKV) -> None:
@@ -107,14 +117,18 @@ class SmallDraftModel(DraftModel):
 
     def cache(self, context: Context) -> StreamingKV:
         """Its cache, caught up with the text."""
-        text, end, settled = context.text, len(context.text) - 1, self.kv.settled
+        text = context.text
+        end = len(context.text) - 1
+        settled = self.kv.settled
         known = [*zip(self._unsettled, text[settled:end], strict=False)]
         same = next((i for i, (ours, theirs) in enumerate(known) if ours != theirs), len(known))
         self.kv.trim_to(settled + same)
         for start in range(self.kv.seen, end, CHUNK):
             self.kv.settle()
             places = range(start, min(start + CHUNK, end))
-            sent = torch.tensor([text[places.start : places.stop], [*places]]).to(self.target.device, non_blocking=True)
+            sent = torch.tensor([text[places.start : places.stop], [*places]]).to(
+                self.target.device, non_blocking=True
+            )
             tokens, positions = sent
             self.target.forward(tokens, positions, self.kv, None)
             self.kv.commit(range(len(places)))
@@ -122,7 +136,9 @@ class SmallDraftModel(DraftModel):
         return self.kv
 
     def rollback(self, context: Context) -> None:
-        """Remember what was forwarded: what the text comes to have of it need not be forwarded again."""
+        """Remember what was forwarded: what the text comes to have of it need not be forwarded
+        again.
+        """
         self._unsettled = context.text[self.kv.settled : self.kv.seen]
 
     def committed(self, context: Context, most: int) -> None:
@@ -140,11 +156,16 @@ class ChainSource(Source):
         level: the model that decodes it, and over what.
         gamma: tokens of the chain.
         drafter: what the chain is drafted from; of nothing it is decoded token by token.
-        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise take the likeliest.
+        shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise
+            take the likeliest.
     """
 
-    def __init__(self, name: str, level: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool) -> None:
-        self.name, self.draft_model, self.drafter = name, level, drafter
+    def __init__(
+        self, name: str, level: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool
+    ) -> None:
+        self.name = name
+        self.draft_model = level
+        self.drafter = drafter
         self._gamma, self._shared_noise = gamma, shared_noise
         self._stepper: DeviceStepper | None = None
 
@@ -152,7 +173,8 @@ class ChainSource(Source):
         """Decode the chain, propose it, and take all of it back."""
         if not tree.depth:
             return
-        root, kv = len(context.text), self.draft_model.cache(context)
+        root = len(context.text)
+        kv = self.draft_model.cache(context)
         try:
             self._decode(tree, context, kv)
         except NoTokenLeft:  # not for a draft to complain of: the target's own pass will tell
@@ -163,7 +185,9 @@ class ChainSource(Source):
 
     def _decode(self, tree: Any, context: Context, kv: KVBuffer) -> None:
         """Add the chain to the text, and to the tree."""
-        max_new, root, step = min(self._gamma, tree.depth), len(context.text), self._steps(context, kv)
+        max_new = min(self._gamma, tree.depth)
+        root = len(context.text)
+        step = self._steps(context, kv)
         try:
             while (drafted := len(context.text) - root) < max_new:
                 step(max_new - drafted)
@@ -171,14 +195,23 @@ class ChainSource(Source):
             tree.add(context.text[root:], self.name)
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
-        """As if its model were as large as the target: what another one's passes cost is not known."""
+        """As if its model were as large as the target:
+        what another one's passes cost is not known.
+        """
         step = costs.seconds(self.drafter.limit, self.draft_model.keys or context.kv.length)
-        return self._gamma * (step + self.drafter.draft_seconds(costs, context)) / (1 + self.drafter.depth)
+        return (
+            self._gamma
+            * (step + self.drafter.draft_seconds(costs, context))
+            / (1 + self.drafter.depth)
+        )
 
     def _steps(self, context: Context, kv: KVBuffer) -> Callable[[int], Step]:
-        """A function that decodes one step, of at most the given number of tokens, from the current text."""
+        """A function that decodes one step, of at most the given number of tokens,
+        from the current text.
+        """
         target = self.draft_model.target
-        if self._stepper is not None:  # captured programs go on with the tensors that they were captured with
+        if self._stepper is not None:
+            # captured programs go on with the tensors that they were captured with
             self._stepper.restart(context.text, context.sampler)
             return self._stepper.step
         aside = replace(self._aside(context, kv), last=None, path=())
@@ -200,7 +233,8 @@ class ChainSource(Source):
         self.drafter.keep_up(context, most)
 
 
-_STEP, _SURE = 0.25, (0.6, 0.75, 0.85, 0.9, 0.95)  # leads are told apart by this much; probabilities by them at first
+# leads are told apart by this much; probabilities by them at first
+_STEP, _SURE = 0.25, (0.6, 0.75, 0.85, 0.9, 0.95)
 
 
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
@@ -213,7 +247,12 @@ class CascadeSource(ChainSource):
     """
 
     def __init__(
-        self, level: DraftModel, drafter: Drafter, shared_noise: bool, budget: TreeBudget, costs: PassCosts
+        self,
+        level: DraftModel,
+        drafter: Drafter,
+        shared_noise: bool,
+        budget: TreeBudget,
+        costs: PassCosts,
     ) -> None:
         super().__init__("self", level, 0, drafter, shared_noise)
         self._budget, self._costs = budget, costs
@@ -226,11 +265,17 @@ class CascadeSource(ChainSource):
 
     def _decode(self, tree: CandidateTree, context: Context, kv: KVBuffer) -> None:
         held, aside = context.kv.length, self._aside(context, kv)  # keys that it is verified over
-        node, keys, target = 0, self.draft_model.keys or held, self.draft_model.target
+        node = 0
+        keys = self.draft_model.keys or held
+        target = self.draft_model.target
         aside.sampler.fuse(target.dtype, 2)
         while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
-            step = decode_step(target, aside, self.drafter, tree.depth - tree.depths[node], with_runner_up=True)
-            self._seconds = self.drafter.draft_seconds(self._costs, aside) + self._costs.seconds(step.nodes, keys)
+            step = decode_step(
+                target, aside, self.drafter, tree.depth - tree.depths[node], with_runner_up=True
+            )
+            self._seconds = self.drafter.draft_seconds(self._costs, aside) + self._costs.seconds(
+                step.nodes, keys
+            )
             self._spent += self._seconds
             self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):

@@ -1,4 +1,6 @@
-"""What steps of decoding cost on this machine: measured once for a model, and remembered in the user's cache folder."""
+"""What steps of decoding cost on this machine: measured once for a model,
+and remembered in the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,33 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
 
-NODES = (1, 4, 5, 8, 9, 16, 17, 32)  # attention takes rows in tiles: the fifth, ninth and 17th cost more than the next
+# attention takes rows in tiles: the fifth, ninth and 17th cost more than the next
+NODES = (1, 4, 5, 8, 9, 16, 17, 32)
 _SHORT = 64  # keys
-# Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time: only from tens of
-# thousands on its time grows with them as it does at 100,000
+# Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time:
+# only from tens of thousands on its time grows with them as it does at 100,000
 _LONG = {"cpu": (16_384, 1 << 27), "cuda": (49_152, 8 << 30)}
 _FREE = 4  # times as much memory has to be free
 _TIMES = (5, 30)  # least and most repeats
 _SECONDS = 0.7  # after which the least are enough
-_IN_A_ROW, _WARM = 3, 2e-3  # most steps of which the last is timed, and seconds of them that are enough
+# most steps of which the last is timed, and seconds of them that are enough
+_IN_A_ROW, _WARM = 3, 2e-3
 _FORMAT = 8  # of what is measured, and how
 _ACCEPTED = 3  # drafted tokens that a step accepts, in trees that have as many
-_LEVEL = (0, 0)  # what a level of heads is called among steps, which are called by their nodes and keys
+# what a level of heads is called among steps, which are called by their nodes and keys
+_LEVEL = (0, 0)
 
 _here: dict[tuple[Path | None, str], PassCosts] = {}  # measured or read by this process
 
 
 def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCosts:
-    """Costs of steps of a model, and of its heads if it has any, on this machine; ``again`` measures them anew.
+    """Costs of steps of a model, and of its heads if it has any, on this machine;
+    ``again`` measures them anew.
 
     What was measured while the machine had other work serves this process and is not remembered.
     """
-    place, key = folder(), _key(target, heads)
+    place = folder()
+    key = _key(target, heads)
     file = place / f"{key}.json" if place else None
     costs = None if again else _here.get((place, key)) or (_read(file) if file else None)
     if costs is None:
@@ -72,10 +79,11 @@ def folder() -> Path | None:
 
 @torch.inference_mode()
 def measure(target: Target, heads: Heads | None) -> PassCosts:
-    """Time steps of decoding over few keys and over many, with trees of several sizes, and a draft by the heads.
+    """Time steps of decoding over few keys and over many, with trees of several sizes,
+    and a draft by the heads.
 
-    Every figure is the best of some repeats. It takes about a second for the bundled model on a CPU, and at most 128
-    MiB of memory for keys and values there.
+    Every figure is the best of some repeats. It takes about a second for the bundled model on a
+    CPU, and at most 128 MiB of memory for keys and values there.
     """
     most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
@@ -87,7 +95,11 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     lengths = (min(_SHORT, long // 2), long)
     try:
         trial = _Trial(target, lengths, sizes[-1])
-        runs = {(size, length): partial(trial.step_s, size, length) for length in lengths for size in sizes}
+        runs = {
+            (size, length): partial(trial.step_s, size, length)
+            for length in lengths
+            for size in sizes
+        }
         if heads is not None:
             runs[_LEVEL] = partial(trial.level_s, heads)
         times: dict[tuple[int, int], list[float]] = {name: [] for name in runs}
@@ -102,7 +114,8 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     best = {name: min(each) for name, each in times.items()}
     base, per_key = [], []
     for size in sizes:
-        short, far = best[size, lengths[0]], best[size, lengths[1]]
+        short = best[size, lengths[0]]
+        far = best[size, lengths[1]]
         slope = max(far - short, 0.0) / (lengths[1] - lengths[0])
         per_key.append(slope)
         base.append(max(short - slope * lengths[0], 1e-9))
@@ -113,7 +126,9 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
 
 
 class _Trial(Drafter):
-    """A decode that takes the same steps again and again, with draft trees of as many nodes as are wanted."""
+    """A decode that takes the same steps again and again,
+    with draft trees of as many nodes as are wanted.
+    """
 
     def __init__(self, target: Target, lengths: Sequence[int], most: int) -> None:
         super().__init__(depth=_ACCEPTED, limit=most)
@@ -148,7 +163,8 @@ class _Trial(Drafter):
     def step_s(self, nodes: int, length: int) -> float:
         """Seconds of a step over so many nodes, after a text of that length.
 
-        Quick steps are taken some times: in a text, too, each finds the processor's caches as one like it left them.
+        Quick steps are taken some times: in a text, too, each finds the processor's caches as one
+            like it left them.
         """
         self._nodes, spent = nodes, 0.0
         for _ in range(_IN_A_ROW):
@@ -161,7 +177,9 @@ class _Trial(Drafter):
 
     def level_s(self, heads: Heads) -> float:
         """Seconds of a level of heads, drafted after the last step."""
-        source = HeadTreeSource(self._target, heads, None, (WIDTH,) * heads.count, shared_noise=True)
+        source = HeadTreeSource(
+            self._target, heads, None, (WIDTH,) * heads.count, shared_noise=True
+        )
         tree = CandidateTree(self._context.text[-1], heads.count, AcceptanceEstimator())
         started = time.perf_counter()
         source.start(self._context)
@@ -214,7 +232,9 @@ def _key(target: Target, heads: Heads | None) -> str:
 def _read(file: Path) -> PassCosts | None:
     try:
         known = json.loads(file.read_text())
-        costs = PassCosts(tuple(known["nodes"]), tuple(known["base"]), tuple(known["per_key"]), known["level"])
+        costs = PassCosts(
+            tuple(known["nodes"]), tuple(known["base"]), tuple(known["per_key"]), known["level"]
+        )
         return costs if costs.sound else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # measured anew

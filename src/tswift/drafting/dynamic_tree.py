@@ -1,7 +1,8 @@
 """Draft trees chosen anew in every step, of the candidates that pay.
 
-What a node is worth is the probability that the text goes through it; what it costs is measured, as the time that a
-pass over more nodes takes on this machine. Timings decide the tree and never the text.
+What a node is worth is the probability that the text goes through it; what it costs is measured, as
+the time that a pass over more nodes takes on this machine. Timings decide the tree and never the
+text.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ _MEMORY = 2048.0  # observations after which older ones count for half: texts ch
 
 
 class AcceptanceEstimator:
-    """Probabilities of candidates by their kind, which is whatever their source knows of them beforehand.
+    """Probabilities of candidates by their kind,
+    which is whatever their source knows of them beforehand.
 
     A source guesses a probability; what is learned replaces it as observations of the kind come in.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, list[float]] = {}  # of a kind: how many came true, and how many there were
+        # of a kind: how many came true, and how many there were
+        self._seen: dict[Hashable, list[float]] = {}
 
     def chance(self, kind: Hashable, guess: float) -> float:
-        """The probability of a candidate, above 0 and below 1; ``guess`` counts as long as little is known."""
+        """The probability of a candidate, above 0 and below 1;
+        ``guess`` counts as long as little is known.
+        """
         true, count = self._seen.get(kind, (0.0, 0.0))
         return min(max((true + _WEIGHT * guess) / (count + _WEIGHT), 1e-6), 1 - 1e-6)
 
@@ -46,41 +51,58 @@ class AcceptanceEstimator:
 
 _STEADY = 0.05  # of what is known of late, forgotten in a step
 _STEPS = 200  # after about so many, what steps took is forgotten
-_RATIO = 0.5, 2.0  # a step counts as no less and no more of what was expected: the process may have been stopped
+# a step counts as no less and no more of what was expected: the process may have been stopped
+_RATIO = 0.5, 2.0
 
 
 class TreeBudget:
-    """Decides by expected tokens per second. It may depend on timings; the text does not depend on it.
+    """Decides by expected tokens per second.
+
+    It may depend on timings; the text does not depend on it.
 
     Args:
         costs: what steps cost.
         every: verify all nodes, as in a tree of a given shape.
-        timed: correct the costs by the time that steps take; without it, choices are the same everywhere.
+        timed: correct the costs by the time that steps take; without it, choices are the same
+            everywhere.
 
     Attributes:
         rate: tokens per second of late, by the costs; 0 before the first step.
     """
 
-    def __init__(self, costs: PassCosts = NOMINAL, every: bool = False, timed: bool = False) -> None:
-        self.costs, self._every, self.rate = costs, every, 0.0
+    def __init__(
+        self, costs: PassCosts = NOMINAL, every: bool = False, timed: bool = False
+    ) -> None:
+        self.costs = costs
+        self._every = every
+        self.rate = 0.0
         self.timed = timed
-        # by measured number of nodes, the time of steps over so many or a few more, relative to the costs: its sum over
-        # the steps of late, and their number; at first as if the costs had held in some
+        # by measured number of nodes, the time of steps over so many or a few more, relative to the
+        # costs: its sum over the steps of late, and their number; at first as if the costs had held
+        # in some
         self._took = np.full(len(costs.nodes), _WEIGHT)
         self._steps = self._took.copy()
         self._sizes = np.zeros(0, np.int64)  # of 1, 2, ... nodes, the index of that number
-        self._step = 0, 0.0, 0.0  # the one under way: that index, seconds of its draft and of its pass by the costs
+        # the one under way: that index, seconds of its draft and of its pass by the costs
+        self._step = 0, 0.0, 0.0
         self._seconds = 0.0  # of the step under way
         self._tokens, self._time = 0.0, 0.0  # of late
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
 
     def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
-        """How many nodes to verify: of these, root first, over so many keys each, after so long a draft."""
+        """How many nodes to verify: of these, root first, over so many keys each,
+        after so long a draft.
+        """
         count = len(path_probs)
         if count > len(self._base):
-            self._base, ends = (np.array([self.costs.seconds(n, k) for n in range(1, count + 1)]) for k in (0, 1 << 20))
+            self._base, ends = (
+                np.array([self.costs.seconds(n, k) for n in range(1, count + 1)])
+                for k in (0, 1 << 20)
+            )
             self._per_key = (ends - self._base) / (1 << 20)
-            self._sizes = np.searchsorted(self.costs.nodes, np.arange(1, count + 1), side="right") - 1
+            self._sizes = (
+                np.searchsorted(self.costs.nodes, np.arange(1, count + 1), side="right") - 1
+            )
         passes = self._base[:count] + self._per_key[:count] * context
         seconds = cost_s + passes * (self._took / self._steps)[self._sizes[:count]]
         best = count - 1 if self._every else int((np.cumsum(path_probs) / seconds).argmax())
@@ -89,7 +111,9 @@ class TreeBudget:
         return best + 1
 
     def learn(self, tokens: int, seconds: float) -> None:
-        """The tree whose size was asked for last brought so many tokens in a step of so many seconds."""
+        """The tree whose size was asked for last brought so many tokens in a step of so many
+        seconds.
+        """
         if self.timed:
             size, drafting, verifying = self._step
             least, most = _RATIO
@@ -107,7 +131,8 @@ class TreeBudget:
 
 
 GAP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
-# chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon replaces them
+# chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon
+# replaces them
 GUESSES = (
     (0.42, 0.62, 0.74, 0.83, 0.88),
     (0.27, 0.16, 0.07, 0.05, 0.03),
@@ -120,7 +145,8 @@ _PLAIN = 0.5  # probability of a token whose source says nothing of it, until mo
 class CandidateTree:
     """A trie of proposed tokens below the last token of the text.
 
-    Node 0 is the root. A candidate is put to the test when the text turns out to have gone through its parent.
+    Node 0 is the root. A candidate is put to the test when the text turns out to have gone through
+    its parent.
 
     Args:
         root: the text's last token.
@@ -135,7 +161,10 @@ class CandidateTree:
     """
 
     def __init__(self, root: int, depth: int, acceptance: AcceptanceEstimator) -> None:
-        self.tokens, self.parents, self.depths, self.sources = [root], [-1], [0], [""]
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths = [0]
+        self.sources = [""]
         self.path_prob = [1.0]
         self.children: list[dict[int, int]] = [{}]
         self.depth = depth
@@ -153,13 +182,19 @@ class CandidateTree:
             node = self.parents[node]
         return tokens[::-1]
 
-    def propose(self, node: int, token: int, source: str, about: Hashable, guess: float) -> int | None:
-        """Say that ``token`` may follow ``node``. Of several sources' probabilities for it the highest counts.
+    def propose(
+        self, node: int, token: int, source: str, about: Hashable, guess: float
+    ) -> int | None:
+        """Say that ``token`` may follow ``node``.
+
+        Of several sources' probabilities for it the highest counts.
 
         Args:
             source: name of who says so.
-            about: what the source knows of the candidate, out of few values: its probability is learned by it.
-            guess: its probability, given that the text goes through ``node``, until something is learned.
+            about: what the source knows of the candidate, out of few values: its probability is
+                learned by it.
+            guess: its probability, given that the text goes through ``node``, until something is
+                learned.
 
         Returns:
             The child; None if that is too deep.
@@ -185,15 +220,24 @@ class CandidateTree:
         return known
 
     def propose_ranked(
-        self, node: int, tokens: Sequence[int], scores: Sequence[float], source: str, about: tuple[Hashable, ...]
+        self,
+        node: int,
+        tokens: Sequence[int],
+        scores: Sequence[float],
+        source: str,
+        about: tuple[Hashable, ...],
     ) -> list[int]:
-        """Propose tokens below a node that is not too deep, best first, with chances by their scores; their nodes."""
+        """Propose tokens below a node that is not too deep, best first,
+        with chances by their scores; their nodes.
+        """
         children = []
         for rank, (token, score) in enumerate(zip(tokens, scores, strict=True)):
             rival = scores[0] if rank else scores[1] if len(scores) > 1 else -inf
             step = round(min(abs(score - rival) / GAP, _FAR))
             guesses = GUESSES[min(rank, len(GUESSES) - 1)]
-            child = self.propose(node, token, source, (*about, rank, step), guesses[min(step, len(guesses) - 1)])
+            child = self.propose(
+                node, token, source, (*about, rank, step), guesses[min(step, len(guesses) - 1)]
+            )
             assert child is not None
             children.append(child)
         return children
@@ -207,16 +251,23 @@ class CandidateTree:
             node = self.propose(node, token, source, self.depths[node], _PLAIN)
 
     def likeliest(self, limit: int) -> list[int]:
-        """The root and the nodes with the highest probabilities, at most ``limit``, parents before their children."""
-        # a child's is below its parent's, which has a smaller number, too; sorting keeps the order of equals
+        """The root and the nodes with the highest probabilities, at most ``limit``,
+        parents before their children.
+        """
+        # a child's is below its parent's, which has a smaller number, too; sorting keeps the order
+        # of equals
         return sorted(range(len(self)), key=self.path_prob.__getitem__, reverse=True)[:limit]
 
     def prune(self, nodes: Sequence[int]) -> DraftTree:
-        """The draft tree of some nodes, each of which comes after its parent; the root is the first."""
+        """The draft tree of some nodes, each of which comes after its parent;
+        the root is the first.
+        """
         tree = DraftTree(self.tokens[0], len(nodes), self.depth)
         places: dict[int, Any] = {0: 0}
         for node in nodes[1:]:
-            places[node] = tree.grow(places[self.parents[node]], self.tokens[node], self.sources[node])
+            places[node] = tree.grow(
+                places[self.parents[node]], self.tokens[node], self.sources[node]
+            )
         return tree
 
     def learn(self, came: Sequence[int]) -> None:
@@ -257,7 +308,13 @@ class DynamicTreeDrafter(Drafter):
         self.fill(tree, context)
         nodes = tree.likeliest(self.limit)
         spent = self.draft_seconds(self.budget.costs, context)
-        return tree.prune(nodes[: self.budget.size([tree.path_prob[node] for node in nodes], context.kv.length, spent)])
+        return tree.prune(
+            nodes[
+                : self.budget.size(
+                    [tree.path_prob[node] for node in nodes], context.kv.length, spent
+                )
+            ]
+        )
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""

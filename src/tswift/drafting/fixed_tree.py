@@ -1,7 +1,7 @@
 """A draft tree of a fixed shape that the device fills with heads' candidates and with n-grams.
 
-Which node carries which candidate is known in advance, so the tree's parents are constants, and no candidate has to be
-seen by the host before it is verified.
+Which node carries which candidate is known in advance, so the tree's parents are constants, and no
+candidate has to be seen by the host before it is verified.
 """
 
 from __future__ import annotations
@@ -46,31 +46,52 @@ class FixedTreeDrafter(Drafter):
 class FixedTree:
     """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`DeviceDraft`.
 
-    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the best candidate of
-    the first level only; a tree made by the host has them below every candidate of that level.
+    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the
+    best candidate of the first level only; a tree made by the host has them below every candidate
+    of that level.
     """
 
     def __init__(self, drafter: FixedTreeDrafter, heads: HeadSource, state: DeviceState) -> None:
-        self._drafter, self._heads, self._state, level = drafter, heads, state, heads.draft_model
+        self._drafter = drafter
+        self._heads = heads
+        self._state = state
+        level = heads.draft_model
         self.target = level.target if level else heads.target
         self._partial = level.kv if isinstance(level, PartialDraftModel) else None
         device = state.tokens.device
-        ngrams, reserved = next((each for each in drafter.sources if isinstance(each, ReuseSource)), None), 0
+        ngrams = next((each for each in drafter.sources if isinstance(each, ReuseSource)), None)
+        reserved = 0
         if ngrams is not None:
             room = drafter.limit - 1 - len(heads.nodes)
-            reserved = min(max(room, drafter.limit // _SHARE), ngrams.table.k * (ngrams.table.n - 1))
+            reserved = min(
+                max(room, drafter.limit // _SHARE), ngrams.table.k * (ngrams.table.n - 1)
+            )
         candidates = heads.nodes[: drafter.limit - reserved - 1]
         order = _interleave(1 + len(candidates), reserved)
-        place = {node: index for index, node in enumerate(order)}  # of the heads' nodes: 0 .. ; of n-grams: -1, -2 ..
-        self.sources: Sequence[str] = ["" if node == 0 else heads.name if node > 0 else REUSE for node in order]
-        self._parents = [0 if node == 0 else place[candidates[node - 1][0]] if node > 0 else place[1] for node in order]
-        self._live = torch.tensor([place[1 + index] for index in range(len(candidates))], device=device)
-        self._candidates = torch.tensor([heads.width * level + rank for _, level, rank in candidates], device=device)
+        # of the heads' nodes: 0 .. ; of n-grams: -1, -2 ..
+        place = {node: index for index, node in enumerate(order)}
+        self.sources: Sequence[str] = [
+            "" if node == 0 else heads.name if node > 0 else REUSE for node in order
+        ]
+        self._parents = [
+            0 if node == 0 else place[candidates[node - 1][0]] if node > 0 else place[1]
+            for node in order
+        ]
+        self._live = torch.tensor(
+            [place[1 + index] for index in range(len(candidates))], device=device
+        )
+        self._candidates = torch.tensor(
+            [heads.width * level + rank for _, level, rank in candidates], device=device
+        )
         self._levels = torch.arange(1, len(heads.tree) + 1, device=device)
         self._rows: NgramRows | None = None
         if reserved and ngrams is not None:
-            self._rows = NgramRows(ngrams, heads.target.vocab_size, reserved, drafter.depth + 1, device)
-            self._anchors = torch.tensor([place[1], *(place[-1 - index] for index in range(reserved))], device=device)
+            self._rows = NgramRows(
+                ngrams, heads.target.vocab_size, reserved, drafter.depth + 1, device
+            )
+            self._anchors = torch.tensor(
+                [place[1], *(place[-1 - index] for index in range(reserved))], device=device
+            )
         self._shape = torch.tensor(self._parents, device=device)
         self.sizes: Sequence[int] = sizes(len(order))
         self._shapes: dict[int, DraftTree] = {}
@@ -80,22 +101,31 @@ class FixedTree:
         own = {"slots": min(self._drafter.depth + 1, self._drafter.limit)} if self._partial else {}
         return own | (self._rows.sections if self._rows else {})
 
-    def begin(self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]) -> None:
+    def begin(
+        self, context: Context, host: dict[str, np.ndarray], device: dict[str, Tensor]
+    ) -> None:
         """As :meth:`DeviceDraft.begin`."""
-        self._host, self._device, self._sampler, self._kv = host, device, context.sampler, context.kv
+        self._host = host
+        self._device = device
+        self._sampler = context.sampler
+        self._kv = context.kv
         context.sampler.fuse(self._heads.target.dtype, self._heads.width)
         if self._partial is not None:
             self._partial.track()
         self.prepare(context)
 
     def _states(self) -> tuple[Tensor, Tensor | None]:
-        """``[H]`` last hidden state that the heads start from, and the one before the final norm if there is one.
+        """``[H]`` last hidden state that the heads start from,
+        and the one before the final norm if there is one.
 
-        They are of the root that the last verification left on the device, or of the node that drew it.
+        They are of the root that the last verification left on the device, or of the node that drew
+        it.
         """
         state, level = self._state, self._heads.draft_model
         if level is None:
-            pre_norm = None if state.pre_norm is None else state.pre_norm.index_select(0, state.last)[0]
+            pre_norm = (
+                None if state.pre_norm is None else state.pre_norm.index_select(0, state.last)[0]
+            )
             return state.hidden.index_select(0, state.last)[0], pre_norm
         length = state.length if self._partial is None else self._partial.device_length
         assert length is not None
@@ -107,18 +137,22 @@ class FixedTree:
         """As :meth:`DeviceDraft.draft`."""
         hidden, pre_norm = self._states()
         places = self._state.position + self._levels
-        tokens, scores = self._heads.guess(hidden, pre_norm, self._state.tokens[0], places, self._sampler)
+        tokens, scores = self._heads.guess(
+            hidden, pre_norm, self._state.tokens[0], places, self._sampler
+        )
         # fewer tokens than the widest level wants are left by the filters, or there are no more
         tokens = torch.where(scores == -torch.inf, -1, tokens).flatten()
         self._state.tokens.index_copy_(0, self._live, tokens[self._candidates])
-        self._state.parents[: len(self._shape)].copy_(self._shape)  # the host may have proposed the tree before
+        # the host may have proposed the tree before
+        self._state.parents[: len(self._shape)].copy_(self._shape)
 
     def complete(self) -> None:
         """As :meth:`DeviceDraft.complete`."""
         if self._rows is None:
             return
         self._rows.update(self._device)
-        first, reserved = self._state.tokens[self._anchors[:1]], self._anchors[1:]
+        first = self._state.tokens[self._anchors[:1]]
+        reserved = self._anchors[1:]
         row = torch.where(first < 0, self._rows.nothing, first)
         tokens, parents = self._rows.trees.index_select(1, row)[:, 0]
         self._state.tokens.index_copy_(0, reserved, tokens)
@@ -134,9 +168,13 @@ class FixedTree:
                 self.target.backend.append(own, full, partial.device_length, slots, to, count)
 
     def ready(self, most: int) -> bool:
-        """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the verification."""
+        """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the
+        verification.
+        """
         kv = self._partial
-        return kv is None or (kv.policy.observes == 1 and (not kv.policy.renews or kv.room >= 2 * most))
+        return kv is None or (
+            kv.policy.observes == 1 and (not kv.policy.renews or kv.room >= 2 * most)
+        )
 
     def prepare(self, context: Context) -> None:
         """As :meth:`DeviceDraft.prepare`."""
@@ -165,7 +203,14 @@ class FixedTree:
 
 
 def _interleave(drafted: int, reserved: int) -> list[int]:
-    """The order of a tree's nodes: those of the heads, 0 the root, with n-grams' nodes -1, -2 ... spread among them."""
+    """The order of a tree's nodes: those of the heads, 0 the root, with n-grams' nodes -1,
+    -2 ... spread among them.
+    """
     after = [-(-index * (drafted - 1) // reserved) for index in range(1, reserved + 1)]
     placed = [(node, 0, node) for node in range(drafted)]
-    return [node for *_, node in sorted([*placed, *((at, index, -index) for index, at in enumerate(after, start=1))])]
+    return [
+        node
+        for *_, node in sorted(
+            [*placed, *((at, index, -index) for index, at in enumerate(after, start=1))]
+        )
+    ]

@@ -25,18 +25,21 @@ from tswift.speculators.heads import Heads
 class HeadSource(Source):
     """Every level's best candidates, combined into a tree (paper, section 3.2).
 
-    Chained and Medusa heads know no drafted token, so every candidate of a level may follow every one of the level
-    before. Conditioned heads are told the best candidate of the level before, and theirs may follow that one only.
+    Chained and Medusa heads know no drafted token, so every candidate of a level may follow every
+    one of the level before. Conditioned heads are told the best candidate of the level before, and
+    theirs may follow that one only.
 
     Args:
         target: for its LM head and embeddings.
         heads: the heads.
-        level: what makes a drafting pass over the root, from whose state they start: the LM head on it gives the first
-            level (paper, section 3.3). Its keys and values are not kept: a partial cache is filled with the exact ones
-            of verification. None to start from the pass that drew the root, whose state knows nothing of the root.
+        level: what makes a drafting pass over the root, from whose state they start: the LM head on
+            it gives the first level (paper, section 3.3). Its keys and values are not kept: a
+            partial cache is filled with the exact ones of verification. None to start from the pass
+            that drew the root, whose state knows nothing of the root.
         tree: candidates per level.
-        shared_noise: rank candidates by what the target would draw with the noise of their position, not by what is
-            likely. The noise is a pure function, so this is no peeking: it only makes for better guesses.
+        shared_noise: rank candidates by what the target would draw with the noise of their
+            position, not by what is likely. The noise is a pure function, so this is no peeking: it
+            only makes for better guesses.
 
     Attributes:
         width: candidates of each level in :meth:`guess`.
@@ -45,38 +48,56 @@ class HeadSource(Source):
     name = "heads"
 
     def __init__(
-        self, target: Target, heads: Heads, level: DraftModel | None, tree: Sequence[int], shared_noise: bool
+        self,
+        target: Target,
+        heads: Heads,
+        level: DraftModel | None,
+        tree: Sequence[int],
+        shared_noise: bool,
     ) -> None:
-        self.target, self._heads, self.draft_model, self.tree, self._shared_noise = (
-            target,
-            heads,
-            level,
-            tree,
-            shared_noise,
-        )
+        self.target = target
+        self._heads = heads
+        self.draft_model = level
+        self.tree = tree
+        self._shared_noise = shared_noise
         self._lm_head = heads.draft_head(target)
         self.width = min(max(tree), target.vocab_size)
         self._guessed: tuple[Any, Any] | None = None
 
     @cached_property
     def nodes(self) -> list[tuple[int, int, int]]:
-        """The tree's nodes below the root in order of promise: parent (0 the root), level, and rank there."""
+        """The tree's nodes below the root in order of promise: parent (0 the root), level,
+        and rank there.
+        """
         levels = range(len(self.tree))
         if self._heads.conditioned:
             ranks = [(0,) * level + (rank,) for level in levels for rank in range(self.tree[level])]
             # the path of best candidates first, then side steps from it
-            paths = sorted(ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path)))
+            paths = sorted(
+                ranks, key=lambda path: (path[-1], -len(path) if path[-1] == 0 else len(path))
+            )
         else:
-            # few side steps first, and early ones: a late one is reached only if all before it was right
-            paths = sorted(product(*map(range, self.tree)), key=lambda path: (sum(path), [-rank for rank in path]))
+            # few side steps first, and early ones: a late one is reached only if all before it was
+            # right
+            paths = sorted(
+                product(*map(range, self.tree)),
+                key=lambda path: (sum(path), [-rank for rank in path]),
+            )
         tree = DraftTree(0, 1 + sum(map(len, paths)), len(self.tree))
         for path in paths:
             tree.add(path, self.name)  # ranks in the place of tokens
-        return [(tree.parents[node], tree.depths[node] - 1, tree.tokens[node]) for node in range(1, len(tree))]
+        return [
+            (tree.parents[node], tree.depths[node] - 1, tree.tokens[node])
+            for node in range(1, len(tree))
+        ]
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that a draft takes by these costs."""
-        reading = costs.seconds(1, self.draft_model.keys or context.kv.length) if self.draft_model else 0.0
+        reading = (
+            costs.seconds(1, self.draft_model.keys or context.kv.length)
+            if self.draft_model
+            else 0.0
+        )
         return reading + len(self.tree) * costs.level
 
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
@@ -84,7 +105,9 @@ class HeadSource(Source):
         if self.draft_model is None:
             return None if context.last is None else (context.last, context.node)
         model = self.draft_model.target
-        root, position = torch.tensor([context.text[-1:], [context.position]]).to(model.device, non_blocking=True)
+        root, position = torch.tensor([context.text[-1:], [context.position]]).to(
+            model.device, non_blocking=True
+        )
         return model.forward(root, position, self.draft_model.cache(context), None), 0
 
     def start(self, context: Context) -> None:
@@ -93,13 +116,17 @@ class HeadSource(Source):
         if read is None:
             return
         forwarded, node = read
-        hidden, pre_norm = forwarded.hidden[node], None if forwarded.pre_norm is None else forwarded.pre_norm[node]
-        first, root = context.position + 1, context.text[-1]
+        hidden = forwarded.hidden[node]
+        pre_norm = None if forwarded.pre_norm is None else forwarded.pre_norm[node]
+        first = context.position + 1
+        root = context.text[-1]
         given = hidden, pre_norm, root, range(first, first + len(self.tree)), context.sampler
         self._guessed = self.guess_by_program(*given) or self.guess(*given)
 
     def _candidates(self) -> list[tuple[list[int], list[float]]]:
-        """Tokens and scores of every level, best first: those that can be drawn; no levels before the first pass."""
+        """Tokens and scores of every level, best first: those that can be drawn;
+        no levels before the first pass.
+        """
         if self._guessed is None:
             return []
         (tokens, scores), self._guessed = self._guessed, None
@@ -108,8 +135,11 @@ class HeadSource(Source):
         levels = []
         for level, width in enumerate(self.tree):
             start = level * self.width
-            count = sum(map(isfinite, scores[start : start + min(width, self.width)]))  # what is broken is no guess
-            levels.append(([*map(int, tokens[start : start + count])], scores[start : start + count]))
+            # what is broken is no guess
+            count = sum(map(isfinite, scores[start : start + min(width, self.width)]))
+            levels.append(
+                ([*map(int, tokens[start : start + count])], scores[start : start + count])
+            )
         return levels
 
     def propose(self, tree: DraftTree, context: Context) -> None:
@@ -118,7 +148,11 @@ class HeadSource(Source):
         nodes: list[int | None] = [0]
         for parent, level, rank in self.nodes if levels else ():
             below, tokens = nodes[parent], levels[level]
-            nodes.append(None if below is None or rank >= len(tokens) else tree.grow(below, tokens[rank], self.name))
+            nodes.append(
+                None
+                if below is None or rank >= len(tokens)
+                else tree.grow(below, tokens[rank], self.name)
+            )
 
     def guess(
         self,
@@ -128,30 +162,38 @@ class HeadSource(Source):
         places: Sequence[int] | Tensor,
         sampler: Sampler,
     ) -> tuple[Tensor, Tensor]:
-        """The best candidates of every level; nothing is waited for, and a CUDA graph can be captured of it.
+        """The best candidates of every level; nothing is waited for,
+        and a CUDA graph can be captured of it.
 
         Args:
             hidden: ``[H]`` last hidden state.
             pre_norm: the same before the final norm; for heads that start there.
             root: the text's last token.
-            places: of each level, the position of its tokens in the text; numbers, or ``[levels]`` on the device.
+            places: of each level, the position of its tokens in the text; numbers, or ``[levels]``
+                on the device.
             sampler: the sampling rule.
 
         Returns:
-            ``[levels, width]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never
-            drawn.
+            ``[levels, width]`` tokens, best first, and their scores (float64), ``-inf`` for a token
+            that is never drawn.
         """
-        state, out, levels = pre_norm if self._heads.pre_norm else hidden, hidden, len(self.tree)
+        state = pre_norm if self._heads.pre_norm else hidden
+        out = hidden
+        levels = len(self.tree)
         assert state is not None
         root_place = (
             places[:1] - 1
             if isinstance(places, Tensor)
             else torch.tensor([places[0] - 1]).to(hidden.device, non_blocking=True)
         )
-        seen = sampler.seen(root_place, root_place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device))
+        seen = sampler.seen(
+            root_place, root_place, torch.ones(1, 1, dtype=torch.bool, device=hidden.device)
+        )
 
         def best(logits: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-            return sampler.candidates(logits, seen, places[start:end] if self._shared_noise else None, self.width)
+            return sampler.candidates(
+                logits, seen, places[start:end] if self._shared_noise else None, self.width
+            )
 
         if not self._heads.conditioned:
             first = hidden if self.draft_model else None
@@ -169,23 +211,29 @@ class HeadSource(Source):
     def guess_by_program(
         self, hidden: Tensor, pre_norm: Tensor | None, root: int, places: range, sampler: Sampler
     ) -> tuple[list[int], list[float]] | None:
-        """As :meth:`guess`, on the host level after level, all by one C function; None where there is none."""
-        heads, model = getattr(self._heads, "program", None), self.target.program
-        draw, lm_head = sampler.program(torch.float32), self._lm_head.c
-        if not (heads and model and draw and lm_head and self._heads.conditioned and self.width <= MOST):
+        """As :meth:`guess`, on the host level after level, all by one C function; None where there
+        is none.
+        """
+        heads = getattr(self._heads, "program", None)
+        model = self.target.program
+        draw = sampler.program(torch.float32)
+        lm_head = self._lm_head.c
+        if not (
+            heads and model and draw and lm_head and self._heads.conditioned and self.width <= MOST
+        ):
             return None
-        state, first, levels = (
-            pre_norm if self._heads.pre_norm else hidden,
-            hidden if self.draft_model else None,
-            len(self.tree),
-        )
+        state = pre_norm if self._heads.pre_norm else hidden
+        first = hidden if self.draft_model else None
+        levels = len(self.tree)
 
         def run(ranking: ctypes.Structure, rank: int) -> None:
             heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
 
         newest = sampler.newest if sampler.penalises else None
         noisy = places if self._shared_noise else None
-        return draw.rank_levels(run, noisy, levels, self.width, (root, places[0] - 1), newest, self._lm_head.ids)
+        return draw.rank_levels(
+            run, noisy, levels, self.width, (root, places[0] - 1), newest, self._lm_head.ids
+        )
 
     def committed(self, context: Context, most: int) -> None:
         """Keep the drafting pass's cache up."""
@@ -198,7 +246,9 @@ _BRANCHES = 3  # nodes of a level below which the next one's may follow
 
 
 class HeadTreeSource(HeadSource):
-    """The same candidates for a tree that is pruned to what pays, with chances by their gap to the others."""
+    """The same candidates for a tree that is pruned to what pays,
+    with chances by their gap to the others.
+    """
 
     def propose(self, tree: CandidateTree, context: Context) -> None:  # type: ignore[override]
         """Propose every level's candidates below the likeliest nodes that they may follow."""
@@ -206,7 +256,9 @@ class HeadTreeSource(HeadSource):
         for level, (tokens, scores) in enumerate(self._candidates()[: tree.depth]):
             about = (min(level, 1) if self.draft_model else 1,)
             children = [
-                child for node in nodes for child in tree.propose_ranked(node, tokens, scores, self.name, about)
+                child
+                for node in nodes
+                for child in tree.propose_ranked(node, tokens, scores, self.name, about)
             ]
             nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
             if self._heads.conditioned:

@@ -1,13 +1,15 @@
-"""The history of a text's logits: draft from what the model computed where the text stood like this before.
+"""The history of a text's logits: draft from what the model computed where the text stood like this
+before.
 
-The paper reuses n-grams of the text: what was drawn. That was one draw with its own noise; here the noise is another,
-and logits, given the noise that is coming, tell what will be drawn. No model is asked, so it reaches as deep as it
-holds; and the longer the text, the longer its matches.
+The paper reuses n-grams of the text: what was drawn. That was one draw with its own noise; here the
+noise is another, and logits, given the noise that is coming, tell what will be drawn. No model is
+asked, so it reaches as deep as it holds; and the longer the text, the longer its matches.
 
-Matches are found by chains of equal hashes, as in LZ77 compressors. A suffix automaton would know the longest match of
-any length, for about a kilobyte of Python objects a token, but not which of its occurrences are the last ones. Chains
-are arrays: 52 to 104 bytes a token, and the last ones come first. C functions look, average and rank: up to
-eight guesses together take about a tenth of a millisecond.
+Matches are found by chains of equal hashes, as in LZ77 compressors. A suffix automaton would know
+the longest match of any length, for about a kilobyte of Python objects a token, but not which of
+its occurrences are the last ones. Chains
+are arrays: 52 to 104 bytes a token, and the last ones come first. C functions look, average and
+rank: up to eight guesses together take about a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ from tswift.sampling.sampler_c import CSampler
 
 _SOURCE = Path(__file__).with_name("history.c")
 _LEAST = 1 << 10  # places of an empty table
-_ORDERS = (1, 2, 3, 4, 6, 12)  # lengths of context that are looked up; a match counts up to the largest
-_REACH = 16  # links of a chain that are followed: a context met a thousand times costs no more than one met 16 times
+# lengths of context that are looked up; a match counts up to the largest
+_ORDERS = (1, 2, 3, 4, 6, 12)
+# links of a chain that are followed: a context met a thousand times costs no more than one met 16
+# times
+_REACH = 16
 _ROUND = 8  # paths asked about at a time
 _PLACES = 4  # averaged; eight are hardly better
 _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
@@ -52,14 +57,20 @@ def _structure(pointers: str, integers: str, reals: str = "") -> type[ctypes.Str
 
 
 _Index = _structure("text last before orders", "count room bits kinds reach")
-_Logits = _structure("logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans")
+_Logits = _structure(
+    "logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans"
+)
 _Recall = _structure(
-    "index kept paths ends depths newest matches positions ids logits seen", "count width most window", "favour"
+    "index kept paths ends depths newest matches positions ids logits seen",
+    "count width most window",
+    "favour",
 )
 
 
 def _point(call: Any, arrays: Mapping[str, Any]) -> None:
-    """Let a structure's pointers point to arrays of these names, which have to be kept elsewhere."""
+    """Let a structure's pointers point to arrays of these names,
+    which have to be kept elsewhere.
+    """
     for name in arrays.keys() & {name for name, _ in call._fields_}:
         setattr(call, name, arrays[name].ctypes.data)
 
@@ -86,7 +97,8 @@ class Candidates:
 class LogitHistory:
     """What the target thought after each token of a text, to be found by the tokens before.
 
-    Of each distribution its likeliest tokens are kept, by their log-probabilities; tokens that are never drawn are not.
+    Of each distribution its likeliest tokens are kept, by their log-probabilities; tokens that are
+    never drawn are not.
 
     Args:
         target: the model.
@@ -95,7 +107,8 @@ class LogitHistory:
     """
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
-        self._library, self._orders = build(_SOURCE), np.array(_ORDERS)
+        self._library = build(_SOURCE)
+        self._orders = np.array(_ORDERS)
         self._target, self._shared_noise = target, shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
@@ -104,7 +117,8 @@ class LogitHistory:
         self._known = 0  # tokens of which it is known what follows, or which of them came
         self._tables: dict[str, np.ndarray] = {}
         self._grow(_LEAST)
-        self._ask: Any = None  # the arguments of a guess; the sampling rule is known with the first tokens
+        # the arguments of a guess; the sampling rule is known with the first tokens
+        self._ask: Any = None
 
     def __len__(self) -> int:
         """After how many tokens of the text it is known what comes: all but the last one."""
@@ -114,16 +128,22 @@ class LogitHistory:
     def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
         """Bytes of the machine's own memory that a text of so many tokens takes, prompt included.
 
-        With 64 tokens kept of each distribution, 312 to 364 a token, or 128 more with over 65,536 token ids: with up
-        to 65,536 ids ``4 * kept + 4`` of a distribution, the text, and by order a link for each token and a table.
+        With 64 tokens kept of each distribution, 312 to 364 a token, or 128 more with over 65,536
+        token ids: with up to 65,536 ids ``4 * kept + 4`` of a distribution, the text, and by order
+        a link for each token and a table.
         """
         kept, kind = _kept_as(vocab_size, kept)
         index = 4 * (2 * len(_ORDERS) + 1) * max(_LEAST, 1 << (tokens - 1).bit_length())
         return tokens * (kept * (np.dtype(kind).itemsize + 2) + 4) + index + 8 * vocab_size
 
     def _grow(self, room: int) -> None:
-        """Make room for so many tokens, and index the text anew in larger tables; untouched memory is not taken yet."""
-        old, count, kept, kinds = self._tables, len(self), self._logits.kept, len(_ORDERS)
+        """Make room for so many tokens, and index the text anew in larger tables;
+        untouched memory is not taken yet.
+        """
+        old = self._tables
+        count = len(self)
+        kept = self._logits.kept
+        kinds = len(_ORDERS)
         rows = {
             "text": np.empty(room, np.int32),
             "ids": np.empty((room, kept), self._kind),
@@ -132,16 +152,22 @@ class LogitHistory:
         }
         for name in old.keys() & rows.keys():
             rows[name][: len(old[name])] = old[name]
-        links = {"last": np.full((kinds, room), -1, np.int32), "before": np.empty((kinds, room), np.int32)}
+        links = {
+            "last": np.full((kinds, room), -1, np.int32),
+            "before": np.empty((kinds, room), np.int32),
+        }
         self._tables = rows | links
         for call in (self._index, self._logits):
             _point(call, self._tables)
-        self._index.count, self._index.room, self._index.bits = 0, room, room.bit_length() - 1
+        self._index.count = 0
+        self._index.room = room
+        self._index.bits = room.bit_length() - 1
         self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(count))
 
     def _next(self, more: int) -> slice:
         """The rows of the next distributions."""
-        start, self._known = self._known, self._known + more
+        start = self._known
+        self._known = self._known + more
         if self._known > len(self._tables["text"]):
             self._grow(1 << (self._known - 1).bit_length())
         return slice(start, self._known)
@@ -151,15 +177,20 @@ class LogitHistory:
 
         The ids of the likeliest tokens, their log-probabilities, and what to add to get logits.
         """
-        kept, known = self._logits.kept, logits.float()
+        kept = self._logits.kept
+        known = logits.float()
         known = bias(known.where(known.isfinite(), -inf), self._params, self._constants)
-        best, scales = known.topk(kept), known.logsumexp(1, keepdim=True)
+        best = known.topk(kept)
+        scales = known.logsumexp(1, keepdim=True)
         scales = scales.where(scales.isfinite(), 0.0)
-        return torch.cat([best.indices.double(), (best.values - scales).double(), scales.double()], 1)
+        return torch.cat(
+            [best.indices.double(), (best.values - scales).double(), scales.double()], 1
+        )
 
     def _keep_digest(self, digest: np.ndarray) -> None:
         """Keep the distributions of the next positions, of which this is known."""
-        kept, rows = self._logits.kept, self._next(len(digest))
+        kept = self._logits.kept
+        rows = self._next(len(digest))
         self._tables["ids"][rows] = digest[:, :kept]
         self._tables["logs"][rows] = digest[:, kept : 2 * kept]
         self._tables["scales"][rows] = digest[:, -1]
@@ -170,7 +201,8 @@ class LogitHistory:
             self._keep_digest(self.digest(logits).cpu().numpy())
             return
         rows = logits.float().contiguous()
-        first, count = self._next(len(rows)).start, len(rows)
+        first = self._next(len(rows)).start
+        count = len(rows)
         where = ctypes.c_void_p(rows.data_ptr())
         self._library.tswift_append_logits(
             ctypes.byref(self._logits), where, ctypes.c_int64(count), ctypes.c_int64(first)
@@ -178,8 +210,11 @@ class LogitHistory:
 
     def _begin(self, sampler: Sampler) -> None:
         """Get ready for guesses by a sampling rule."""
-        vocab_size, params, width = self._target.vocab_size, sampler.params, _PLACES * self._logits.kept
-        self._params, self._constants = params, constants(params, sampler.newest.device)
+        vocab_size = self._target.vocab_size
+        params = sampler.params
+        width = _PLACES * self._logits.kept
+        self._params = params
+        self._constants = constants(params, sampler.newest.device)
         biases = (each.numpy() for each in constants(params, "cpu"))
         self._fixed: dict[str, np.ndarray] = {
             "newest": np.full(vocab_size, -(1 << 62), np.int64),
@@ -187,7 +222,8 @@ class LogitHistory:
             "space": np.empty(vocab_size, np.float32),
             **dict(zip(("biased", "bias", "banned"), biases, strict=True)),
         }
-        self._logits.biases, self._logits.bans = len(params.logit_bias), len(params.banned)
+        self._logits.biases = len(params.logit_bias)
+        self._logits.bans = len(params.banned)
         _point(self._logits, self._fixed)
         self._asked: dict[str, np.ndarray] = {
             "ends": np.empty(_ROUND, np.int64),
@@ -198,11 +234,16 @@ class LogitHistory:
             "logits": np.empty((_ROUND, width), np.float32),
         } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
         self._ask = _Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
-        self._ask.index, self._ask.kept = ctypes.addressof(self._index), ctypes.addressof(self._logits)
+        self._ask.index, self._ask.kept = (
+            ctypes.addressof(self._index),
+            ctypes.addressof(self._logits),
+        )
         _point(self._ask, self._fixed | self._asked)
-        # biases are in what is kept already, and an unusual order of filters makes guesses a bit worse
+        # biases are in what is kept already, and an unusual order of filters makes guesses a bit
+        # worse
         rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
-        program, noisy = CSampler(rule, seed_stream(sampler.seed), width), self._shared_noise
+        program = CSampler(rule, seed_stream(sampler.seed), width)
+        noisy = self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
         self._rank = program.row_ranker(*given, self._asked["positions"] if noisy else None)
 
@@ -224,24 +265,30 @@ class LogitHistory:
         """
         if self._ask is None:
             self._begin(context.sampler)
-        text, known = context.text, len(self)
+        text = context.text
+        known = len(self)
         end = len(text) - 1  # what comes after the last token is not known yet
         late = end - self._known
         seen = 0 if context.logits is None else min(late, len(context.path))
         if seen < late:
-            came, rows = text[self._known + 1 :][: late - seen], self._next(late - seen)
+            came = text[self._known + 1 :][: late - seen]
+            rows = self._next(late - seen)
             for name, nothing in (("ids", 0), ("logs", -inf), ("scales", 0)):
                 self._tables[name][rows] = nothing
-            self._tables["ids"][rows, 0], self._tables["logs"][rows, 0] = came, 0
+            self._tables["ids"][rows, 0] = came
+            self._tables["logs"][rows, 0] = 0
         if seen and context.digest is not None:
             self._keep_digest(context.digest[-seen:])
         elif seen and context.logits is not None:
             nodes = list(context.path)[-seen:]
             if context.logits.device.type == "cpu":
-                for node in nodes:  # no copy: PyTorch's threads would wake, and be in the way of the program's
+                for node in nodes:
+                    # no copy: PyTorch's threads would wake, and be in the way of the program's
                     self._keep(context.logits[node : node + 1])
             else:
-                self._keep(context.logits[torch.tensor(nodes).to(context.logits.device, non_blocking=True)])
+                self._keep(
+                    context.logits[torch.tensor(nodes).to(context.logits.device, non_blocking=True)]
+                )
         self._tables["text"][known:end] = text[known:end]
         self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(end))
         for position in range(max(0, known, end + 1 - self._ask.window), end + 1):
@@ -259,14 +306,17 @@ class LogitHistory:
         text = self._tables["text"][max(0, len(self) - longest) : len(self)].tolist()
         for start in range(0, len(paths), _ROUND):
             asked = paths[start : start + _ROUND]
-            contexts, size = [[*text, *path][-max(longest, len(path)) :] for path in asked], len(asked)
+            contexts = [[*text, *path][-max(longest, len(path)) :] for path in asked]
+            size = len(asked)
             tokens = np.array([token for context in contexts for token in context], np.int32)
             self._asked["ends"][:size] = [*accumulate(map(len, contexts))]
             self._asked["depths"][:size] = [*map(len, asked)]
             self._ask.paths, self._ask.count = tokens.ctypes.data, size
             self._library.tswift_recall(ctypes.byref(self._ask))
             matches = self._asked["matches"][:size].tolist()
-            for (position, length), ids, scores in zip(matches, *self._rank(size, count), strict=True):
+            for (position, length), ids, scores in zip(
+                matches, *self._rank(size, count), strict=True
+            ):
                 likely = sum(score > -inf for score in scores)
                 guesses.append(Candidates(ids[:likely], scores[:likely], length, position))
         return guesses
@@ -281,8 +331,8 @@ _WIDTH = 3  # candidates offered below a node
 _LONG = 12  # a match from which on the text is followed
 _AHEAD = 8  # tokens that it is followed at a time
 _STEP, _FAR = 0.5, 4  # gaps between scores are told apart by this much, and up to so many times
-# chances of the first guess by match and lead, and of the others by how far they are behind, measured on texts of the
-# bundled model
+# chances of the first guess by match and lead, and of the others by how far they are behind,
+# measured on texts of the bundled model
 _FIRST = {
     1: (0.28, 0.34, 0.42, 0.50, 0.56),
     2: (0.42, 0.53, 0.68, 0.73, 0.83),
@@ -301,19 +351,24 @@ _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 class HistorySource(Source):
     """Guesses below the likeliest nodes of a tree.
 
-    It comes after the other sources, as it knows other things than they do: where it agrees with one of them both are
-    right far more often (84% of such tokens were drawn, of the bundled model), and where not, far less. The budget says
-    whether a guess pays; the tree has at most ``limit`` nodes.
+    It comes after the other sources, as it knows other things than they do: where it agrees with
+    one of them both are right far more often (84% of such tokens were drawn, of the bundled model),
+    and where not, far less. The budget says whether a guess pays; the tree has at most ``limit``
+    nodes.
     """
 
     name = "reuse"
 
     def __init__(self, recall: LogitHistory, budget: TreeBudget, limit: int) -> None:
-        self._recall, self._budget, self._limit = recall, budget, limit
+        self._recall = recall
+        self._budget = budget
+        self._limit = limit
         self._seconds = 0.0  # of the last draft
 
     def propose(self, tree: CandidateTree, context: Context) -> None:
-        """Offer candidates below the likeliest nodes, and then below the likeliest of those that came of it."""
+        """Offer candidates below the likeliest nodes,
+        and then below the likeliest of those that came of it.
+        """
         self._seconds = 0.0
         asked: set[int] = set()
         while nodes := self._pay(tree, asked, context):
@@ -330,7 +385,9 @@ class HistorySource(Source):
         price = _SECONDS + self._budget.costs.node(context.kv.length)
         nodes: list[int] = []
         for node in tree.likeliest(self._limit):
-            if len(nodes) == _ROUND or not self._budget.pays_off(_GAIN * tree.path_prob[node], price):
+            if len(nodes) == _ROUND or not self._budget.pays_off(
+                _GAIN * tree.path_prob[node], price
+            ):
                 break
             if node not in asked and tree.depths[node] < tree.depth:
                 nodes.append(node)
@@ -339,11 +396,15 @@ class HistorySource(Source):
     def _candidates(self, paths: Sequence[Sequence[int]], context: Context) -> list[Candidates]:
         """What may be drawn below paths from the root."""
         self._seconds += _SECONDS * len(paths)
-        unknown = context.text[len(self._recall) :]  # the root, and what was drafted of a text that is itself a draft
+        # the root, and what was drafted of a text that is itself a draft
+        unknown = context.text[len(self._recall) :]
         return self._recall.guess([[*unknown, *path] for path in paths], _WIDTH)
 
     def _offer(self, tree: CandidateTree, node: int, guess: Candidates) -> None:
-        named = {token: tree.path_prob[child] / tree.path_prob[node] for token, child in tree.children[node].items()}
+        named = {
+            token: tree.path_prob[child] / tree.path_prob[node]
+            for token, child in tree.children[node].items()
+        }
         match = guess.match if guess.match == _LONG else min(guess.match, 4)
         for rank, (token, score) in enumerate(zip(guess.tokens, guess.scores, strict=True)):
             rival = guess.scores[0] if rank else guess.scores[1] if len(guess.scores) > 1 else -1e9
@@ -357,9 +418,13 @@ class HistorySource(Source):
                 chance = odds / (1 + odds)
             tree.propose(node, token, self.name, (match, rank, step, opinion), chance)
 
-    def _follow(self, tree: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context) -> None:
+    def _follow(
+        self, tree: CandidateTree, node: int, guess: Candidates, asked: set[int], context: Context
+    ) -> None:
         """Offer along what followed a long match, at once, as long as that is what is guessed."""
-        ahead = context.text[guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)]
+        ahead = context.text[
+            guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)
+        ]
         path = tree.path(node)
         paths = [[*path, *ahead[:count]] for count in range(1, len(ahead) + 1)]
         for token, further in zip(ahead, self._candidates(paths, context), strict=True):

@@ -1,4 +1,6 @@
-"""The methods: the drafter of each for one decode, and the options that model and device fill in."""
+"""The methods: the drafter of each for one decode,
+and the options that model and device fill in.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from tswift.attention.sdpa import ROWS
 from tswift.caches import POLICIES, PartialKV, StreamingKV
 from tswift.decoding.drafter import Drafter, Source
 from tswift.drafting.adaptive import AdaptiveDrafter
-from tswift.drafting.chains import CHUNK, CascadeSource, ChainSource, DraftModel, PartialDraftModel, SmallDraftModel
+from tswift.drafting.chains import (
+    CHUNK,
+    CascadeSource,
+    ChainSource,
+    DraftModel,
+    PartialDraftModel,
+    SmallDraftModel,
+)
 from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
@@ -45,7 +54,8 @@ NGRAM = 4
 _FOLLOWED = 32  # most tokens that are recalled in a row
 INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
 _RECORDED = 2.5e-3  # seconds of a pass beside which those of keeping its logits are nothing
-_SMALL_BUDGET = 256  # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
+# of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
+_SMALL_BUDGET = 256
 _T = TypeVar("_T")
 
 
@@ -54,7 +64,8 @@ class Models:
     """What a method drafts with."""
 
     target: Target  # the model whose tokens are wanted
-    drafting: Target  # what drafting passes of it run on: itself, or a copy of it with weights of fewer bits
+    # what drafting passes of it run on: itself, or a copy of it with weights of fewer bits
+    drafting: Target
     heads: Heads | None  # of the target
     draft: Target | None  # a smaller model with the same vocabulary
     positions: int  # most tokens of prompt and text together
@@ -81,22 +92,36 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """A drafting pass of the target, heads on it, and n-grams of the text."""
-    return _of_heads(models, options, _self_draft(models.drafting, options), _reuse_sources(options, below=1))
+    return _of_heads(
+        models, options, _self_draft(models.drafting, options), _reuse_sources(options, below=1)
+    )
 
 
-def _of_heads(models: Models, options: DraftOptions, level: DraftModel | None, others: list[ReuseSource]) -> Drafter:
+def _of_heads(
+    models: Models, options: DraftOptions, level: DraftModel | None, others: list[ReuseSource]
+) -> Drafter:
     """Heads in the tree of the options, or in one that pays, and other sources beside them."""
-    target, heads, tree, nodes = models.target, _set(models.heads), options.tree, _set(options.nodes)
+    target = models.target
+    heads = _set(models.heads)
+    tree = options.tree
+    nodes = _set(options.nodes)
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
         fewer = None
         if target.device.type == "cuda":
-            weights = sum(weight.nbytes for weight in target.model.parameters()) / target.kv_shape.bytes_per_token
+            weights = (
+                sum(weight.nbytes for weight in target.model.parameters())
+                / target.kv_shape.bytes_per_token
+            )
             fewer = partial(verify_nodes, groups=target.groups, most=nodes, weight_tokens=weights)
         source = HeadSource(target, heads, level, tree, options.shared_noise)
         return FixedTreeDrafter([source, *others], max(len(tree), longest), nodes, fewer=fewer)
     by_lm_head = int(level is not None)
-    levels = heads.count + by_lm_head if options.gamma is None else min(options.gamma + by_lm_head, nodes - 1)
+    levels = (
+        heads.count + by_lm_head
+        if options.gamma is None
+        else min(options.gamma + by_lm_head, nodes - 1)
+    )
     beams = HeadTreeSource(target, heads, level, (WIDTH,) * levels, options.shared_noise)
     return _pruned(models, options, max(levels, longest), [beams, *others])
 
@@ -111,19 +136,32 @@ def _budget(models: Models, options: DraftOptions, every: bool = False) -> TreeB
 
 
 def _pruned(
-    models: Models, options: DraftOptions, depth: int, sources: Sequence[Source], budget: TreeBudget | None = None
+    models: Models,
+    options: DraftOptions,
+    depth: int,
+    sources: Sequence[Source],
+    budget: TreeBudget | None = None,
 ) -> DynamicTreeDrafter:
-    """A tree of what sources propose, and of what is recalled, which goes as deep as the tree has nodes for."""
-    nodes, memory, budget = _set(options.nodes), models.memory, budget or _budget(models, options)
+    """A tree of what sources propose, and of what is recalled,
+    which goes as deep as the tree has nodes for.
+    """
+    nodes = _set(options.nodes)
+    memory = models.memory
+    budget = budget or _budget(models, options)
     if memory is None:
         return DynamicTreeDrafter(sources, depth, nodes, budget=budget)
     sources = [*sources, HistorySource(memory, budget, nodes)]
-    return DynamicTreeDrafter(sources, max(depth, min(nodes - 1, _FOLLOWED)), nodes, [memory], budget)
+    return DynamicTreeDrafter(
+        sources, max(depth, min(nodes - 1, _FOLLOWED)), nodes, [memory], budget
+    )
 
 
 def network(models: Models, options: DraftOptions) -> Drafter:
-    """A published drafter in the tree of the options, or in one that pays, and what is recalled beside it."""
-    network, nodes = models.target.speculator, _set(options.nodes)
+    """A published drafter in the tree of the options, or in one that pays,
+    and what is recalled beside it.
+    """
+    network = models.target.speculator
+    nodes = _set(options.nodes)
     assert network is not None
     shape = options.tree if isinstance(options.tree, tuple) else None
     levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
@@ -135,8 +173,12 @@ def network(models: Models, options: DraftOptions) -> Drafter:
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
-    """A chain decoded by the target itself over the newest keys, as long as it is sure, itself drafted by heads."""
-    gamma, nodes, inner = _set(options.gamma), _set(options.nodes), Drafter()
+    """A chain decoded by the target itself over the newest keys, as long as it is sure,
+    itself drafted by heads.
+    """
+    gamma = _set(options.gamma)
+    nodes = _set(options.nodes)
+    inner = Drafter()
     passes = replace(models, costs=models.draft_costs)
     limited = replace(options, tree=AUTO, gamma=None, nodes=min(nodes, INNER_NODES))
     if models.heads is not None:
@@ -144,20 +186,25 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     elif models.memory is not None:
         inner = recall(passes, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in
-    level, budget = _self_draft(models.drafting, options, gamma, INNER_NODES), _budget(models, options)
+    level = _self_draft(models.drafting, options, gamma, INNER_NODES)
+    budget = _budget(models, options)
     source = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
     return replace(_pruned(models, options, 0, [source], budget), depth=min(gamma, nodes - 1))
 
 
 def auto(models: Models, options: DraftOptions) -> Drafter:
-    """Whatever is fastest: plain decoding, heads, a cascade, recall, a smaller model, as far as these are there.
+    """Whatever is fastest: plain decoding, heads, a cascade, recall, a smaller model,
+    as far as these are there.
 
-    Logits are kept of the whole text where a pass takes so long that keeping them is nothing beside it. Elsewhere they
-    are kept while recall drafts.
+    Logits are kept of the whole text where a pass takes so long that keeping them is nothing beside
+    it. Elsewhere they are kept while recall drafts.
     """
-    target, heads, memory = models.target, models.heads, models.memory
+    target = models.target
+    heads = models.heads
+    memory = models.memory
     steady = memory is not None and models.costs.seconds(1, 0) > _RECORDED
-    beside, paying = models if steady else replace(models, memory=None), replace(options, tree=AUTO, gamma=None)
+    beside = models if steady else replace(models, memory=None)
+    paying = replace(options, tree=AUTO, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
     if heads is not None:
         nodes = min(_set(options.nodes), usual_nodes(target.device, target.groups))
@@ -181,15 +228,20 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     kept = [each for arm in arms.values() for each in arm.memories if steady or each is not memory]
     for drafter in arms.values():
         drafter.memories = [each for each in drafter.memories if each not in kept]
-    depth, limit = (max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit"))
+    depth, limit = (
+        max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit")
+    )
     costs = None if options.costs == MEASURED else models.costs
-    return AdaptiveDrafter(depth=depth, limit=limit, memories=[*dict.fromkeys(kept)], arms=arms, costs=costs)
+    return AdaptiveDrafter(
+        depth=depth, limit=limit, memories=[*dict.fromkeys(kept)], arms=arms, costs=costs
+    )
 
 
 def _standalone_options(options: DraftOptions) -> DraftOptions:
     """Those of the smaller model's chain among others."""
     alone = METHODS["standalone"]
-    gamma = min(_set(options.gamma), _set(alone.gamma), _set(options.nodes) - 1)  # the root is a node, too
+    # the root is a node, too
+    gamma = min(_set(options.gamma), _set(alone.gamma), _set(options.nodes) - 1)
     return replace(options, gamma=max(1, gamma), kv=alone.kv[0], budget=alone.budget)
 
 
@@ -225,32 +277,46 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
 def _self_draft(
     target: Target, options: DraftOptions, chain: int = 0, nodes: int = 1, kv: str | None = None
 ) -> DraftModel:
-    """The target itself over what ``--kv`` says, with room for a chain, each of its passes over so many nodes."""
+    """The target itself over what ``--kv`` says, with room for a chain,
+    each of its passes over so many nodes.
+    """
     kv = kv or _set(options.kv)
     if kv == FULL:
         return DraftModel(target)
-    cache = PartialKV(target.kv_shape, _set(options.budget), options.sinks, POLICIES[kv], chain + nodes)
+    cache = PartialKV(
+        target.kv_shape, _set(options.budget), options.sinks, POLICIES[kv], chain + nodes
+    )
     return PartialDraftModel(target, cache, nodes)
 
 
 def _small_draft(models: Models, options: DraftOptions, between: bool = False) -> DraftModel:
     """The small model over its own cache."""
-    draft, (budget, ahead) = _set(models.draft), _small_cache_size(options, models.positions, between)
+    draft = _set(models.draft)
+    (budget, ahead) = _small_cache_size(options, models.positions, between)
     kv = StreamingKV(draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
     return SmallDraftModel(draft, kv)
 
 
 def _small_cache_size(options: DraftOptions, positions: int, between: bool) -> tuple[int, int]:
-    """Tokens that a small model's cache holds for good, and how far it can be ahead of the text (or of a chain)."""
-    gamma, budget = _set(options.gamma), _set(options.budget)
+    """Tokens that a small model's cache holds for good,
+    and how far it can be ahead of the text (or of a chain).
+    """
+    gamma = _set(options.gamma)
+    budget = _set(options.budget)
     if between:
         return min(budget, _SMALL_BUDGET), gamma + options.inner_gamma + 2
     return positions if options.kv == FULL else budget, gamma + 2
 
 
-def _chain(name: str, level: DraftModel, options: DraftOptions, inner: Drafter | None = None) -> Drafter:
+def _chain(
+    name: str, level: DraftModel, options: DraftOptions, inner: Drafter | None = None
+) -> Drafter:
     gamma = _set(options.gamma)
-    return Drafter([ChainSource(name, level, gamma, inner or Drafter(), options.shared_noise)], gamma, gamma + 1)
+    return Drafter(
+        [ChainSource(name, level, gamma, inner or Drafter(), options.shared_noise)],
+        gamma,
+        gamma + 1,
+    )
 
 
 Builder = Callable[[Models, DraftOptions], Drafter]
@@ -271,10 +337,11 @@ BUILDERS: dict[str, Builder] = {
     "ar-reference": ar,
 }
 
-# A CUDA pass reads each key once for all rows of its KV head; a row is one query head at one node. Up to about 128 rows
-# the matrix products keep up with the memory, beyond that every row costs: the fewer query heads share a KV head, the
-# larger the tree. That is an estimate, not measured on a GPU. On a CPU every node costs: two more than eight add 2% to
-# a step's tokens and more to its time.
+# A CUDA pass reads each key once for all rows of its KV head; a row is one query head at one node.
+# Up to about 128 rows the matrix products keep up with the memory, beyond that every row costs: the
+# fewer query heads share a KV head, the larger the tree. That is an estimate, not measured on a
+# GPU. On a CPU every node costs: two more than eight add 2% to a step's tokens and more to its
+# time.
 _CUDA_NODES = (8, 128)  # fewest and most
 _SLACK = 0.2  # a verification may take so much longer than a pass over one node
 _CPU_NODES = 8
@@ -283,13 +350,16 @@ _CPU_NODES = 8
 def usual_tree(method: Method, device: torch.device, levels: int) -> tuple[int, ...]:
     """Candidates per level of a method's tree, if nothing else is said: at most ``levels``.
 
-    A tree with too many nodes is cut to its most promising ones, which is better than fewer candidates per level.
+    A tree with too many nodes is cut to its most promising ones, which is better than fewer
+    candidates per level.
     """
     return (method.cpu_tree if device.type == "cpu" else method.cuda_tree)[:levels]
 
 
 def usual_nodes(device: torch.device, groups: int) -> int:
-    """Most nodes of a draft tree, if nothing else is said: on CUDA as many as fill :data:`ROWS` of a KV head."""
+    """Most nodes of a draft tree, if nothing else is said:
+    on CUDA as many as fill :data:`ROWS` of a KV head.
+    """
     if device.type == "cpu":
         return _CPU_NODES
     fewest, most = _CUDA_NODES
@@ -297,26 +367,32 @@ def usual_nodes(device: torch.device, groups: int) -> int:
 
 
 def verify_nodes(context: int, groups: int, most: int, weight_tokens: float) -> int:
-    """Most nodes of a verification on CUDA that takes at most 1.2 times a pass over one node, by the cost model.
+    """Most nodes of a verification on CUDA that takes at most 1.2 times a pass over one node,
+    by the cost model.
 
-    A pass takes the time to read the weights, and for the keys and values the longer of reading and multiplying them.
+    A pass takes the time to read the weights, and for the keys and values the longer of reading and
+    multiplying them.
 
     Args:
         context: tokens in the cache.
         groups: query heads per KV head.
         most: nodes asked for; never more.
-        weight_tokens: bytes of the weights that a pass reads, over those of one token's keys and values.
+        weight_tokens: bytes of the weights that a pass reads, over those of one token's keys and
+            values.
     """
     rows = ROWS * (1 + _SLACK * (weight_tokens + context) / max(1, context))
     return max(1, min(most, int(rows / groups)))
 
 
 _NGRAMS = DraftOptions().ngrams
-_KEPT = 64  # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
+# half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
+_KEPT = 64
 _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
 
 
-def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, options: DraftOptions) -> DraftOptions:
+def resolve(
+    name: str, model: Target | ModelSpec, heads: Heads | int | None, options: DraftOptions
+) -> DraftOptions:
     """The options with the defaults of method and device filled in, where the method uses them.
 
     Drafts that are wider than the target's passes are cut.
@@ -328,11 +404,15 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
         options: as asked for.
 
     Raises:
-        InputError: no such method, heads or a drafter that it needs are missing, or options that do not fit them.
+        InputError: no such method, heads or a drafter that it needs are missing, or options that do
+            not fit them.
     """
-    method, network, most_nodes = find_method(name), model.speculator_spec, model.most_nodes
+    method = find_method(name)
+    network = model.speculator_spec
+    most_nodes = model.most_nodes
     count = heads.count if isinstance(heads, Heads) else heads or 0
-    kv, gamma = options.kv or next(iter(method.kv), None), None
+    kv = options.kv or next(iter(method.kv), None)
+    gamma = None
     if "kv" in method.uses and kv not in method.kv:
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
     if method.gamma is not None:
@@ -340,7 +420,10 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
         if not gamma:
             raise InputError(f"must be at least 1 for {name}", "gamma")
     if method.drafts_itself and model.kv_shape.states is not None:
-        reason = "drafts by the model itself, whose recurrent layers take as long as without a cut of the cache"
+        reason = (
+            "drafts by the model itself, whose recurrent layers take as long as without a cut of "
+            "the cache"
+        )
         raise InputError(f"{name} {reason}; take auto", "method")
     if method.needs_heads and not count:
         others = [
@@ -348,54 +431,82 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
             for other, kind in METHODS.items()
             if not (kind.needs_heads or kind.draft or kind.networks or kind.reference)
         ]
-        message = f"{name} drafts with heads and the model has none; without heads there are {', '.join(others)}"
+        message = (
+            f"{name} drafts with heads and the model has none; without heads there are "
+            f"{', '.join(others)}"
+        )
         raise InputError(message, "method")
     if name == MTP and (network is None or network.kind != MTP):
-        raise InputError("mtp drafts with the model's own MTP head, and it has none that is served", "method")
+        raise InputError(
+            "mtp drafts with the model's own MTP head, and it has none that is served", "method"
+        )
     if method.networks and (network is None or network.kind not in method.networks):
         there = "there is none" if network is None else f"this one is {network.kind}"
-        raise InputError(f"{name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}", "drafter")
+        raise InputError(
+            f"{name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}",
+            "drafter",
+        )
     tree: tuple[int, ...] | str | None = None
     if "tree" in method.uses:
         levels = network.count if network and method.networks else count + method.by_lm_head
         usual = AUTO if method.networks else usual_tree(method, model.device, levels)
         tree = options.tree or usual
         if options.gamma is not None:
-            least, most = 1 - method.by_lm_head, (levels if tree == AUTO else len(usual)) - method.by_lm_head
+            least = 1 - method.by_lm_head
+            most = (levels if tree == AUTO else len(usual)) - method.by_lm_head
             if not least <= options.gamma <= most:
-                raise InputError(f"must be between {least} and {most} for {name}, got {options.gamma}", "gamma")
+                raise InputError(
+                    f"must be between {least} and {most} for {name}, got {options.gamma}", "gamma"
+                )
             if tree == AUTO:
                 gamma = options.gamma
             elif isinstance(usual, tuple):
                 tree = usual[: options.gamma + method.by_lm_head]
         if isinstance(tree, tuple) and len(tree) > levels:
             those = "this drafter" if method.networks else "these heads"
-            raise InputError(f"{name} can draft {levels} levels with {those}, got {len(tree)}", "tree")
-    chooses, recall = "costs" in method.uses and tree in (None, AUTO), None
+            raise InputError(
+                f"{name} can draft {levels} levels with {those}, got {len(tree)}", "tree"
+            )
+    chooses = "costs" in method.uses and tree in (None, AUTO)
+    recall = None
     if chooses:
         missing = None if options.recall == 0 else unbuilt()
         if missing and (options.recall or name == "recall"):
-            raise InputError(f"cannot be recalled without a C program, and there is none: {missing}", "recall")
+            raise InputError(
+                f"cannot be recalled without a C program, and there is none: {missing}", "recall"
+            )
         recall = 0 if missing else _KEPT if options.recall is None else options.recall
-    if recall and "ngrams" in method.uses and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
+    if (
+        recall
+        and "ngrams" in method.uses
+        and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent)
+    ):
         option = "reuse_recent" if options.reuse_recent else "ngrams"
         reason = f"not used by {name} with `tree` auto, which reuses logits"
         raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", option)
-    only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(name, (None, 1))
+    only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(
+        name, (None, 1)
+    )
     if not amount:
         raise InputError(f"must be at least 1 for {name}, which drafts from nothing else", only)
-    default = min(_AUTO_NODES, most_nodes or _AUTO_NODES) if chooses else usual_nodes(model.device, model.groups)
+    default = (
+        min(_AUTO_NODES, most_nodes or _AUTO_NODES)
+        if chooses
+        else usual_nodes(model.device, model.groups)
+    )
     nodes = (options.nodes or default) if "nodes" in method.uses else None
     if nodes and most_nodes and nodes > most_nodes:
         raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "nodes")
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
     if most_nodes and longest >= most_nodes:
         raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "gamma")
-    budget, width = options.budget or method.budget, model.width if isinstance(model, Target) else None
+    budget = options.budget or method.budget
+    width = model.width if isinstance(model, Target) else None
     if "sinks" in used(method, options):
         refuse_sinks(options.sinks, budget)
     if width is not None:
-        nodes, gamma = nodes and min(nodes, width), gamma and min(gamma, width - 1)
+        nodes = nodes and min(nodes, width)
+        gamma = gamma and min(gamma, width - 1)
     return replace(
         options,
         tree=tree,
@@ -409,10 +520,15 @@ def resolve(name: str, model: Target | ModelSpec, heads: Heads | int | None, opt
 
 
 def cut_note(options: DraftOptions, width: int | None) -> str | None:
-    """What to tell a user whose drafts :func:`resolve` cuts to passes of ``width`` rows; None if it does not."""
+    """What to tell a user whose drafts :func:`resolve` cuts to passes of ``width`` rows; None if it
+    does not.
+    """
     if width is None or ((options.nodes or 0) <= width and (options.gamma or 0) < width):
         return None
-    return f"drafts are cut to {width} nodes, the last token's included: exact passes have room for no more"
+    return (
+        f"drafts are cut to {width} nodes, the last token's included: exact passes have room for "
+        "no more"
+    )
 
 
 def make_drafter(
@@ -426,9 +542,12 @@ def make_drafter(
     drafting: Target | None = None,
     draft_costs: PassCosts | None = None,
 ) -> Drafter:
-    """The drafter of a method, for one decode. Options are as asked for; the rest are the fields of :class:`Models`.
+    """The drafter of a method, for one decode.
 
-    ``positions`` None is as many as the model can do; ``drafting`` and ``draft_costs`` None are the target and its own.
+    Options are as asked for; the rest are the fields of :class:`Models`.
+
+    ``positions`` None is as many as the model can do; ``drafting`` and ``draft_costs`` None are the
+    target and its own.
 
     Raises:
         InputError: as :func:`resolve`.
@@ -436,7 +555,9 @@ def make_drafter(
     options = resolve(name, target, heads, options)
     memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
-    models = Models(target, drafting or target, heads, draft, positions, costs, draft_costs or costs, memory)
+    models = Models(
+        target, drafting or target, heads, draft, positions, costs, draft_costs or costs, memory
+    )
     drafter = BUILDERS[name](models, options)
     drafter.varies = varies(find_method(name), options)
     return drafter
@@ -445,14 +566,17 @@ def make_drafter(
 def cache_slots(
     method: Method, options: DraftOptions, positions: int, network: SpeculatorSpec | None = None
 ) -> tuple[int, int, int]:
-    """Tokens that the caches which a method drafts with have room for, by resolved options; 0 for none.
+    """Tokens that the caches which a method drafts with have room for, by resolved options;
+    0 for none.
 
-    They are the target's partial cache, the smaller model's, and the window of the published drafter, if there is one.
+    They are the target's partial cache, the smaller model's, and the window of the published
+    drafter, if there is one.
     """
     partial, small, window = 0, 0, 0
     budget = options.budget or method.budget
     if method.partial and options.kv != FULL:
-        chain = 0 if method.gamma is None else options.gamma or method.gamma  # in a tree it counts levels of heads
+        # in a tree it counts levels of heads
+        chain = 0 if method.gamma is None else options.gamma or method.gamma
         nodes = INNER_NODES if method.heads else 1
         partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
     if method.draft or method.may_draft:

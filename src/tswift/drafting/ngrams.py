@@ -18,20 +18,25 @@ from tswift.drafting.dynamic_tree import CandidateTree
 class NgramTable:
     """Counts of n-grams by first token, with the k most frequent continuations always at hand.
 
-    When it is full it forgets the rarest, and of equally rare ones those not counted for longest, until half are left.
+    When it is full it forgets the rarest, and of equally rare ones those not counted for longest,
+    until half are left.
 
     Args:
         n: tokens of an n-gram, the first one included; at least 2.
-        k: continuations kept ready for each first token. Of equally frequent ones the one counted last wins.
-        most: n-grams that are counted at a time; at least 2. The default takes 45 to 56 MB, and 75 while it forgets
-            (measured, n-grams of four tokens).
+        k: continuations kept ready for each first token. Of equally frequent ones the one counted
+            last wins.
+        most: n-grams that are counted at a time; at least 2. The default takes 45 to 56 MB, and 75
+            while it forgets (measured, n-grams of four tokens).
     """
 
     def __init__(self, n: int = 4, k: int = 20, most: int = 1 << 18) -> None:
-        self.n, self.k, self.most = n, k, most
+        self.n = n
+        self.k = k
+        self.most = most
         self._counts: dict[tuple[int, ...], int] = {}  # those counted last come last
         self._best: dict[int, list[tuple[int, ...]]] = {}
-        self.changed: set[int] = set()  # first tokens whose continuations changed since somebody cleared this
+        # first tokens whose continuations changed since somebody cleared this
+        self.changed: set[int] = set()
 
     def __len__(self) -> int:
         """How many n-grams are counted."""
@@ -58,15 +63,21 @@ class NgramTable:
     def _forget(self) -> None:
         """Halve the table."""
         self.changed.update(self._best)
-        # sorting keeps the order of equals. Whatever is not among the best ranks below them, and goes before them
+        # sorting keeps the order of equals. Whatever is not among the best ranks below them, and
+        # goes before them
         rarest = sorted(self._counts, key=self._counts.__getitem__)
         for gram in rarest[: len(rarest) - self.most // 2]:
             del self._counts[gram]
-        best = ((first, [gram for gram in grams if gram in self._counts]) for first, grams in self._best.items())
+        best = (
+            (first, [gram for gram in grams if gram in self._counts])
+            for first, grams in self._best.items()
+        )
         self._best = {first: grams for first, grams in best if grams}
 
     def continuations(self, first: int) -> list[tuple[int, ...]]:
-        """The k most frequent continuations of a token, each of n - 1 tokens, most frequent first."""
+        """The k most frequent continuations of a token, each of n - 1 tokens,
+        most frequent first.
+        """
         return [gram[1:] for gram in self._best.get(first, ())]
 
 
@@ -75,14 +86,17 @@ class ReuseSource(Source):
 
     Args:
         table: an empty table, filled from the text as it grows.
-        below: depth of the nodes whose token is continued: 0 for the root, 1 for what another source put below it.
+        below: depth of the nodes whose token is continued: 0 for the root, 1 for what another
+            source put below it.
         recent: also reuse what is still in the penalty window (the reference does not).
     """
 
     name = REUSE
 
     def __init__(self, table: NgramTable, below: int, recent: bool) -> None:
-        self.table, self._below, self._recent = table, below, recent
+        self.table = table
+        self._below = below
+        self._recent = recent
         self._counted = 0  # tokens whose n-grams are in the table
 
     def start(self, context: Context) -> None:
@@ -103,18 +117,25 @@ class ReuseSource(Source):
 
 
 class NgramRows:
-    """A device table of n-grams: one row of so many nodes per first token, with its most frequent continuations.
+    """A device table of n-grams: one row of so many nodes per first token,
+    with its most frequent continuations.
 
     Up to ``updates`` rows are updated in a step; more are copied apart from the block.
 
     Attributes:
-        trees: ``[2, V + 1, nodes]`` int64; the last row stands for no token. Tokens: -1 where a row has fewer nodes.
-            Parents: 0 for the first token, i + 1 for the row's node i.
+        trees: ``[2, V + 1, nodes]`` int64; the last row stands for no token. Tokens: -1 where a row
+            has fewer nodes. Parents: 0 for the first token, i + 1 for the row's node i.
     """
 
-    def __init__(self, source: ReuseSource, vocab_size: int, nodes: int, updates: int, device: torch.device) -> None:
-        self._source, self.nothing, self._nodes, self._updates = source, vocab_size, nodes, updates
-        self.sections = {"rows": updates, "trees": 2 * updates * nodes}  # its part of the block that the host sends
+    def __init__(
+        self, source: ReuseSource, vocab_size: int, nodes: int, updates: int, device: torch.device
+    ) -> None:
+        self._source = source
+        self.nothing = vocab_size
+        self._nodes = nodes
+        self._updates = updates
+        # its part of the block that the host sends
+        self.sections = {"rows": updates, "trees": 2 * updates * nodes}
         self.trees = torch.zeros(2, vocab_size + 1, nodes, dtype=torch.int64, device=device)
         self.trees[0] = -1
 
@@ -122,12 +143,14 @@ class NgramRows:
         """Count new n-grams, and put the rows that changed into the block."""
         self._source.start(context)
         table = self._source.table
-        firsts, table.changed = [*table.changed], set()
+        firsts = [*table.changed]
+        table.changed = set()
         if len(firsts) > self._updates:  # a prompt, or the table has forgotten the rarest
             self.trees[:, firsts] = torch.from_numpy(self._made(firsts)).to(self.trees.device)
             firsts = []
         firsts += [self.nothing] * (self._updates - len(firsts))
-        host["rows"][:], host["trees"][:] = firsts, self._made(firsts).reshape(-1)
+        host["rows"][:] = firsts
+        host["trees"][:] = self._made(firsts).reshape(-1)
 
     def _made(self, firsts: Sequence[int]) -> np.ndarray:
         """``[2, n, nodes]``: the rows of first tokens."""
@@ -142,4 +165,6 @@ class NgramRows:
 
     def update(self, device: dict[str, Tensor]) -> None:
         """Take the changed rows from the block."""
-        self.trees.index_copy_(1, device["rows"], device["trees"].view(2, self._updates, self._nodes))
+        self.trees.index_copy_(
+            1, device["rows"], device["trees"].view(2, self._updates, self._nodes)
+        )

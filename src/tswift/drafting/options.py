@@ -1,6 +1,7 @@
 """The methods and their options: which fields a method uses, its defaults, and what goes together.
 
-Nothing here imports torch. ``drafting/methods.py`` builds the drafters, and fills in what depends on model and device.
+Nothing here imports torch. ``drafting/methods.py`` builds the drafters, and fills in what depends
+on model and device.
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ def parse_tree(text: str) -> tuple[int, ...] | str:
     try:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
-        raise InputError(f"wants auto, or numbers and commas, such as 1,3,3,3, got {text!r}", "tree") from None
+        raise InputError(
+            f"wants auto, or numbers and commas, such as 1,3,3,3, got {text!r}", "tree"
+        ) from None
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How a method drafts. The defaults are the paper's, except where the device makes another tree pay.
+    """How a method drafts.
 
-    None is the default of the method, or of the device. The length of a tree is the paper's gamma + 1 where the LM head
-    drafts the first level (tokenswift), and gamma where only heads draft (medusa).
+    The defaults are the paper's, except where the device makes another tree pay.
+
+    None is the default of the method, or of the device. The length of a tree is the paper's gamma +
+    1 where the LM head drafts the first level (tokenswift), and gamma where only heads draft
+    (medusa).
 
     Raises:
         InputError: a value outside its range, or of another type.
@@ -61,7 +67,9 @@ class DraftOptions:
         None, "Most nodes of a draft tree.", panel=_PANEL, shown="by device", least=2, most=_LARGEST
     )
     ngrams: int = option(20, "4-grams reused per token.", panel=_PANEL, least=0, most=_LARGEST)
-    reuse_recent: bool = option(False, "Reuse text in the penalty window too.", panel=_PANEL, shown="no")
+    reuse_recent: bool = option(
+        False, "Reuse text in the penalty window too.", panel=_PANEL, shown="no"
+    )
     gamma: int | None = option(
         None,
         "Tokens of a drafted chain, or heads to use of the default tree.",
@@ -71,16 +79,33 @@ class DraftOptions:
         most=_LONGEST,
     )
     inner_gamma: int = option(
-        2, "Tokens the small model drafts for triforce's draft.", panel=_PANEL, least=1, most=_LONGEST
+        2,
+        "Tokens the small model drafts for triforce's draft.",
+        panel=_PANEL,
+        least=1,
+        most=_LONGEST,
     )
-    kv: str | None = option(None, f"What drafting reads: {', '.join(KV)}.", panel=_PANEL, shown="by method", choices=KV)
+    kv: str | None = option(
+        None, f"What drafting reads: {', '.join(KV)}.", panel=_PANEL, shown="by method", choices=KV
+    )
     budget: int | None = option(
-        None, "Tokens of the partial KV cache.", panel=_PANEL, shown="by method", least=64, most=_LARGEST
+        None,
+        "Tokens of the partial KV cache.",
+        panel=_PANEL,
+        shown="by method",
+        least=64,
+        most=_LARGEST,
     )
     sinks: int = option(
-        16, "Attention sinks: leading tokens that the partial cache keeps.", panel=_PANEL, least=0, most=_LARGEST
+        16,
+        "Attention sinks: leading tokens that the partial cache keeps.",
+        panel=_PANEL,
+        least=0,
+        most=_LARGEST,
     )
-    shared_noise: bool = option(True, "Rank drafts with the sampler's own Gumbel noise.", panel=_PANEL)
+    shared_noise: bool = option(
+        True, "Rank drafts with the sampler's own Gumbel noise.", panel=_PANEL
+    )
     costs: str | None = option(
         None,
         "measured or nominal: costs of passes that trees are sized by; never changes the text.",
@@ -90,8 +115,8 @@ class DraftOptions:
     )
     recall: int | None = option(
         None,
-        "With --tree auto: top K logits kept per position, reused as drafts where the same context recurs; 0 reuses "
-        "n-grams.",
+        "With --tree auto: top K logits kept per position, reused as drafts where the same "
+        "context recurs; 0 reuses n-grams.",
         panel=_PANEL,
         shown="64",
         least=0,
@@ -101,10 +126,18 @@ class DraftOptions:
     def __post_init__(self) -> None:
         check_options(self)
         widths = (1,) if self.tree in (None, AUTO) else self.tree
-        if not (isinstance(widths, tuple) and widths and all(type(width) is int and width > 0 for width in widths)):
-            raise InputError(f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "tree")
+        if not (
+            isinstance(widths, tuple)
+            and widths
+            and all(type(width) is int and width > 0 for width in widths)
+        ):
+            raise InputError(
+                f"wants auto, or numbers above 0, such as 1,3,3,3, got {self.tree!r:.80}", "tree"
+            )
         if prod(widths) > _MAX_PATHS:
-            raise InputError(f"has {prod(widths):,} paths, at most {_MAX_PATHS:,} are possible", "tree")
+            raise InputError(
+                f"has {prod(widths):,} paths, at most {_MAX_PATHS:,} are possible", "tree"
+            )
         if isinstance(self.tree, tuple) and self.gamma is not None:
             raise InputError("cannot be given together with `tree`", "gamma")
         if self.budget is not None:
@@ -132,13 +165,16 @@ class Method:
     budget: int = 4096  # tokens of its partial cache, if not said otherwise
     cuda_tree: tuple[int, ...] = ()  # of its heads on CUDA, if not said otherwise: the paper's
     cpu_tree: tuple[int, ...] = ()  # and on a CPU
-    partial: bool = False  # passes of the target draft: over a partial cache, unless drafting reads the full one
-    heads: bool = False  # it drafts with heads, if there are any, though it has no tree of theirs to choose
+    # passes of the target draft: over a partial cache, unless drafting reads the full one
+    partial: bool = False
+    # it drafts with heads, if there are any, though it has no tree of theirs to choose
+    heads: bool = False
     draft: bool = False  # it needs a smaller model
     may_draft: bool = False  # it drafts with a smaller model, if there is one
     networks: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
     may_use_speculator: bool = False  # it drafts with a published drafter, if there is one
-    reference: bool = False  # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
+    # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
+    reference: bool = False
 
     @property
     def needs_heads(self) -> bool:
@@ -152,7 +188,9 @@ class Method:
 
     @property
     def loads(self) -> frozenset[str]:
-        """What it can draft with of what is loaded beside the model, by the options that name it."""
+        """What it can draft with of what is loaded beside the model,
+        by the options that name it.
+        """
         uses = {
             "heads": self.heads or self.needs_heads,
             "draft_model": self.draft or self.may_draft,
@@ -162,7 +200,8 @@ class Method:
         return frozenset(name for name, used_by_it in uses.items() if used_by_it)
 
 
-LOADED = ("heads", "draft_model", "drafter", "draft_weights")  # options that name what methods draft with
+# options that name what methods draft with
+LOADED = ("heads", "draft_model", "drafter", "draft_weights")
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
 OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
 
@@ -200,8 +239,12 @@ METHODS: dict[str, Method] = {
         gamma=4,
         partial=True,
     ),
-    "standalone": Method(_OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True),
-    "triforce": Method(_OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True),
+    "standalone": Method(
+        _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
+    ),
+    "triforce": Method(
+        _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True
+    ),
     "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
     "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",)),
@@ -217,13 +260,17 @@ def find_method(name: str) -> Method:
         InputError: there is none.
     """
     if name not in METHODS:
-        raise InputError(f"no method {name!r}; there are {', '.join(METHODS)}{did_you_mean(name, METHODS)}", "method")
+        raise InputError(
+            f"no method {name!r}; there are {', '.join(METHODS)}{did_you_mean(name, METHODS)}",
+            "method",
+        )
     return METHODS[name]
 
 
 def used(method: Method, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
-    uses, tree = method.uses, options.tree or (AUTO if method.networks else None)
+    uses = method.uses
+    tree = options.tree or (AUTO if method.networks else None)
     if "kv" in uses and options.kv == FULL:
         uses -= _OF_PARTIAL
     if "tree" in uses and tree != AUTO:
@@ -234,7 +281,9 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
 
 
 def varies(method: Method, options: DraftOptions) -> bool:
-    """Whether how far a method drafts differs from step to step: by what pays, or by what it finds in the text."""
+    """Whether how far a method drafts differs from step to step: by what pays,
+    or by what it finds in the text.
+    """
     uses = used(method, options)
     return bool(uses & OF_CHOICE) or OF_NGRAMS <= uses <= _OF_REUSE
 
@@ -259,7 +308,9 @@ def refuse_unused(
     looked_at = {
         name
         for method in methods
-        for name in used(find_method(method), replace(options, tree=trees.get(method, options.tree)))
+        for name in used(
+            find_method(method), replace(options, tree=trees.get(method, options.tree))
+        )
     }
     if "tree" in looked_at:
         looked_at |= {"gamma"}
@@ -267,9 +318,15 @@ def refuse_unused(
         looked_at |= {"heads"}
     for name, value in given.items():
         if value is not None and name not in looked_at:
-            message = f"{methods[0]} does not use it" if len(methods) == 1 else f"none of {', '.join(methods)} uses it"
+            message = (
+                f"{methods[0]} does not use it"
+                if len(methods) == 1
+                else f"none of {', '.join(methods)} uses it"
+            )
             message += " with `kv` full" if options.kv == FULL else ""
             message += " without `tree` auto" if name in OF_CHOICE and "tree" in looked_at else ""
-            reused = name in OF_NGRAMS and any(name in find_method(method).uses for method in methods)
+            reused = name in OF_NGRAMS and any(
+                name in find_method(method).uses for method in methods
+            )
             message += " with `tree` auto, but for `recall` 0" if reused else ""
             raise InputError(message, name)

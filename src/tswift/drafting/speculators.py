@@ -1,4 +1,6 @@
-"""Drafting with published drafters (DSpark, DFlash, EAGLE-3, MTP heads), which read states of the target."""
+"""Drafting with published drafters (DSpark, DFlash, EAGLE-3, MTP heads),
+which read states of the target.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,25 @@ BEAM = 5  # nodes of a level that are gone on with
 _LEVELS = 6  # levels are told apart up to this one
 
 
-_LEVEL = 0.1  # of a pass over one node that ranking a level takes about, where it has not been measured
+# of a pass over one node that ranking a level takes about, where it has not been measured
+_LEVEL = 0.1
 
 
 class NetworkSource(Source):
-    """Candidates of a published drafter below the likeliest branches, level by level, all of them in one round.
+    """Candidates of a published drafter below the likeliest branches, level by level,
+    all of them in one round.
 
-    The drafter reads the target's states and a window of its own. A round is a program of static sizes: what the last
-    step committed goes into the window, and each level's candidates below the likeliest few of the level before are
-    ranked with the noise of their position. The host waits once, for all.
+    The drafter reads the target's states and a window of its own. A round is a program of static
+    sizes: what the last step committed goes into the window, and each level's candidates below the
+    likeliest few of the level before are ranked with the noise of their position. The host waits
+    once, for all.
 
     Args:
         network: the drafter.
         levels: tokens drafted along a path.
         window: tokens that its cache holds, and how many of them are the text's first.
-        shared_noise: rank candidates by what the target would draw with the noise of their position.
+        shared_noise: rank candidates by what the target would draw with the noise of their
+            position.
         longest: most tokens that a step commits, usually.
         widths: candidates per level; None for the best four.
     """
@@ -52,21 +58,32 @@ class NetworkSource(Source):
         longest: int,
         widths: Sequence[int] | None = None,
     ) -> None:
-        target, spec, device = network.target, network.spec, network.target.device
+        target = network.target
+        spec = network.spec
+        device = network.target.device
         self.name = spec.method
-        self._network, self._target, self._levels, self._shared_noise = network, target, levels, shared_noise
+        self._network = network
+        self._target = target
+        self._levels = levels
+        self._shared_noise = shared_noise
         self._widths, self._proposed = widths, False
         self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
         self.kv = WindowKV(spec.kv_shape(target.dtype, device), *window, spec.slots(levels, BEAM))
         self._rows = min(longest, window[0] - window[1])
-        single, several = dict.fromkeys(("root", "position", "last"), 1), ("following", "places", "slots")
+        single = dict.fromkeys(("root", "position", "last"), 1)
+        several = ("following", "places", "slots")
         self._block = HostBlock(single | dict.fromkeys(several, self._rows), device)
-        self._taps = torch.zeros(self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=device)
-        self._new, self._first = self._taps[:0], 0  # taps of the newest tokens, and the first one's place
+        self._taps = torch.zeros(
+            self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=device
+        )
+        # taps of the newest tokens, and the first one's place
+        self._new, self._first = self._taps[:0], 0
         guesses = [GUESSES[min(rank, len(GUESSES) - 1)] for rank in range(self._width)]
         self._guesses = torch.tensor(guesses, dtype=torch.float64, device=device)
         self._ranks = torch.arange(self._width, device=device)
-        weights = [sum(weight.numel() for weight in each.parameters()) for each in (network, target.model)]
+        weights = [
+            sum(weight.numel() for weight in each.parameters()) for each in (network, target.model)
+        ]
         self._share = weights[0] / weights[1]
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=device)
         self._on_host = device.type == "cpu" and not target.replays
@@ -98,12 +115,21 @@ class NetworkSource(Source):
             self._flush(context.text)
 
     def _flush(self, text: Sequence[int]) -> None:
-        """Take new tokens into the window, but for the last one, from which the next round begins."""
+        """Take new tokens into the window, but for the last one,
+        from which the next round begins.
+        """
         staying = self.kv.staying(range(self._first, self._first + len(self._new) - 1))
         if staying:
-            packed = [[place - self._first, text[place + 1], place, self.kv.slot(place)] for place in staying]
-            rows, following, places, slots = torch.tensor(packed).to(self._target.device, non_blocking=True).unbind(1)
-            self._network.remember(self._new.index_select(0, rows), following, places, slots, self.kv)
+            packed = [
+                [place - self._first, text[place + 1], place, self.kv.slot(place)]
+                for place in staying
+            ]
+            rows, following, places, slots = (
+                torch.tensor(packed).to(self._target.device, non_blocking=True).unbind(1)
+            )
+            self._network.remember(
+                self._new.index_select(0, rows), following, places, slots, self.kv
+            )
             self.kv.hold(slots)
         self._keep_last()
 
@@ -117,38 +143,55 @@ class NetworkSource(Source):
         self._found, count = None, len(self._new)
         if not count:
             return
-        host, text, spare = self._block.host, context.text, [self.kv.budget] * (self._rows - count)
+        host = self._block.host
+        text = context.text
+        spare = [self.kv.budget] * (self._rows - count)
         places = range(self._first, self._first + count)
-        host["root"][:], host["position"][:], host["last"][:] = text[-1], context.position, count - 1
+        host["root"][:] = text[-1]
+        host["position"][:] = context.position
+        host["last"][:] = count - 1
         host["following"][:] = text[places.start + 1 : places.stop + 1] + [0] * len(spare)
         host["places"][:] = [*places, *[0] * len(spare)]
         host["slots"][:] = [*map(self.kv.slot, places), *spare]
         self._block.send()
         self._taps[:count] = self._new
         self._keep_last()
-        if self._run is None or self._sampler is not context.sampler:  # the program reads where its penalty window is
+        if self._run is None or self._sampler is not context.sampler:
+            # the program reads where its penalty window is
             self._sampler = context.sampler
             context.sampler.fuse(self._target.dtype, self._width)
-            # where the target's passes are not replayed, graphs are not trusted, or there is no use for them
+            # where the target's passes are not replayed, graphs are not trusted, or there is no use
+            # for them
             self._run = self._target.capture(self._round) if self._target.replays else self._round
         self._found = self._run()
 
     def _round(self) -> Tensor:
-        """The program: ``[levels, BEAM, 1 + 2 * width]`` float64: of each node its place among the candidates of the
-        level before, and the candidates below it with their scores."""
-        given, sampler, network = self._block.device, self._sampler, self._network
+        """The program: ``[levels, BEAM, 1 + 2 * width]`` float64: of each node its place among the
+        candidates of the level before, and the candidates below it with their scores."""
+        given = self._block.device
+        sampler = self._sampler
+        network = self._network
         assert sampler is not None
-        states = network.remember(self._taps, given["following"], given["places"], given["slots"], self.kv)
+        states = network.remember(
+            self._taps, given["following"], given["places"], given["slots"], self.kv
+        )
         self.kv.hold(given["slots"])
         tokens, position = given["root"], given["position"]
-        begun = network.begin(states.index_select(0, given["last"]), tokens, position, self.kv, self.kv.held)
+        begun = network.begin(
+            states.index_select(0, given["last"]), tokens, position, self.kv, self.kv.held
+        )
         after = sampler.seen(position, position, self._alone)
         reach = torch.ones(1, dtype=torch.float64, device=tokens.device)
-        found = torch.zeros(self._levels, BEAM, 1 + 2 * self._width, dtype=torch.float64, device=tokens.device)
-        picked, rows, paths = torch.zeros_like(tokens), None, tokens.new_zeros(1, 0)
+        found = torch.zeros(
+            self._levels, BEAM, 1 + 2 * self._width, dtype=torch.float64, device=tokens.device
+        )
+        picked = torch.zeros_like(tokens)
+        rows = None
+        paths = tokens.new_zeros(1, 0)
         for level in range(self._levels):
             count = len(tokens)
-            logits, seen = begun(level, rows, tokens), after
+            logits = begun(level, rows, tokens)
+            seen = after
             if seen is not None and level:
                 seen = seen.repeat(count, 1).scatter_(1, paths, True)
                 logits = logits.expand(count, -1)
@@ -157,19 +200,27 @@ class NetworkSource(Source):
                 places = (position + 1 + level).expand(len(logits))
                 if self._on_host:
                     places = places.tolist()  # as numbers, whose noise is kept
-            best, scores = (each.expand(count, -1) for each in sampler.candidates(logits, seen, places, self._width))
+            best, scores = (
+                each.expand(count, -1)
+                for each in sampler.candidates(logits, seen, places, self._width)
+            )
             if self._widths is not None:
                 scores = scores.where(self._ranks < self._widths[level], -torch.inf)
             found[level, :count] = torch.cat([picked[:, None].double(), best.double(), scores], 1)
             if level == self._levels - 1:
                 break
-            reach, picked = self._promise(reach, scores).flatten().topk(min(BEAM, count * self._width))
-            rows, tokens = picked // self._width, best.flatten()[picked]
+            reach, picked = (
+                self._promise(reach, scores).flatten().topk(min(BEAM, count * self._width))
+            )
+            rows = picked // self._width
+            tokens = best.flatten()[picked]
             paths = torch.cat([paths[rows], tokens[:, None]], 1)
         return found
 
     def _promise(self, reach: Tensor, scores: Tensor) -> Tensor:
-        """``[n, width]`` chances of candidates by their scores' gaps, to choose what is gone on with."""
+        """``[n, width]`` chances of candidates by their scores' gaps,
+        to choose what is gone on with.
+        """
         first = scores[:, :1]
         second = scores[:, 1:2] if self._width > 1 else first - GAP
         gaps = torch.cat([first - second, first - scores[:, 1:]], 1)
@@ -183,8 +234,10 @@ class NetworkSource(Source):
         if self._found is None:
             return
         found, self._found = self._found.tolist(), None  # the one wait for the device
-        nodes: list[int | None] = [0]  # of the level's rows, and whether they are the best all the way down
-        best, below = [True], list[int | None]()
+        # of the level's rows, and whether they are the best all the way down
+        nodes: list[int | None] = [0]
+        best = [True]
+        below = list[int | None]()
         for level in range(min(self._levels, tree.depth)):
             if level:
                 picked = [int(row[0]) for row in found[level][: min(BEAM, len(below))]]
@@ -192,13 +245,21 @@ class NetworkSource(Source):
                 best = [best[index // self._width] and index % self._width == 0 for index in picked]
             below = []
             for row, node in enumerate(nodes):
-                scores = [*takewhile(isfinite, found[level][row][1 + self._width :])] if node is not None else []
+                scores = (
+                    [*takewhile(isfinite, found[level][row][1 + self._width :])]
+                    if node is not None
+                    else []
+                )
                 tokens = [int(token) for token in found[level][row][1 : 1 + len(scores)]]
-                children = tree.propose_ranked(node or 0, tokens, scores, self.name, (min(level, _LEVELS), best[row]))
+                children = tree.propose_ranked(
+                    node or 0, tokens, scores, self.name, (min(level, _LEVELS), best[row])
+                )
                 below += [*children, *[None] * (self._width - len(children))]
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
-        """Seconds of a round: passes in proportion to the weights, and the ranking of every level."""
+        """Seconds of a round: passes in proportion to the weights,
+        and the ranking of every level.
+        """
         if not self._proposed:
             return 0.0
         level = costs.level or _LEVEL * costs.seconds(1, 0)

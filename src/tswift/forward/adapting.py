@@ -1,10 +1,13 @@
-"""A transformers model made ready to decode: attention and layers replaced and tested, exact passes checked.
+"""A transformers model made ready to decode: attention and layers replaced and tested,
+exact passes checked.
 
-Logits with and without our attention are compared, which shows whatever an architecture does that it does not.
+Logits with and without our attention are compared, which shows whatever an architecture does that
+it does not.
 
-A product over one row sums in another order than one over forty, so in bfloat16 two candidates that nearly tie swap,
-and texts of different methods differ. Passes of one fixed number of rows sum alike (``Target.width``), unless something
-in the model depends on other rows, or on a row's index. That is tested once per loaded model, on this machine.
+A product over one row sums in another order than one over forty, so in bfloat16 two candidates that
+nearly tie swap, and texts of different methods differ. Passes of one fixed number of rows sum alike
+(``Target.width``), unless something in the model depends on other rows, or on a row's index. That
+is tested once per loaded model, on this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ PROGRAM = "one C program"
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """KV heads, query heads per KV head, and head size by a model's configuration, where they differ the first layer's.
+    """KV heads, query heads per KV head, and head size by a model's configuration,
+    where they differ the first layer's.
 
     Where it does not say: one each, and the usual size.
     """
@@ -55,13 +59,18 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
     )
     size = size or (hidden // heads if hidden >= heads > 0 else USUAL)
-    return (kv_heads, heads // kv_heads, size) if heads and kv_heads and heads % kv_heads == 0 else (1, 1, size)
+    return (
+        (kv_heads, heads // kv_heads, size)
+        if heads and kv_heads and heads % kv_heads == 0
+        else (1, 1, size)
+    )
 
 
 def select_backend(
     attention: str, dtype: torch.dtype, device: torch.device, config: PreTrainedConfig
 ) -> tuple[str, str]:
-    """The attention backend that a name stands for, and a note if it is not the one that should serve here.
+    """The attention backend that a name stands for,
+    and a note if it is not the one that should serve here.
 
     A backend serves if it computes of random rows what sdpa computes.
     """
@@ -83,7 +92,9 @@ def try_graphs(target: Target) -> None:
 
 
 def execution_note(target: Target) -> str:
-    """How layers run: ``fused``, ``one C program``, or ``eager``; and why what should be in use is not."""
+    """How layers run: ``fused``, ``one C program``, or ``eager``;
+    and why what should be in use is not.
+    """
     words = _how_layers_run(target)
     if target.fallbacks.graph_fault is not None:
         words += f"; no CUDA graphs: {target.fallbacks.graph_fault}"
@@ -103,7 +114,11 @@ def _how_layers_run(target: Target) -> str:
         return PROGRAM
     if is_fused(target.model):
         return FUSED
-    reasons = [target.fallbacks[part] for part in ("attention", "features", "layers") if part in target.fallbacks]
+    reasons = [
+        target.fallbacks[part]
+        for part in ("attention", "features", "layers")
+        if part in target.fallbacks
+    ]
     if not reasons and target.attention_features and target.device.type == "cuda":
         reasons = [f"they have {target.attention_features}"]
     return f"{EAGER}, as {reasons[0]}" if reasons else EAGER
@@ -111,7 +126,8 @@ def _how_layers_run(target: Target) -> str:
 
 _LEAST_WIDTH = 16
 _HELD = 1_500  # random keys in the cache: several chunks of every attention
-_HELD_ON_CUDA, _HELD_BYTES = 20_000, 3 << 30  # there a text that long is cut otherwise; at most so many bytes
+# there a text that long is cut otherwise; at most so many bytes
+_HELD_ON_CUDA, _HELD_BYTES = 20_000, 3 << 30
 _OTHERS = (0, 99, 700)  # other lengths of the cache
 _PROMPTS = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
 _WIDE = (CHUNK, 77)  # tokens of wide passes over a text
@@ -123,11 +139,12 @@ class Inexact(Exception):
 
 @torch.inference_mode()
 def fingerprint(target: Target) -> str:
-    """Hash of what a model computes on this machine in passes of its fixed width: same hash, same bits.
+    """Hash of what a model computes on this machine in passes of its fixed width: same hash,
+    same bits.
 
     Raises:
-        Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its ancestors are
-            drafted or committed.
+        Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its
+            ancestors are drafted or committed.
     """
     width, device = target.width, target.device
     assert width is not None
@@ -140,7 +157,9 @@ def fingerprint(target: Target) -> str:
     index = torch.arange(width, device=device)
     mark = kv.mark()
 
-    def forward(tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before) -> Forwarded:
+    def forward(
+        tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before
+    ) -> Forwarded:
         kv.rewind(mark._replace(length=held))
         return target.forward(tokens, before + depths, kv, ancestors)
 
@@ -152,7 +171,9 @@ def fingerprint(target: Target) -> str:
         return found
 
     def repeated() -> Forwarded:  # the same token on every row
-        return forward(ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device))
+        return forward(
+            ids[:1].expand(width), index * 0, torch.eye(width, dtype=torch.bool, device=device)
+        )
 
     def chain() -> Forwarded:
         return forward(ids, index, None)
@@ -163,16 +184,21 @@ def fingerprint(target: Target) -> str:
         tokens = torch.where(on_path, ids[index // 2], ids.flip(0))
         return forward(tokens, (index + 1) // 2, ancestors)
 
-    same, rows = repeated(), range(width)
+    same = repeated()
+    rows = range(width)
     _compare(target, (same, [0] * width, repeated), (same, rows, repeated), "its place in the pass")
     whole = chain()
     written = [buffer[:, :, before:].clone() for buffer in kv.buffers]
     _compare(target, (whole, [0], chain), (same, [0], repeated), "other nodes")
     half = width // 2
-    _compare(target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes")
+    _compare(
+        target, (whole, rows[:half], chain), (tree(), rows[: 2 * half : 2], tree), "other nodes"
+    )
     for depth in (0, 1, 2):
         single = partial(alone, depth)
-        _compare(target, (whole, [depth], chain), (single(), [0], single), "its ancestors being drafted")
+        _compare(
+            target, (whole, [depth], chain), (single(), [0], single), "its ancestors being drafted"
+        )
         for buffer, known in zip(kv.buffers, written, strict=True):
             if not torch.equal(buffer[:, :, before + depth], known[:, :, depth]):
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
@@ -185,8 +211,12 @@ def fingerprint(target: Target) -> str:
     return hashlib.sha256(bits).hexdigest()[:16]
 
 
-def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -> tuple[FullKV, int]:
-    """A cache with random keys and values, as many as a model may have, room for more tokens, and how many it holds."""
+def _held_cache(
+    target: Target, held: int, more: int, random: torch.Generator
+) -> tuple[FullKV, int]:
+    """A cache with random keys and values, as many as a model may have, room for more tokens,
+    and how many it holds.
+    """
     before = max(0, min(held, target.max_positions - more))  # learned positions end
     kv = FullKV(target.kv_shape, before + more)
     for part, each in enumerate((kv.keys, kv.values)):
@@ -204,9 +234,11 @@ def _held_cache(target: Target, held: int, more: int, random: torch.Generator) -
 
 @torch.inference_mode()
 def try_wide_text(target: Target) -> None:
-    """Let a text be forwarded in wide passes, if these give a token the bits that those of the width give it.
+    """Let a text be forwarded in wide passes, if these give a token the bits that those of the
+    width give it.
 
-    Only where prompts have wide passes, and layers and attention are of kernels that should make rows alike.
+    Only where prompts have wide passes, and layers and attention are of kernels that should make
+    rows alike.
     """
     count = sum(_WIDE)
     known = target.wide_prompts and target.replays and count <= target.max_positions
@@ -234,10 +266,13 @@ def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:
     """States of a prompt's chunks, whose products have other shapes."""
     count = min(count, target.max_positions)
     text = ids.repeat(-(-count // len(ids)))[:count].tolist()
-    return torch.cat([forwarded.hidden for forwarded in chunks(target, text, FullKV(target.kv_shape, count))])
+    return torch.cat(
+        [forwarded.hidden for forwarded in chunks(target, text, FullKV(target.kv_shape, count))]
+    )
 
 
-_Rows = tuple[Forwarded, Sequence[int], Callable[[], Forwarded]]  # a pass, rows in it, and how to run it again
+# a pass, rows in it, and how to run it again
+_Rows = tuple[Forwarded, Sequence[int], Callable[[], Forwarded]]
 
 
 def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
@@ -258,12 +293,18 @@ def _compare(target: Target, one: _Rows, other: _Rows, cause: str) -> None:
     raise Inexact(f"the result of {where} depends on {cause}")
 
 
-def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Name, input and output of one row, for every module that has both per row, in the order of execution."""
+def _outputs(
+    target: Target, run: Callable[[], Forwarded], row: int
+) -> list[tuple[str, Tensor, Tensor]]:
+    """Name, input and output of one row, for every module that has both per row,
+    in the order of execution.
+    """
     outputs: list[tuple[str, Tensor, Tensor]] = []
 
     def see(name: str, inputs: Any, out: Any) -> None:
-        if inputs and all(isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)):
+        if inputs and all(
+            isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)
+        ):
             outputs.append((name, inputs[0][0, row].clone(), out[0, row].clone()))
 
     with watched(dict(target.model.named_modules()), see):
@@ -274,15 +315,21 @@ def _outputs(target: Target, run: Callable[[], Forwarded], row: int) -> list[tup
 def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     """Give a model's passes their fixed width, if they are to be exact, before any are prepared.
 
-    By default they are where texts of different methods would part, or where it costs nothing. The width is that of a
-    usual draft tree, which costs little more than one row; the C program's rows are exact however many there are.
+    By default they are where texts of different methods would part, or where it costs nothing. The
+    width is that of a usual draft tree, which costs little more than one row; the C program's rows
+    are exact however many there are.
 
     Returns:
         Why they are not although they should be; None if nothing is amiss.
     """
     if exact is None:  # a cache is never wider than the model
         exact = target.kv_shape.dtype.itemsize < torch.float32.itemsize
-        exact = exact or target.device.type == "cuda" or target.program is not None or holds_codes(target.model)
+        exact = (
+            exact
+            or target.device.type == "cuda"
+            or target.program is not None
+            or holds_codes(target.model)
+        )
     if not exact:
         return None
     if target.split:
@@ -321,7 +368,8 @@ def wrap_model(
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
         joined: whether linear layers with the same input become one product; None for on CUDA only.
         kv_dtype: of the KV cache; None for the model's own.
-        usual: whether nobody asked for that dtype: where no program serves, the model's own takes its place.
+        usual: whether nobody asked for that dtype: where no program serves, the model's own takes
+            its place.
 
     Raises:
         InputError: the model, or a cache in this dtype, cannot be served exactly.
@@ -329,33 +377,57 @@ def wrap_model(
     keep_precision(network.device)
     with finely_rounded(network):
         target = _compared(network, model, backend, joined, kv_dtype, usual)
-    if holds_codes(network) and target.program is not None:  # with the inputs as they are to be rounded
+    if holds_codes(network) and target.program is not None:
+        # with the inputs as they are to be rounded
         target.set_program(packed(target, target.kv_shape.dtype))
     return target
 
 
 def _compared(
-    network: PreTrainedModel, model: str, backend: str, joined: bool | None, kv_dtype: torch.dtype | None, usual: bool
+    network: PreTrainedModel,
+    model: str,
+    backend: str,
+    joined: bool | None,
+    kv_dtype: torch.dtype | None,
+    usual: bool,
 ) -> Target:
     config = network.config.get_text_config()
     count = min(_TRIED, config.max_position_embeddings)
     ids = (torch.arange(count, device=network.device) * 7919 + 13) % config.vocab_size
-    network.set_attn_implementation("eager")  # the one that does all a model asks for; sdpa passes over soft caps
+    # the one that does all a model asks for; sdpa passes over soft caps
+    network.set_attn_implementation("eager")
     with torch.inference_mode(), _reading_text(network, model):
         expected = network(ids.unsqueeze(0), use_cache=False).logits[0].double()
         far = max(0, max_positions(config) - count) if backend == "native" else 0
         places = torch.arange(far, far + count, device=network.device).unsqueeze(0)
-        expected_far = network(ids.unsqueeze(0), position_ids=places, use_cache=False).logits[0] if far else expected
+        expected_far = (
+            network(ids.unsqueeze(0), position_ids=places, use_cache=False).logits[0]
+            if far
+            else expected
+        )
     if joined or (joined is None and network.device.type == "cuda"):
         join(network)
     use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
-        if target.device.type in _DOUBTED and target.attention_features and BACKENDS[backend]().SPECS:
-            kinds = {(spec.window, spec.softcap, spec.sinks is None): spec for spec in target.layer_specs if spec}
-            shape, heads = target.kv_shape, (target.kv_shape.heads, target.groups)
-            reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
-            target.fallbacks.note("features", reason and f"{reason} with {target.attention_features}")
+        if (
+            target.device.type in _DOUBTED
+            and target.attention_features
+            and BACKENDS[backend]().SPECS
+        ):
+            kinds = {
+                (spec.window, spec.softcap, spec.sinks is None): spec
+                for spec in target.layer_specs
+                if spec
+            }
+            shape = target.kv_shape
+            heads = (target.kv_shape.heads, target.groups)
+            reason = fails(
+                backend, target.dtype, target.device, shape.head_dim, heads, kinds.values()
+            )
+            target.fallbacks.note(
+                "features", reason and f"{reason} with {target.attention_features}"
+            )
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
@@ -365,8 +437,11 @@ def _compared(
     except UnsupportedModel as error:
         reason = f"has {error}, which tswift cannot serve exactly yet"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
-    # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same architecture on both sides
-    allowed = 1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(SHAPE_PREFIX) else 0.25
+    # random weights in 16 bits round worse than trained ones: 0.15 was seen, with the same
+    # architecture on both sides
+    allowed = (
+        1e-3 if target.dtype.itemsize >= 4 else 0.5 if model.startswith(SHAPE_PREFIX) else 0.25
+    )
     if holds_codes(network):
         allowed = max(allowed, _ROUNDED)
     if not apart <= allowed and is_fused(network):
@@ -374,7 +449,9 @@ def _compared(
         target.fallbacks.note("layers", "kernels in their place gave other logits")
         apart = _apart(target, ids, expected)
     if not apart <= allowed:
-        raise InputError(f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model")
+        raise InputError(
+            f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model"
+        )
     if backend == "native" and not target.split:
         try:
             target.set_program(packed(target, target.dtype))
@@ -383,20 +460,27 @@ def _compared(
                 raise Unfit("a C program gave other logits")
         except (Unfit, Unbuilt) as error:
             target.set_program(None)
-            target.fallbacks.note("layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error))
+            target.fallbacks.note(
+                "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
+            )
     if kv_dtype not in (None, target.dtype) and not (usual and target.program is None):
         try:
             target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
         except Unfit as error:
             if usual:
                 return target
-            raise InputError(f"{model} cannot have a cache in {dtype_name(kv_dtype)}: {error}", "kv_dtype") from None
-        # what rounding keys and values makes of the logits; a cache that is read wrongly is off by all of them
+            raise InputError(
+                f"{model} cannot have a cache in {dtype_name(kv_dtype)}: {error}", "kv_dtype"
+            ) from None
+        # what rounding keys and values makes of the logits; a cache that is read wrongly is off by
+        # all of them
         if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
             if usual:
                 target.set_kv_dtype(target.dtype)
                 return target
-            raise InputError(f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype")
+            raise InputError(
+                f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype"
+            )
     return target
 
 
@@ -407,7 +491,9 @@ def _reading_text(network: PreTrainedModel, model: str) -> Iterator[None]:
         yield
     except Exception as error:  # modeling code says in many ways what it misses
         kind = network.config.model_type
-        raise InputError(f"{model} ({kind}) does not run on text alone ({cause_of(error)})", "model") from None
+        raise InputError(
+            f"{model} ({kind}) does not run on text alone ({cause_of(error)})", "model"
+        ) from None
 
 
 def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
@@ -421,10 +507,12 @@ def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
 def _apart(target: Target, ids: Tensor, expected: Tensor, far: int = 0) -> float:
     """How far a text's logits are from those expected, at most, in units of their spread.
 
-    The text's first half is a chunk, the rest a tree with wrong tokens beside it. It begins at the position ``far``,
-    where what depends on positions may come to something else than at the beginning.
+    The text's first half is a chunk, the rest a tree with wrong tokens beside it. It begins at the
+    position ``far``, where what depends on positions may come to something else than at the
+    beginning.
     """
-    kv, half = FullKV(target.kv_shape, 2 * len(ids)), len(ids) // 2
+    kv = FullKV(target.kv_shape, 2 * len(ids))
+    half = len(ids) // 2
     start = torch.arange(far, far + half, device=ids.device)
     before = [target.forward(ids[:half], start, kv, None).hidden]
     kv.commit(range(half))

@@ -1,7 +1,9 @@
-"""Networks whose matrices are packed: codes of a GGUF file, codes made of any checkpoint (``--weights``), or floats.
+"""Networks whose matrices are packed: codes of a GGUF file,
+codes made of any checkpoint (``--weights``), or floats.
 
-A network is made without weights and filled tensor by tensor. So its weights are never in memory as a whole but
-packed. What was made of a checkpoint is kept in the user's cache folder, and mapped into memory by later processes.
+A network is made without weights and filled tensor by tensor. So its weights are never in memory as
+a whole but packed. What was made of a checkpoint is kept in the user's cache folder, and mapped
+into memory by later processes.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ _KEPT = "weights"  # how the files of codes in the cache folder begin
 Matrix = Codes | PackedCodes | PackedFloats | Tensor
 
 
-def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]) -> PreTrainedModel:
+def _filled(
+    config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]
+) -> PreTrainedModel:
     """A network with the weights that a function reads by name; matrices may be codes."""
     with no_init_weights():  # memory that is never written takes none
         network = class_of(config)._from_config(deepcopy(config), dtype=dtype)
@@ -56,10 +60,13 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
     tied = embeddings.weight is network.get_output_embeddings().weight
     for name, _ in [*network.named_parameters()]:
         path, _, kind = name.rpartition(".")
-        owner, weight = network.get_submodule(path), read(name)
+        owner = network.get_submodule(path)
+        weight = read(name)
         if isinstance(weight, Tensor):
             setattr(owner, kind, nn.Parameter(weight.to(dtype), requires_grad=False))
-        elif owner is embeddings and (type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")):
+        elif owner is embeddings and (
+            type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")
+        ):
             linear = _linear(weight, None)
             scale = float(getattr(owner, "scalar_embed_scale", 1))
             network.set_submodule(path, PackedEmbedding(linear.packed, scale))
@@ -77,14 +84,22 @@ def _filled(config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], 
     return network.eval().requires_grad_(False)
 
 
-def _linear(weight: Codes | PackedCodes | PackedFloats, bias: Tensor | None) -> IntegerLinear | PackedLinear:
-    return PackedLinear(weight, bias) if isinstance(weight, PackedFloats) else IntegerLinear(weight, bias)
+def _linear(
+    weight: Codes | PackedCodes | PackedFloats, bias: Tensor | None
+) -> IntegerLinear | PackedLinear:
+    return (
+        PackedLinear(weight, bias)
+        if isinstance(weight, PackedFloats)
+        else IntegerLinear(weight, bias)
+    )
 
 
 def gguf_bytes(file: GGUFFile) -> int:
     """Bytes of a file's weights in memory, but for the padding of its matrices."""
     return sum(
-        _packed_bytes(prod(stored.shape), *file.form(stored)) if stored.quantised else prod(stored.shape) * _FLOAT
+        _packed_bytes(prod(stored.shape), *file.form(stored))
+        if stored.quantised
+        else prod(stored.shape) * _FLOAT
         for stored in file.tensors.values()
     )
 
@@ -93,7 +108,9 @@ def rounded_bytes(config: PreTrainedConfig, kind: str) -> int:
     """As :func:`gguf_bytes`, of a checkpoint that is rounded."""
     bits = rounded_bits(config, kind)
     return sum(
-        _packed_bytes(weight.numel(), bits[name], BLOCK, 4) if name in bits else weight.numel() * _FLOAT
+        _packed_bytes(weight.numel(), bits[name], BLOCK, 4)
+        if name in bits
+        else weight.numel() * _FLOAT
         for name, weight in skeleton(config).named_parameters()
     )
 
@@ -116,14 +133,19 @@ def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> P
     if factors is not None:
         rotary = network.get_decoder().rotary_emb
         if factors.shape != rotary.inv_freq.shape:
-            raise file.refusal(f"has {len(factors):,} factors of frequencies, its heads have {len(rotary.inv_freq):,}")
+            raise file.refusal(
+                f"has {len(factors):,} factors of frequencies, its heads have "
+                f"{len(rotary.inv_freq):,}"
+            )
         rotary.inv_freq.div_(factors)
         rotary.original_inv_freq.copy_(rotary.inv_freq)
     return network
 
 
 def missing_names(config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The parameters of a model that a checkpoint does not have by the names of the modeling code."""
+    """The parameters of a model that a checkpoint does not have by the
+    names of the modeling code.
+    """
     return [name for name, _ in skeleton(config).named_parameters() if name not in stored]
 
 
@@ -146,15 +168,20 @@ def load_floats(
     def read(name: str) -> Matrix:
         weight = stored[name].read().to(dtype)
         if name not in matrices:
-            return weight.float().clone()  # a part of a file would keep all of it mapped into memory
+            # a part of a file would keep all of it mapped into memory
+            return weight.float().clone()
         packed = PackedFloats(weight)
         row = torch.linspace(-1, 1, packed.inputs)
         wanted = nn.functional.linear(row, weight.float())
         ours = PackedLinear(packed)(row)
-        near = (ours - wanted).abs().max() <= _APART * wanted.abs().max()  # False where ours are NaN
+        # False where ours are NaN
+        near = (ours - wanted).abs().max() <= _APART * wanted.abs().max()
         if not near and wanted.isfinite().all():
             advice = "--attention sdpa does without C"
-            raise InputError(f"{model}: products in C are wrong on this machine, as of {name}; {advice}", "attention")
+            raise InputError(
+                f"{model}: products in C are wrong on this machine, as of {name}; {advice}",
+                "attention",
+            )
         return packed
 
     return _filled(config, torch.float32, read)
@@ -176,7 +203,9 @@ def load_rounded(
     """
     missing = missing_names(config, stored)
     if missing:
-        raise InputError(f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model")
+        raise InputError(
+            f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
+        )
     read = _rounding(config, lambda name: stored[name].read(), kind, model)
     path = _kept_path(stored, kind)
     known = {} if path is None else _read_kept(path)
@@ -200,7 +229,8 @@ def load_rounded(
 def _kept_path(stored: Mapping[str, StoredTensor], kind: str) -> Path | None:
     """Where the codes of a checkpoint are kept; None where nothing can be.
 
-    The name is a hash of the files: their places, sizes and times of change; and of how codes are made and packed.
+    The name is a hash of the files: their places, sizes and times of change; and of how codes are
+        made and packed.
     """
     folder = cache_folder()
     if folder is None:
@@ -214,11 +244,15 @@ def _kept_path(stored: Mapping[str, StoredTensor], kind: str) -> Path | None:
 
 
 def _read_kept(path: Path) -> dict[str, PackedCodes]:
-    """The codes in a file, which stay there until they are used; none if there is no such file, or it is broken."""
+    """The codes in a file, which stay there until they are used; none if there is no such file,
+    or it is broken.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             forms = json.loads(file.metadata()["forms"])
-            return {name: PackedCodes.kept(file.get_tensor(name), form) for name, form in forms.items()}
+            return {
+                name: PackedCodes.kept(file.get_tensor(name), form) for name, form in forms.items()
+            }
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return {}
 
@@ -267,14 +301,22 @@ def _rounding(
 
 def rounded_bits(config: PreTrainedConfig, kind: str) -> dict[str, int]:
     """The bits of a code, by the name of each matrix that is rounded."""
-    return {name: max(BITS[kind], _END_BITS if at_end else 0) for name, at_end in _matrices(config).items()}
+    return {
+        name: max(BITS[kind], _END_BITS if at_end else 0)
+        for name, at_end in _matrices(config).items()
+    }
 
 
 def _matrices(config: PreTrainedConfig) -> dict[str, bool]:
-    """By name, the weights that are matrices of linear layers or embeddings; whether of embeddings or LM head."""
+    """By name, the weights that are matrices of linear layers or embeddings;
+    whether of embeddings or LM head.
+    """
     network = skeleton(config)
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    owners = {name: network.get_submodule(name.rpartition(".")[0]) for name, _ in network.named_parameters()}
+    owners = {
+        name: network.get_submodule(name.rpartition(".")[0])
+        for name, _ in network.named_parameters()
+    }
     return {name: owner in ends for name, owner in owners.items() if _is_matrix(name, owner)}
 
 
@@ -287,6 +329,7 @@ def _rounded(weight: Tensor, bits: int) -> Codes:
     """A matrix rounded in pieces, as what is computed on the way takes several times its memory."""
     pieces = [quantize(rows, bits) for rows in weight.split(max(1, _PIECE // weight.shape[1]))]
     codes, scale, minimum = (
-        torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scale", "minimum")
+        torch.cat([getattr(piece, name) for piece in pieces])
+        for name in ("codes", "scale", "minimum")
     )
     return Codes(codes, scale, minimum, bits)

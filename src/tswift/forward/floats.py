@@ -1,4 +1,6 @@
-"""Linear layers whose weights are floats as the C products read them, held once, in 16 bits where that is enough."""
+"""Linear layers whose weights are floats as the C products read them, held once,
+in 16 bits where that is enough.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class PackedFloats(Packed):
     """A matrix of floats in blocks of outputs, see products.c.
 
     Args:
-        weight: ``[outputs, inputs]``; where bfloat16 or float16 hold it without loss, it is kept in that.
+        weight: ``[outputs, inputs]``; where bfloat16 or float16 hold it without loss, it is kept in
+            that.
 
     Raises:
         Unbuilt: there is no program here.
@@ -32,9 +35,16 @@ class PackedFloats(Packed):
         super().__init__()
         program = library()
         self.outputs, self.inputs = weight.shape
-        self._block, self._lanes = int(program.tswift_block()), int(program.tswift_lanes())
-        pieces = weight.detach().split(self._block * max(1, _PIECE // weight[: self._block].numel()))
-        narrow = (kind for kind in HALVES if all(torch.equal(rows.to(kind).to(rows.dtype), rows) for rows in pieces))
+        self._block = int(program.tswift_block())
+        self._lanes = int(program.tswift_lanes())
+        pieces = weight.detach().split(
+            self._block * max(1, _PIECE // weight[: self._block].numel())
+        )
+        narrow = (
+            kind
+            for kind in HALVES
+            if all(torch.equal(rows.to(kind).to(rows.dtype), rows) for rows in pieces)
+        )
         self._kind = weight.dtype if weight.dtype in HALVES else next(narrow, torch.float32)
         # bytes, as those of a network stay what they are when its numbers are converted
         shape = -(-self.outputs // self._block), self.inputs, self._block * self.kind.itemsize
@@ -79,8 +89,13 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor | PackedFloats, bias: Tensor | None = None) -> None:
         super().__init__()
         self.packed = weight if isinstance(weight, PackedFloats) else PackedFloats(weight)
-        self.out_features, self.in_features = self.packed.outputs, self.packed.inputs
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float().contiguous(), requires_grad=False)
+        self.out_features = self.packed.outputs
+        self.in_features = self.packed.inputs
+        self.bias = (
+            None
+            if bias is None
+            else nn.Parameter(bias.detach().float().contiguous(), requires_grad=False)
+        )
 
     @property
     def c(self) -> Any:
@@ -102,16 +117,20 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.packed.kind}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {self.packed.kind}"
+        )
 
 
 def pack(network: PreTrainedModel) -> None:
-    """Hold a network's matrices once, as the C products read them; all other numbers become float32.
+    """Hold a network's matrices once, as the C products read them;
+    all other numbers become float32.
 
     Raises:
         Unbuilt: there is no program here.
     """
-    embeddings, lm_head = network.get_input_embeddings(), network.get_output_embeddings()
+    embeddings = network.get_input_embeddings()
+    lm_head = network.get_output_embeddings()
     tied = lm_head.weight is embeddings.weight
     names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     for name in names:

@@ -1,9 +1,11 @@
-"""Decoder layers by Triton kernels: nine or ten kernels a layer, and the same bits in every process.
+"""Decoder layers by Triton kernels: nine or ten kernels a layer,
+and the same bits in every process.
 
-The modeling code stays in transformers. Of the layers listed here, whose forward is known, the class is exchanged for
-one that does the same with kernels, in passes of ours; a call without such a pass goes the old way. Each layer adds its
-output and computes the norm that comes next in one kernel, and hands the result to that norm. What modules take and
-return is what they took and returned before.
+The modeling code stays in transformers. Of the layers listed here, whose forward is known, the
+class is exchanged for one that does the same with kernels, in passes of ours; a call without such a
+pass goes the old way. Each layer adds its output and computes the norm that comes next in one
+kernel, and hands the result to that norm. What modules take and return is what they took and
+returned before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tswift.forward.passes import Pass
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STATIC = ("default", "linear", "llama3", "yarn")  # rotary embeddings that a text's length does not change
+# rotary embeddings that a text's length does not change
+_STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
 _MOST_BYTES = 1 << 28  # of cosines and sines
 _AT_A_TIME = 4096  # positions
@@ -33,11 +36,14 @@ _REPEATS = 8
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by a kernel, where nothing is learnt; often it was computed before, by the layer in front of it."""
+    """An RMSNorm by a kernel, where nothing is learnt; often it was computed before,
+    by the layer in front of it.
+    """
 
     weight: Tensor
     variance_epsilon: float
-    handed: tuple[Tensor, Tensor] | None  # an input, and the output for it; None once that was taken
+    # an input, and the output for it; None once that was taken
+    handed: tuple[Tensor, Tensor] | None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., H]``."""
@@ -79,7 +85,8 @@ class FusedLayer(nn.Module):
     post_attention_layernorm: FusedNorm
     self_attn: Any
     mlp: Any
-    following: tuple[FusedNorm]  # the norm that takes this layer's output; a tuple, as it is no part of the layer
+    # the norm that takes this layer's output; a tuple, as it is no part of the layer
+    following: tuple[FusedNorm]
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
         """``[1, n, H]`` to ``[1, n, H]``."""
@@ -88,13 +95,16 @@ class FusedLayer(nn.Module):
             return super().forward(hidden_states, *given, **named)
         normed = self.input_layernorm(hidden_states)[0]
         mixed = _attended(self.self_attn, normed, named["position_embeddings"], run)
-        # what runs before this product is one of our kernels, unless another attention serves, or rows are added
+        # what runs before this product is one of our kernels, unless another attention serves, or
+        # rows are added
         early = run.special is None and run.attend.PADDED
         hidden, normed = self.post_attention_layernorm.added(
             hidden_states, _multiplied([self.self_attn.o_proj], mixed, run.alike, early)[0]
         )
         active = _activated(self.mlp, normed[0], run.alike)
-        hidden, normed = self.following[0].added(hidden, _multiplied([self.mlp.down_proj], active, run.alike)[0])
+        hidden, normed = self.following[0].added(
+            hidden, _multiplied([self.mlp.down_proj], active, run.alike)[0]
+        )
         self.following[0].handed = (hidden, normed)
         return hidden
 
@@ -102,14 +112,17 @@ class FusedLayer(nn.Module):
 def _weights(
     layers: Sequence[nn.Module], rows: Tensor, alike: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Weights, scales and bias of linear layers with the same input, if a kernel multiplies so few rows by them.
+    """Weights, scales and bias of linear layers with the same input,
+    if a kernel multiplies so few rows by them.
 
     Or more of them, if these are to be ``alike``: with the bits that each has among few.
     """
     from tswift.forward.layer_kernels import MOST_ROWS, product_parts
 
     first = layers[0]
-    whole = first.product if isinstance(first, JoinedLinear) else first if len(layers) == 1 else None
+    whole = (
+        first.product if isinstance(first, JoinedLinear) else first if len(layers) == 1 else None
+    )
     found: tuple[Tensor, Tensor | None, Tensor | None]
     if type(whole) is Float8Linear:
         found = whole.weight, whole.scale[0], whole.bias
@@ -121,8 +134,12 @@ def _weights(
     return found if (alike or len(rows) <= MOST_ROWS) and product_parts(inputs, outputs) else None
 
 
-def _multiplied(layers: Sequence[nn.Module], rows: Tensor, alike: bool, early: bool = True) -> list[Tensor]:
-    """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``, or parts ``[parts, n, out]``."""
+def _multiplied(
+    layers: Sequence[nn.Module], rows: Tensor, alike: bool, early: bool = True
+) -> list[Tensor]:
+    """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``,
+    or parts ``[parts, n, out]``.
+    """
     known = _weights(layers, rows, alike)
     if known is None:
         shared = rows.unsqueeze(0)  # one object: joined layers know their input by it
@@ -149,32 +166,43 @@ def _attended(module: Any, normed: Tensor, angles: tuple[Tensor, Tensor], run: P
     """Attention of one layer: ``[n, query heads * d]`` from normalised hidden states."""
     from tswift.forward.layer_kernels import rotate
 
-    query, key, value = _multiplied([module.q_proj, module.k_proj, module.v_proj], normed, run.alike)
+    query, key, value = _multiplied(
+        [module.q_proj, module.k_proj, module.v_proj], normed, run.alike
+    )
     cosines, sines = (each[0].contiguous() for each in angles)
     weights, eps = _head_norms(module)
-    index, scale, head = module.layer_idx, module.scaling, module.head_dim
+    index = module.layer_idx
+    scale = module.scaling
+    head = module.head_dim
     if run.slots is None or run.slots[0].shape.dtype != normed.dtype:
         heads = key.shape[-1] // head
         keys, values = normed.new_empty(2, len(normed), heads, head).transpose(1, 2)
-        query = rotate(query, key, value, (cosines, sines), weights, eps, (keys, values, None), len(normed))
+        query = rotate(
+            query, key, value, (cosines, sines), weights, eps, (keys, values, None), len(normed)
+        )
         out = run.layer(index, query, keys, values, scale)
     else:
         kv, length = run.slots
         cache = (kv.keys[index], kv.values[index])
-        query = rotate(query, key, value, (cosines, sines), weights, eps, (*cache, length), run.nodes)
+        query = rotate(
+            query, key, value, (cosines, sines), weights, eps, (*cache, length), run.nodes
+        )
         out = run.attended(index, query, *cache, scale)
     return out.transpose(0, 1).reshape(len(normed), -1)
 
 
 def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """Weights of an attention's norms of queries and keys, None for no norm, and what keeps their roots from 0."""
+    """Weights of an attention's norms of queries and keys, None for no norm,
+    and what keeps their roots from 0.
+    """
     if not hasattr(module, "q_norm"):
         return (None, None), 0.0
     return (module.q_norm.weight, module.k_norm.weight), module.q_norm.variance_epsilon
 
 
 def fuse(network: PreTrainedModel) -> str | None:
-    """Let kernels compute what is between the products of a network's layers, whose weights are frozen.
+    """Let kernels compute what is between the products of a network's layers,
+    whose weights are frozen.
 
     Returns:
         Why its layers stay as they are; None if they do not.
@@ -228,7 +256,9 @@ def is_fused(network: nn.Module) -> bool:
 
 
 def makes_rows_alike(network: PreTrainedModel) -> bool:
-    """Whether all of a network's layers run by kernels, its products too, so that a row needs no fixed width."""
+    """Whether all of a network's layers run by kernels, its products too,
+    so that a row needs no fixed width.
+    """
     if not is_fused(network):
         return False
     for layer in network.get_decoder().layers:
@@ -244,7 +274,11 @@ def makes_rows_alike(network: PreTrainedModel) -> bool:
 
 
 def _fused(network: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in list(network.modules()) if isinstance(module, FusedLayer | FusedNorm | KnownAngles))
+    return (
+        module
+        for module in list(network.modules())
+        if isinstance(module, FusedLayer | FusedNorm | KnownAngles)
+    )
 
 
 def _exchange(module: nn.Module, mixin: type[nn.Module], **fields: object) -> None:
@@ -255,7 +289,8 @@ def _exchange(module: nn.Module, mixin: type[nn.Module], **fields: object) -> No
 
 def _unfit(network: PreTrainedModel) -> str | None:
     """Why no kernels are known to do what a network's layers do."""
-    config, layers = network.config.get_text_config(), getattr(network.get_decoder(), "layers", [])
+    config = network.config.get_text_config()
+    layers = getattr(network.get_decoder(), "layers", [])
     kinds = {type(layer).__name__ for layer in layers}
     if not kinds or not kinds <= _LAYERS:
         return f"no kernels are written for {network.config.model_type}"
@@ -278,12 +313,14 @@ def _unfit(network: PreTrainedModel) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The same in plain PyTorch, to the bit
 
 
 def tree_sum(numbers: Tensor) -> Tensor:
-    """Sums ``[..., 1]`` over the last dimension: of neighbours, then of neighbouring sums, and so on."""
+    """Sums ``[..., 1]`` over the last dimension: of neighbours, then of neighbouring sums,
+    and so on.
+    """
     numbers = F.pad(numbers, (0, (1 << (numbers.shape[-1] - 1).bit_length()) - numbers.shape[-1]))
     while numbers.shape[-1] > 1:
         numbers = numbers[..., 0::2] + numbers[..., 1::2]
@@ -293,7 +330,8 @@ def tree_sum(numbers: Tensor) -> Tensor:
 def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
     """RMSNorm of ``[..., n]``; the squares are summed in so many parts first.
 
-    Divisions and roots are made in float64: PyTorch's own in float32 are not always the nearest number.
+    Divisions and roots are made in float64: PyTorch's own in float32 are not always the nearest
+        number.
     """
     numbers = rows.float()
     first, *others = (tree_sum(part * part) for part in numbers.chunk(parts, -1))
@@ -323,8 +361,12 @@ def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (active.float() * up.float()).to(gate.dtype)
 
 
-def plain_rotate(heads: Tensor, angles: tuple[Tensor, Tensor], weight: Tensor | None, eps: float) -> Tensor:
-    """Heads ``[n, heads, d]``, normalised if there is a weight, and rotated as transformers does it."""
+def plain_rotate(
+    heads: Tensor, angles: tuple[Tensor, Tensor], weight: Tensor | None, eps: float
+) -> Tensor:
+    """Heads ``[n, heads, d]``, normalised if there is a weight,
+    and rotated as transformers does it.
+    """
     if weight is not None:
         heads = plain_norm(heads, weight, eps, 2)
     cosines, sines = (each.unsqueeze(1) for each in angles)
@@ -357,10 +399,12 @@ def _try_products(layers: Sequence[Any], rows: Tensor) -> None:
         whole += part
     if len(layers) == 2 and bias is None:
         gate, up = whole.to(rows.dtype).chunk(2, 1)
-        ours, plain = kernels.multiply_silu(rows, weights, scales).double(), plain_silu_mul(gate, up).double()
+        ours = kernels.multiply_silu(rows, weights, scales).double()
+        plain = plain_silu_mul(gate, up).double()
         if not (ours - plain).abs().max() <= 4 * torch.finfo(rows.dtype).eps * plain.abs().max():
             raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
-    for _ in range(_REPEATS):  # launched early behind others, where that is done: nothing may be read too soon
+    for _ in range(_REPEATS):
+        # launched early behind others, where that is done: nothing may be read too soon
         norm = torch.ones_like(rows[0])
         total, _ = kernels.add_norm(rows, None, norm, 1.0)
         again = kernels.multiply(total, weights, scales, bias, early=True)
@@ -378,7 +422,8 @@ def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
     from tswift.forward import layer_kernels as kernels
 
     device, attention = norm.weight.device, layer.self_attn
-    source, head = torch.Generator().manual_seed(0), attention.head_dim
+    source = torch.Generator().manual_seed(0)
+    head = attention.head_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source).mul_(3).to(device, dtype)
@@ -402,9 +447,13 @@ def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
     weights, eps = _head_norms(attention)
     keys, values = torch.zeros(2, kv_heads, _TRIED + 3, head, device=device, dtype=dtype)
     length = torch.full((), 3, dtype=torch.int32, device=device)
-    rotated = kernels.rotate(query, key, value, angles, weights, eps, (keys, values, length), _TRIED - 1)
-    expected = [plain_rotate(rows.unflatten(1, (-1, head)), angles, weight, eps) for rows, weight in
-                zip((query, key), weights, strict=True)]  # fmt: skip
+    rotated = kernels.rotate(
+        query, key, value, angles, weights, eps, (keys, values, length), _TRIED - 1
+    )
+    expected = [
+        plain_rotate(rows.unflatten(1, (-1, head)), angles, weight, eps)
+        for rows, weight in zip((query, key), weights, strict=True)
+    ]
     compare("rotation", rotated.transpose(0, 1), expected[0])
     for cached, made in ((keys, expected[1]), (values, value.unflatten(1, (-1, head)))):
         made[-1:] = 0  # the last row is padding, and the first slots were held before

@@ -1,19 +1,22 @@
 """A transformers model: what tswift reads out of it, and its linear layers made faster.
 
-Read are positions, masks, the way to logits, the state before the final norm. Some configurations name a sliding window
-that the model never uses. What counts is the mask that transformers would make. So a model is probed once, by a pass
-over one token in which it is given the rules of its masks instead of masks.
+Read are positions, masks, the way to logits, the state before the final norm. Some configurations
+name a sliding window that the model never uses. What counts is the mask that transformers would
+make. So a model is probed once, by a pass over one token in which it is given the rules of its
+masks instead of masks.
 
-A decode pass has one row, or as many as a draft tree has nodes. On the CPU, oneDNN multiplies a few rows faster than
-PyTorch's default. Measured on an AMD EPYC with two threads, 256 to 1,024 features in float32: one row 43 us instead of
-139, eight rows 54 instead of 255 (162 without a copy of the weights in the order that oneDNN wants for a few rows).
-Small layers are better off without. Processors without instructions for bfloat16 or float16 multiply in float32
-whatever they are given, and convert the weights in every call: 16 rows, 256 to 1,024 features in bfloat16, took 172 us
-on an Intel Xeon, and 50 with weights converted once.
+A decode pass has one row, or as many as a draft tree has nodes. On the CPU, oneDNN multiplies a few
+rows faster than PyTorch's default. Measured on an AMD EPYC with two threads, 256 to 1,024 features
+in float32: one row 43 us instead of 139, eight rows 54 instead of 255 (162 without a copy of the
+weights in the order that oneDNN wants for a few rows). Small layers are better off without.
+Processors without instructions for bfloat16 or float16 multiply in float32 whatever they are given,
+and convert the weights in every call: 16 rows, 256 to 1,024 features in bfloat16, took 172 us on an
+Intel Xeon, and 50 with weights converted once.
 
-A pass over few rows reads weights and does little else, and a GPU reads one large matrix faster than three small ones:
-queries, keys and values are joined, and the two halves of an MLP. The modeling code still calls layer after layer: the
-first computes the product of all and hands the others their parts.
+A pass over few rows reads weights and does little else, and a GPU reads one large matrix faster
+than three small ones: queries, keys and values are joined, and the two halves of an MLP. The
+modeling code still calls layer after layer: the first computes the product of all and hands the
+others their parts.
 """
 
 from __future__ import annotations
@@ -44,21 +47,24 @@ _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 def max_positions(config: PreTrainedConfig) -> int:
     """Maximum tokens, prompt included, that a model's position encoding was made for.
 
-    It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left at what the model was
-    trained with, as transformers asks for. A factor of x then serves x times as many positions:
+    It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left
+    at what the model was trained with, as transformers asks for. A factor of x then serves x times
+    as many positions:
 
     - ``linear``: of ``max_position_embeddings``, which is not to be raised to the new maximum;
-    - ``yarn``: of ``original_max_position_embeddings``, where that gives more. Qwen2.5 says 32,768 for both and a
-      factor of 4, to serve 131,072; others name 131,072 in the first place;
-    - ``llama3``: of the same, but only where the maximum was not raised. Llama 3.2's factor of 32 would give 262,144,
-      and it was made for the 131,072 that it says.
+    - ``yarn``: of ``original_max_position_embeddings``, where that gives more. Qwen2.5 says 32,768
+      for both and a factor of 4, to serve 131,072; others name 131,072 in the first place;
+    - ``llama3``: of the same, but only where the maximum was not raised. Llama 3.2's factor of 32
+      would give 262,144, and it was made for the 131,072 that it says.
 
-    Where each type of layer has its own rotary embeddings (Gemma 3), the maximum is that of the scaled ones already.
+    Where each type of layer has its own rotary embeddings (Gemma 3), the maximum is that of the
+    scaled ones already.
     """
     text = config.get_text_config()
     stated: int = text.max_position_embeddings
     rope = getattr(text, "rope_parameters", None) or {}
-    kind, factor = rope.get("rope_type"), _number(rope, "factor", 1)
+    kind = rope.get("rope_type")
+    factor = _number(rope, "factor", 1)
     original = _number(rope, "original_max_position_embeddings", stated)
     served: float = stated
     if kind == "linear":
@@ -69,7 +75,8 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 
 def stretched(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
-    """A configuration for ``factor`` times the positions of another, by YaRN (Peng et al., 2023, arXiv 2309.00071).
+    """A configuration for ``factor`` times the positions of another,
+    by YaRN (Peng et al., 2023, arXiv 2309.00071).
 
     Raises:
         InputError: it has no rotary embeddings, or has scaled ones.
@@ -79,7 +86,11 @@ def stretched(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind != "default":
-        scaled = f"rotary embeddings of type {kind}" if kind else "no rotary embeddings that are one for all layers"
+        scaled = (
+            f"rotary embeddings of type {kind}"
+            if kind
+            else "no rotary embeddings that are one for all layers"
+        )
         raise InputError(f"the model has {scaled}", "yarn")
     original = text.max_position_embeddings
     text.rope_parameters = rope | {
@@ -100,12 +111,23 @@ ATTENTION, _PROBE = "tswift", "tswift-probe"
 
 # arguments that every attention function is given, and that make no difference here
 _IGNORED = frozenset(
-    {"dropout", "is_causal", "output_attentions", "position_ids", "use_cache", "sliding_window", "softcap", "s_aux"}
+    {
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "position_ids",
+        "use_cache",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+    }
 )
 
 
 class UnsupportedModel(ValueError):
-    """A model whose layers need what the attention cannot do; the message completes "it has ..."."""
+    """A model whose layers need what the attention cannot do;
+    the message completes "it has ...".
+    """
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, tswift=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -133,26 +155,43 @@ class AttentionProbe:
     def __init__(self, positions: int, device: torch.device) -> None:
         self.kept: list[LayerKV] = []  # of a split model, this rank's
         self.layouts: dict[tuple[int, int], Layout] = {}  # by the number and size of KV heads
-        self.dtype, self.device = torch.get_default_dtype(), device  # of its inputs, whatever the weights are stored in
-        self.layer_specs: list[AttentionSpec] = []  # by layer, what it needs besides plain causal softmax attention
+        # of its inputs, whatever the weights are stored in
+        self.dtype, self.device = torch.get_default_dtype(), device
+        # by layer, what it needs besides plain causal softmax attention
+        self.layer_specs: list[AttentionSpec] = []
         self._keys = torch.arange(positions, device=device)
         self._windows: dict[_Rule, int | None] = {}
         self._last = -1  # layer that called its attention
-        self._given: list[Tensor] = []  # by layer, the keys; kept, so that no two have one place in memory
+        # by layer, the keys; kept, so that no two have one place in memory
+        self._given: list[Tensor] = []
 
     @property
     def attention_features(self) -> str:
         """What the layers need, in words; empty for nothing."""
         windows = sorted({spec.window for spec in self.layer_specs if spec.window is not None})
-        words = [f"sliding windows of {', '.join(f'{window:,}' for window in windows)} tokens"] if windows else []
-        words += ["soft-capped scores"] if any(spec.softcap is not None for spec in self.layer_specs) else []
-        words += ["attention sinks"] if any(spec.sinks is not None for spec in self.layer_specs) else []
+        words = (
+            [f"sliding windows of {', '.join(f'{window:,}' for window in windows)} tokens"]
+            if windows
+            else []
+        )
+        words += (
+            ["soft-capped scores"]
+            if any(spec.softcap is not None for spec in self.layer_specs)
+            else []
+        )
+        words += (
+            ["attention sinks"] if any(spec.sinks is not None for spec in self.layer_specs) else []
+        )
         return " and ".join(words)
 
-    def note(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, more: Any) -> Tensor:
-        """Record a layer's needs, from tensors ``[heads, 1, d]``; returns attention of the token to itself alone.
+    def note(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, more: Any
+    ) -> Tensor:
+        """Record a layer's needs, from tensors ``[heads, 1, d]``;
+        returns attention of the token to itself alone.
 
-        ``mask`` is the rule of its mask, None for plain causality; ``more`` are other arguments of its attention.
+        ``mask`` is the rule of its mask, None for plain causality; ``more`` are other arguments of
+        its attention.
         """
         for name, argument in more.items():
             if argument is not None and name not in _IGNORED:
@@ -176,24 +215,33 @@ class AttentionProbe:
         return value.repeat_interleave(len(query) // len(value), dim=0)
 
     def _source(self, key: Tensor) -> int:
-        """The layer whose keys these are: where one reads another's, transformers gives it the same tensor."""
+        """The layer whose keys these are: where one reads another's,
+        transformers gives it the same tensor.
+        """
         self._given.append(key)
         return next(layer for layer, given in enumerate(self._given) if _same(given, key))
 
     def _measure(self, rule: _Rule) -> int | None:
         """The window of a rule; None if every token sees all before it."""
-        keys, zero, last = self._keys, self._keys.new_zeros(()), len(self._keys) - 1
+        keys = self._keys
+        zero = self._keys.new_zeros(())
+        last = len(self._keys) - 1
         rows = {
-            at: rule.sees(zero, zero, keys[at], keys).expand_as(keys) for at in {last, max(0, last - 1), last // 2, 0}
+            at: rule.sees(zero, zero, keys[at], keys).expand_as(keys)
+            for at in {last, max(0, last - 1), last // 2, 0}
         }
         window = int(rows[last].sum())
-        if not all(torch.equal(row, (keys <= at) & (keys > at - window)) for at, row in rows.items()):
+        if not all(
+            torch.equal(row, (keys <= at) & (keys > at - window)) for at, row in rows.items()
+        ):
             raise UnsupportedModel("masks of its own")
         return None if window == len(keys) else window
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same part of memory; a simulated device's, all at 0, are where they are one."""
+    """Whether two tensors are the same part of memory; a simulated device's, all at 0,
+    are where they are one.
+    """
     return one is other or (one.shape == other.shape and 0 != one.data_ptr() == other.data_ptr())
 
 
@@ -226,7 +274,9 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
         out = model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=probe)
         out.last_hidden_state  # noqa: B018
     except (AttributeError, TypeError) as error:  # it did something with a mask, or is no decoder
-        raise UnsupportedModel(f"parts that do not bear their attention being replaced ({error})") from None
+        raise UnsupportedModel(
+            f"parts that do not bear their attention being replaced ({error})"
+        ) from None
     model.set_attn_implementation(ATTENTION)
     if not probe.layer_specs:
         raise UnsupportedModel("attention that cannot be replaced")
@@ -234,16 +284,20 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
 
 
 def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
-    """A factor of the LM head's output, and a cap to which that is then squeezed by a tangent; 0 for none.
+    """A factor of the LM head's output, and a cap to which that is then squeezed by a tangent;
+    0 for none.
 
-    Known rules are ``logit_scale`` (Cohere), ``output_multiplier`` (Muse), ``logits_scaling`` (Granite, a divisor) and
-    ``final_logit_softcapping`` (Gemma); any other shows when logits are compared at loading.
+    Known rules are ``logit_scale`` (Cohere), ``output_multiplier`` (Muse), ``logits_scaling``
+    (Granite, a divisor) and ``final_logit_softcapping`` (Gemma); any other shows when logits are
+    compared at loading.
     """
     text = config.get_text_config()
     scales = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier")]
     divisor = getattr(text, "logits_scaling", None)
     scale = next((scale for scale in scales if scale), 1) / (divisor or 1)
-    return 0.0 if scale == 1 else float(scale), float(getattr(text, "final_logit_softcapping", None) or 0)
+    return 0.0 if scale == 1 else float(scale), float(
+        getattr(text, "final_logit_softcapping", None) or 0
+    )
 
 
 def output_of(model: PreTrainedModel, layer: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
@@ -289,7 +343,9 @@ class Tap:
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], None]) -> Iterator[None]:
+def watched(
+    modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], None]
+) -> Iterator[None]:
     """Call a function with name, inputs and output of modules as they run."""
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -303,30 +359,41 @@ def watched(modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], Non
             hook.remove()
 
 
-_MIN_WEIGHTS = {4: 1 << 17, 2: 1 << 14}  # of a layer, by bytes of one; below, the call costs more than it saves
+# of a layer, by bytes of one; below, the call costs more than it saves
+_MIN_WEIGHTS = {4: 1 << 17, 2: 1 << 14}
 _ROWS = 8  # of the products that weights are reordered for
 _FLOAT = torch.float32.itemsize
 _MAX_COPIED = 1 << 30  # bytes of a network's weights; above, memory is worth more than time
 
 
 class OneDNNLinear(nn.Linear):
-    """A linear layer with frozen weights, and perhaps a second copy of them: in float32, in oneDNN's own order."""
+    """A linear layer with frozen weights, and perhaps a second copy of them: in float32,
+    in oneDNN's own order.
+    """
 
     ordered: Tensor | None  # not of the layer's state
     added: Tensor | None  # the bias in float32
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        learns = torch.is_grad_enabled() and input.requires_grad  # the operator below has no gradient
-        alone = input.numel() == self.in_features and input.dtype != torch.float32  # one row reads half the bytes so
+        # the operator below has no gradient
+        learns = torch.is_grad_enabled() and input.requires_grad
+        # one row reads half the bytes so
+        alone = input.numel() == self.in_features and input.dtype != torch.float32
         if learns or alone:
             return super().forward(input)
         weight = self.weight if self.ordered is None else self.ordered
-        return torch.ops.mkldnn._linear_pointwise(input.float(), weight, self.added, "none", [], "").to(input.dtype)
+        return torch.ops.mkldnn._linear_pointwise(
+            input.float(), weight, self.added, "none", [], ""
+        ).to(input.dtype)
 
     def __getstate__(self) -> dict[str, object]:
         """State without the second copy: a copy of this layer may change its weights."""
-        return {name: value for name, value in self.__dict__.items() if name not in OneDNNLinear.__annotations__}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in OneDNNLinear.__annotations__
+        }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """A copy in 16 bits is PyTorch's own layer again."""
@@ -338,22 +405,33 @@ class OneDNNLinear(nn.Linear):
 
 
 def use_onednn(network: nn.Module) -> None:
-    """Let oneDNN compute the large linear layers of a network, where it can; the weights must stay as they are.
+    """Let oneDNN compute the large linear layers of a network, where it can;
+    the weights must stay as they are.
 
-    Weights that are quantised, or split over ranks, are no plain tensors and are left alone. Of a network whose layers
-    take up to 1 GiB in float32 the weights are copied; those in 16 bits are left alone otherwise.
+    Weights that are quantised, or split over ranks, are no plain tensors and are left alone. Of a
+    network whose layers take up to 1 GiB in float32 the weights are copied; those in 16 bits are
+    left alone otherwise.
     """
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+    if not (
+        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    ):
         return
-    layers = [module for module in network.modules() if type(module) is nn.Linear and _fits(module.weight)]
+    layers = [
+        module for module in network.modules() if type(module) is nn.Linear and _fits(module.weight)
+    ]
     copied = sum(layer.weight.numel() for layer in layers) * _FLOAT <= _MAX_COPIED
     for layer in layers:
         if not copied and layer.weight.dtype != torch.float32:
             continue
-        ordered = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().float(), _ROWS) if copied else None
+        ordered = (
+            torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().float(), _ROWS)
+            if copied
+            else None
+        )
         added = None if layer.bias is None else layer.bias.detach().float()
         layer.__class__ = OneDNNLinear
-        layer.__dict__.update(ordered=ordered, added=added)  # past nn.Module, for which they would be buffers
+        # past nn.Module, for which they would be buffers
+        layer.__dict__.update(ordered=ordered, added=added)
 
 
 def restore_linears(network: nn.Module) -> None:
@@ -364,7 +442,9 @@ def restore_linears(network: nn.Module) -> None:
 
 
 def copied_bytes(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that :func:`use_onednn` would take for a second copy of a network's weights, at most."""
+    """Bytes that :func:`use_onednn` would take for a second copy of a
+    network's weights, at most.
+    """
     if dtype not in _converted() or device.type != "cpu":
         return 0
     sizes = [layer.weight.numel() for layer in network.modules() if type(layer) is nn.Linear]
@@ -383,19 +463,28 @@ def _has_float16() -> bool:
 
 
 def _fits(weight: Tensor) -> bool:
-    plain = type(weight) is nn.Parameter and weight.dtype in _converted() and weight.device.type == "cpu"
+    plain = (
+        type(weight) is nn.Parameter
+        and weight.dtype in _converted()
+        and weight.device.type == "cpu"
+    )
     return plain and weight.numel() >= _MIN_WEIGHTS[weight.dtype.itemsize]
 
 
-_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which they are called
+# in the order in which they are called
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class JoinedLinear(nn.Linear):
-    """One of several linear layers with the same input; its weights are rows of one matrix that they share."""
+    """One of several linear layers with the same input;
+    its weights are rows of one matrix that they share.
+    """
 
     group: Sequence[JoinedLinear]  # the layers, in the order in which they are called
-    product: nn.Module | None  # of all, for the first; None for the others, and where weights have been moved apart
-    handed: tuple[Tensor, Tensor] | None  # the first's input, and this one's output for it; None once that was taken
+    # of all, for the first; None for the others, and where weights have been moved apart
+    product: nn.Module | None
+    # the first's input, and this one's output for it; None once that was taken
+    handed: tuple[Tensor, Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
@@ -416,7 +505,11 @@ class JoinedLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain linear layer with weights of its own, so that these can be changed."""
-        state = {name: value for name, value in self.__dict__.items() if name not in JoinedLinear.__annotations__}
+        state = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in JoinedLinear.__annotations__
+        }
         return copyreg.__newobj__, (nn.Linear,), state  # type: ignore[attr-defined]
 
 
@@ -424,8 +517,8 @@ class JoinedLinear(nn.Linear):
 def join(network: nn.Module) -> None:
     """Compute linear layers with the same input as one product; weights are frozen.
 
-    No weight is held twice: the layers' own become views of the joined ones. Layers whose weights are quantised, split
-    over ranks or shared with others, and those with hooks, are left alone.
+    No weight is held twice: the layers' own become views of the joined ones. Layers whose weights
+    are quantised, split over ranks or shared with others, and those with hooks, are left alone.
     """
     uses = Counter(id(weight) for _, weight in network.named_parameters(remove_duplicate=False))
     for module in list(network.modules()):
@@ -448,7 +541,9 @@ def separate(network: nn.Module) -> None:
 def _plain(layer: nn.Linear, uses: Counter[int]) -> bool:
     weights = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return not hooked and all(type(weight) is nn.Parameter and uses[id(weight)] == 1 for weight in weights)
+    return not hooked and all(
+        type(weight) is nn.Parameter and uses[id(weight)] == 1 for weight in weights
+    )
 
 
 def _kind(layer: nn.Linear) -> tuple[object, ...]:
@@ -456,7 +551,9 @@ def _kind(layer: nn.Linear) -> tuple[object, ...]:
 
 
 def _join(layers: Sequence[nn.Linear]) -> None:
-    product = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), False, device="meta")
+    product = nn.Linear(
+        layers[0].in_features, sum(layer.out_features for layer in layers), False, device="meta"
+    )
     for name in ("weight",) if layers[0].bias is None else ("weight", "bias"):
         parts = [getattr(layer, name) for layer in layers]
         joined = torch.cat(parts)
@@ -471,7 +568,9 @@ def share(layers: Sequence[nn.Linear], product: nn.Module) -> None:
     for layer in layers:
         layer.__class__ = JoinedLinear
         # past nn.Module, which would take the layers and the product for parts of this one
-        layer.__dict__.update(group=layers, product=product if layer is layers[0] else None, handed=None)
+        layer.__dict__.update(
+            group=layers, product=product if layer is layers[0] else None, handed=None
+        )
 
 
 def own_quantization(config: PreTrainedConfig) -> str | None:

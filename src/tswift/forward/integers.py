@@ -1,11 +1,12 @@
 """Linear layers whose weights are integer codes of 4 or 8 bits, and which multiply integers.
 
-The inputs of a layer are rounded, too: to integers of 8 or 16 bits, with a step for every row and block. So the sum of
-a block's products is an exact integer, whatever its order, and the blocks are added up in float32 in one order. A row
-therefore has the same bits whatever other rows are multiplied with it, on every processor, and with any number of
-threads.
+The inputs of a layer are rounded, too: to integers of 8 or 16 bits, with a step for every row and
+block. So the sum of a block's products is an exact integer, whatever its order, and the blocks are
+added up in float32 in one order. A row therefore has the same bits whatever other rows are
+multiplied with it, on every processor, and with any number of threads.
 
-The product is defined by :func:`multiply`, in plain PyTorch. products.c computes the same bits much faster.
+The product is defined by :func:`multiply`, in plain PyTorch. products.c computes the same bits much
+faster.
 """
 
 from __future__ import annotations
@@ -25,25 +26,31 @@ from tswift.models.devices import give_back
 from tswift.native_build import Unbuilt
 
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
-_HIGHEST = {8: 127, 16: 32639}  # of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits
+# of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits
+_HIGHEST = {8: 127, 16: 32639}
 _LINE, _PAGE = 64, 1 << 21  # bytes of a line of the cache, and of a large page
 _MOVED = 1 << 26  # bytes after which the memory that they were in is given back
 _LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
 
 
 def rounded(rows: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Rows ``[n, inputs]`` as integers ``[n, blocks, block]`` (int64), and the step ``[n, blocks]`` of each block."""
+    """Rows ``[n, inputs]`` as integers ``[n, blocks, block]`` (int64),
+    and the step ``[n, blocks]`` of each block.
+    """
     blocks = rows.unflatten(1, (-1, block))
     largest = blocks.abs().amax(2)
     largest = largest.where(~(largest < _LEAST), 0.0)
-    highest = torch.tensor(float(_HIGHEST[bits]))  # a number over a tensor would be a product with its inverse
+    # a number over a tensor would be a product with its inverse
+    highest = torch.tensor(float(_HIGHEST[bits]))
     step = largest / highest
     by = torch.where(largest == 0, 0.0, highest / largest)
     return (blocks * by.unsqueeze(2)).round().to(torch.int64), step
 
 
 def multiply(rows: Tensor, weight: Codes, bits: int) -> Tensor:
-    """Rows ``[n, inputs]`` float32 times a matrix: ``[n, outputs]``. This is what products.c computes.
+    """Rows ``[n, inputs]`` float32 times a matrix: ``[n, outputs]``.
+
+    This is what products.c computes.
 
     Args:
         rows: the inputs.
@@ -65,10 +72,11 @@ def multiply(rows: Tensor, weight: Codes, bits: int) -> Tensor:
 def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """``x * y + z`` of float32, rounded once.
 
-    The product is exact in float64. The sum is rounded there to odd: what is not exact gets an odd last bit, so that
-    it cannot look like a tie when it is rounded to float32.
+    The product is exact in float64. The sum is rounded there to odd: what is not exact gets an odd
+    last bit, so that it cannot look like a tie when it is rounded to float32.
     """
-    product, addend = x.double() * y.double(), z.double()
+    product = x.double() * y.double()
+    addend = z.double()
     total = product + addend
     back = total - addend
     lost = (product - back) + (addend - (total - back))
@@ -100,12 +108,17 @@ class IntegerLinear(nn.Module):
         input_bits: to which its inputs are rounded, 8 or 16.
     """
 
-    def __init__(self, codes: Codes | PackedCodes, bias: Tensor | None = None, input_bits: int = INPUT_BITS) -> None:
+    def __init__(
+        self, codes: Codes | PackedCodes, bias: Tensor | None = None, input_bits: int = INPUT_BITS
+    ) -> None:
         super().__init__()
         self.packed = PackedCodes(codes) if isinstance(codes, Codes) else codes
-        self.out_features, self.in_features = self.packed.outputs, self.packed.inputs
+        self.out_features = self.packed.outputs
+        self.in_features = self.packed.inputs
         self.input_bits = input_bits
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        )
 
     def codes(self) -> Codes:
         """The weights' codes."""
@@ -115,7 +128,8 @@ class IntegerLinear(nn.Module):
     def c(self) -> Any:
         """The layer as products.c has it."""
         c = packed_structure(self.packed)
-        c.bias, c.input_bits = 0 if self.bias is None else self.bias.data_ptr(), self.input_bits
+        c.bias = 0 if self.bias is None else self.bias.data_ptr()
+        c.input_bits = self.input_bits
         return c
 
     def forward(self, input: Tensor) -> Tensor:
@@ -125,14 +139,19 @@ class IntegerLinear(nn.Module):
         try:
             return products.multiply(self.c, input.float())
         except Unbuilt:
-            out = multiply(input.reshape(-1, self.in_features).float(), self.codes(), self.input_bits)
+            out = multiply(
+                input.reshape(-1, self.in_features).float(), self.codes(), self.input_bits
+            )
         if self.bias is not None:
             out = out + self.bias
         return out.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.packed.bits}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bits={self.packed.bits}"
+        )
 
 
 class PackedEmbedding(nn.Module):
@@ -146,7 +165,8 @@ class PackedEmbedding(nn.Module):
     def __init__(self, packed: Packed, scale: float = 1.0) -> None:
         super().__init__()
         self.packed = packed
-        self.num_embeddings, self.embedding_dim = self.packed.outputs, self.packed.inputs
+        self.num_embeddings = self.packed.outputs
+        self.embedding_dim = self.packed.inputs
         self.scalar_embed_scale = scale
 
     @property
@@ -165,10 +185,11 @@ def holds_codes(network: nn.Module) -> bool:
 
 
 def lay_together(network: nn.Module) -> None:
-    """Move all packed weights of a network into one piece of memory, in the layers' order, unless several are in one.
+    """Move all packed weights of a network into one piece of memory, in the layers' order,
+    unless several are in one.
 
-    It has pages of 2 MiB, which most matrices are too small for: with those of 4 KiB they were read at 32 GB/s instead
-    of 43, on an AMD EPYC.
+    It has pages of 2 MiB, which most matrices are too small for: with those of 4 KiB they were read
+    at 32 GB/s instead of 43, on an AMD EPYC.
     """
     packed = [module for module in network.modules() if isinstance(module, Packed)]
     if len(packed) != 1 and len({each.bytes.untyped_storage().data_ptr() for each in packed}) < 2:
@@ -189,7 +210,8 @@ def lay_together(network: nn.Module) -> None:
 
 @contextmanager
 def finely_rounded(network: nn.Module) -> Iterator[None]:
-    """Have a network round inputs to 16 bits for a while, so that two ways to compute it can be compared.
+    """Have a network round inputs to 16 bits for a while,
+    so that two ways to compute it can be compared.
 
     Rounding to 8 bits makes large differences of the smallest ones.
     """

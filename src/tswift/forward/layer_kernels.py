@@ -1,22 +1,25 @@
 """Triton kernels of a layer, but for its attention; only ``fused_layers`` imports this module.
 
-A layer of Llama's kind takes nine: four products, the second of which ends with SiLU, the attention's two, residual
-addition with RMSNorm (twice), and rotation of queries and keys with the store into the cache. A pass of many rows,
-and a layer whose sizes do not fit, leave the products to PyTorch, and SiLU is a kernel of its own then.
+A layer of Llama's kind takes nine: four products, the second of which ends with SiLU, the
+attention's two, residual addition with RMSNorm (twice), and rotation of queries and keys with the
+store into the cache. A pass of many rows, and a layer whose sizes do not fit, leave the products to
+PyTorch, and SiLU is a kernel of its own then.
 
-**Products of few rows** read each weight once, and that is what they take. Weights stand where matrix units take many
-rows, and rows where they take few. As many programs as fit side by side share the outputs and, where these are few, the
-inputs: then each leaves a part of the sum in float32, and the kernel behind adds the parts up, always in one order, and
-rounds. How a sum is cut follows from the layer's sizes alone. Products of many rows, where these are to have the bits
-that they have among few, go through the same tiles and parts in the same order, a block of rows at a time; one program
-adds its parts up by itself.
+**Products of few rows** read each weight once, and that is what they take. Weights stand where
+matrix units take many rows, and rows where they take few. As many programs as fit side by side
+share the outputs and, where these are few, the
+inputs: then each leaves a part of the sum in float32, and the kernel behind adds the parts up,
+always in one order, and rounds. How a sum is cut follows from the layer's sizes alone. Products of
+many rows, where these are to have the bits that they have among few, go through the same tiles and
+parts in the same order, a block of rows at a time; one program adds its parts up by itself.
 
-**Bits are the same everywhere.** A program computes one row (or a few heads of one row) from that row alone, so a row's
-place in a pass and the pass's width decide nothing. A sum over a row is a tree of pairs: neighbours are added, then
-neighbouring sums, and so on; every addition has two terms, so no compiler can order it otherwise. Divisions and roots
-are correctly rounded, the exponential is made of additions and products alone, and the compiler fuses none of them.
-Where transformers' eager layers round to the model's dtype, these kernels round, too. Plain PyTorch that does the same
-is in ``fused_layers``; its results are equal to the bit, on a CPU and on a GPU.
+**Bits are the same everywhere.** A program computes one row (or a few heads of one row) from that
+row alone, so a row's place in a pass and the pass's width decide nothing. A sum over a row is a
+tree of pairs: neighbours are added, then neighbouring sums, and so on; every addition has two
+terms, so no compiler can order it otherwise. Divisions and roots are correctly rounded, the
+exponential is made of additions and products alone, and the compiler fuses none of them. Where
+transformers' eager layers round to the model's dtype, these kernels round, too. Plain PyTorch that
+does the same is in ``fused_layers``; its results are equal to the bit, on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ def _tree_sum(numbers, ROWS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _exponential(numbers):
-    """``e`` to the power of float32 numbers, by additions and products alone; what exceeds 88 counts as 88."""
+    """``e`` to the power of float32 numbers, by additions and products alone;
+    what exceeds 88 counts as 88.
+    """
     numbers = tl.minimum(tl.maximum(numbers, -87.0), 88.0)
     power = tl.floor(numbers * 1.44269504088896341 + 0.5)
     rest = numbers - power * 0.693359375
@@ -67,8 +72,12 @@ def _exponential(numbers):
 
 
 @triton.jit
-def _of_product(at, mask, part_size, PARTS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Numbers that a product made, in float32: rounded already where there are no parts, else their sum, rounded."""
+def _of_product(
+    at, mask, part_size, PARTS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Numbers that a product made, in float32: rounded already where there are no parts,
+    else their sum, rounded.
+    """
     numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if PARTS:
         for part in tl.static_range(1, PARTS):
@@ -79,10 +88,17 @@ def _of_product(at, mask, part_size, PARTS: tl.constexpr, kind: tl.constexpr, IN
 
 @triton.jit
 def _ask_for(rows, STEP: tl.constexpr):
-    """Have the first numbers behind each pointer brought near, in 4 steps: the L2 cache keeps them for later loads."""
+    """Have the first numbers behind each pointer brought near, in 4 steps:
+    the L2 cache keeps them for later loads.
+    """
     at = rows[:, None] + tl.arange(0, 4)[None, :] * STEP
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -92,9 +108,12 @@ def multiply_rows(
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a product of a block of rows, or the sum of ``ADDED`` ones. Weights in FP8 have scales.
+    """A part of a product of a block of rows, or the sum of ``ADDED`` ones.
 
-    Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read the same weights run side by side.
+    Weights in FP8 have scales.
+
+    Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read the same weights run side
+    by side.
     """
     part = tl.program_id(2)
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -133,7 +152,8 @@ def multiply_silu_rows(
 ):  # fmt: skip
     """Two products of a block of rows, and SiLU of the first times the second.
 
-    Grid ``(blocks of rows, tiles of outputs)``. The second one's weights and scales stand behind the first one's.
+    Grid ``(blocks of rows, tiles of outputs)``. The second one's weights and scales stand behind
+    the first one's.
     """
     kind: tl.constexpr = out.dtype.element_ty
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -153,12 +173,18 @@ def multiply_silu_rows(
         taken = tl.load(row_at + step * STEP, mask=used, other=0.0)
         if WIDE:
             taken = taken.to(tl.float32)
-        gate = tl.dot(tl.load(first_at + step * STEP).to(taken.dtype), taken, gate, input_precision="ieee")
-        up = tl.dot(tl.load(second_at + step * STEP).to(taken.dtype), taken, up, input_precision="ieee")
+        gate = tl.dot(
+            tl.load(first_at + step * STEP).to(taken.dtype), taken, gate, input_precision="ieee"
+        )
+        up = tl.dot(
+            tl.load(second_at + step * STEP).to(taken.dtype), taken, up, input_precision="ieee"
+        )
     if scales is not None:
         gate = gate * tl.load(scales + outputs)[:, None]
         up = up * tl.load(scales + OUTPUTS + outputs)[:, None]
-    active = _active(_rounded(gate, kind, INTERPRETED), _rounded(up, kind, INTERPRETED), kind, INTERPRETED)
+    active = _active(
+        _rounded(gate, kind, INTERPRETED), _rounded(up, kind, INTERPRETED), kind, INTERPRETED
+    )
     at = out + row.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
     tl.store(at, active.to(kind), mask=used)
 
@@ -168,7 +194,9 @@ def add_norm_rows(
     hidden, added, weight, total, normed, hidden_row, added_row, part_size, eps,
     SIZE: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One row's sum with what is added to it, if anything is, and the RMSNorm of that; grid ``(rows,)``."""
+    """One row's sum with what is added to it, if anything is, and the RMSNorm of that;
+    grid ``(rows,)``.
+    """
     if EARLY:
         after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
@@ -177,13 +205,17 @@ def add_norm_rows(
     inside = places < SIZE
     numbers = tl.load(hidden + row * hidden_row + places, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
-        numbers += _of_product(added + row * added_row + places, inside, part_size, PARTS, kind, INTERPRETED)
+        numbers += _of_product(
+            added + row * added_row + places, inside, part_size, PARTS, kind, INTERPRETED
+        )
         numbers = _rounded(numbers, kind, INTERPRETED)
         tl.store(total + row * SIZE + places, numbers.to(kind), mask=inside)
     squares = _tree_sum(tl.reshape(numbers * numbers, [1, 1 << LEVELS]), 1, LEVELS)
     root = tl.sqrt_rn(tl.div_rn(squares, SIZE * 1.0) + eps)
     scaled = _rounded(numbers * tl.div_rn(1.0, root), kind, INTERPRETED)
-    scaled = _rounded(scaled * tl.load(weight + places, mask=inside, other=0.0).to(tl.float32), kind, INTERPRETED)
+    scaled = _rounded(
+        scaled * tl.load(weight + places, mask=inside, other=0.0).to(tl.float32), kind, INTERPRETED
+    )
     tl.store(normed + row * SIZE + places, scaled.to(kind), mask=inside)
 
 
@@ -207,7 +239,9 @@ def _rotated_heads(
     source, target, weight, cosines, sines, heads, count, source_head, target_head, part_size, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, if there is a weight, and rotate some heads of a row; those from ``count`` on do not exist."""
+    """Normalise, if there is a weight, and rotate some heads of a row;
+    those from ``count`` on do not exist.
+    """
     kind: tl.constexpr = target.dtype.element_ty
     places = tl.arange(0, 1 << LEVELS)
     inside = places < HALF
@@ -239,10 +273,12 @@ def rotate_rows(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a row's queries and keys, and put its keys and values into their slot; grid ``(rows, parts)``.
+    """Rotate a row's queries and keys, and put its keys and values into their slot;
+    grid ``(rows, parts)``.
 
-    A part is ``HEADS`` query heads, or behind those ``HEADS`` KV heads. Rows from ``nodes`` on are padding, whose keys
-    and values go nowhere. Without a length slots are counted from 0; without ``values`` these are left where they are.
+    A part is ``HEADS`` query heads, or behind those ``HEADS`` KV heads. Rows from ``nodes`` on are
+    padding, whose keys and values go nowhere. Without a length slots are counted from 0; without
+    ``values`` these are left where they are.
     """
     if EARLY:
         after_the_one_before()
@@ -275,7 +311,11 @@ def rotate_rows(
         kind: tl.constexpr = values.dtype.element_ty
         value_at = value + row * value_row + heads[:, None] * 2 * HALF + places[None, :]
         numbers = _of_product(value_at, exist, part_size, PARTS, kind, INTERPRETED).to(kind)
-        tl.store(values + slot * values_slot + heads[:, None] * values_head + places[None, :], numbers, mask=exist)
+        tl.store(
+            values + slot * values_slot + heads[:, None] * values_head + places[None, :],
+            numbers,
+            mask=exist,
+        )
 
 
 @triton.jit
@@ -286,7 +326,9 @@ def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def silu_mul_rows(gate, up, out, gate_row, up_row, SIZE, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
+def silu_mul_rows(
+    gate, up, out, gate_row, up_row, SIZE, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """``silu(gate) * up`` of a part of one row; grid ``(rows, parts)``."""
     row = tl.program_id(0).to(tl.int64)
     kind: tl.constexpr = out.dtype.element_ty
@@ -294,23 +336,28 @@ def silu_mul_rows(gate, up, out, gate_row, up_row, SIZE, BLOCK: tl.constexpr, IN
     inside = places < SIZE
     first = tl.load(gate + row * gate_row + places, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(up + row * up_row + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + places, _active(first, second, kind, INTERPRETED).to(kind), mask=inside)
+    tl.store(
+        out + row * SIZE + places, _active(first, second, kind, INTERPRETED).to(kind), mask=inside
+    )
 
 
 _INTERPRETED = not isinstance(add_norm_rows, triton.JITFunction)
 _HEADS = 4  # of a program that rotates
 _BLOCK = 1024  # numbers of a program of SiLU
-# Of products: outputs of a program, inputs that it takes at a time, and how many programs there should be at least, for
-# some 130 processors. Chosen by what the compiler makes of them (results/cuda-offline); no GPU has timed them yet.
+# Of products: outputs of a program, inputs that it takes at a time, and how many programs there
+# should be at least, for some 130 processors. Chosen by what the compiler makes of them
+# (results/cuda-offline); no GPU has timed them yet.
 _TILE = 128
 _STEP = 64
 _PROGRAMS = 120
 _MOST_PARTS = 8
 MOST_ROWS = 64
-# Of products of more rows: the rows of a block. A tensor core sums each of its outputs by itself, so that only the
-# number of them changes with it; models are tried with it before use (adapting.try_wide_text).
+# Of products of more rows: the rows of a block. A tensor core sums each of its outputs by itself,
+# so that only the number of them changes with it; models are tried with it before use
+# (adapting.try_wide_text).
 _MANY_ROWS = 128
-_UNFUSED = {"enable_fp_fusion": False}  # what is rounded once and what twice is said by the kernels alone
+# what is rounded once and what twice is said by the kernels alone
+_UNFUSED = {"enable_fp_fusion": False}
 
 
 def _levels(size: int) -> int:
@@ -322,7 +369,11 @@ def product_parts(inputs: int, outputs: int) -> int:
     if outputs % _TILE or inputs % _STEP:
         return 0
     parts = 1
-    while outputs // _TILE * parts < _PROGRAMS and parts < _MOST_PARTS and inputs % (2 * parts * _STEP) == 0:
+    while (
+        outputs // _TILE * parts < _PROGRAMS
+        and parts < _MOST_PARTS
+        and inputs % (2 * parts * _STEP) == 0
+    ):
         parts *= 2
     return parts
 
@@ -332,16 +383,22 @@ def _block(rows: int) -> int:
 
 
 def multiply(
-    rows: Tensor, weights: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, early: bool = False
+    rows: Tensor,
+    weights: Tensor,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """The product of rows ``[n, in]`` with weights ``[out, in]``, in parts ``[parts, n, out]``.
 
-    The parts' sum is the product; that of more than ``MOST_ROWS`` rows is the only part. A row is the same, to the bit,
-    whatever their number. Scales ``[out]`` are of weights in FP8. ``early`` is for a launch right behind one of the
-    kernels here or in the attention.
+    The parts' sum is the product; that of more than ``MOST_ROWS`` rows is the only part. A row is
+    the same, to the bit, whatever their number. Scales ``[out]`` are of weights in FP8. ``early``
+    is for a launch right behind one of the kernels here or in the attention.
     """
-    (nodes, size), outputs = rows.shape, len(weights)
-    parts, many = product_parts(size, outputs), nodes > MOST_ROWS
+    (nodes, size) = rows.shape
+    outputs = len(weights)
+    parts = product_parts(size, outputs)
+    many = nodes > MOST_ROWS
     added = parts if many else 1
     out = rows.new_empty(parts // added, nodes, outputs, dtype=torch.float32)
     block = _block(nodes)
@@ -356,13 +413,16 @@ def multiply(
 
 
 def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` ``[n, m]`` of rows ``[n, in]``, as alike as in :func:`multiply`; the weights ``[2 * m, in]``.
+    """``silu(gate) * up`` ``[n, m]`` of rows ``[n, in]``,
+    as alike as in :func:`multiply`; the weights ``[2 * m, in]``.
 
     Only right behind another kernel of these.
     """
-    (nodes, size), outputs = rows.shape, len(weights) // 2
+    (nodes, size) = rows.shape
+    outputs = len(weights) // 2
     out = rows.new_empty(nodes, outputs)
-    tile, block = _TILE // 2, _block(nodes)
+    tile = _TILE // 2
+    block = _block(nodes)
     with torch.cuda.device_of(rows):
         multiply_silu_rows[triton.cdiv(nodes, block), outputs // tile](
             rows, weights, scales, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs, TILE=tile, STEP=_STEP,
@@ -373,14 +433,21 @@ def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -
 
 
 def _layout(rows: Tensor | None) -> tuple[int, int, int]:
-    """From a row to the next, from a part to the next, and how many parts there are: 0 for a whole ``[n, m]``."""
+    """From a row to the next, from a part to the next, and how many parts there are:
+    0 for a whole ``[n, m]``.
+    """
     if rows is None:
         return 0, 0, 0
-    return (rows.stride(1), rows.stride(0), len(rows)) if rows.dim() == 3 else (rows.stride(0), 0, 0)
+    return (
+        (rows.stride(1), rows.stride(0), len(rows)) if rows.dim() == 3 else (rows.stride(0), 0, 0)
+    )
 
 
-def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``hidden + added`` and its RMSNorm, of ``[n, H]`` rows that are contiguous each; ``added`` None adds nothing.
+def add_norm(
+    hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``hidden + added`` and its RMSNorm, of ``[n, H]`` rows that are contiguous each;
+    ``added`` None adds nothing.
 
     It may also be the parts of a product ``[parts, n, H]``.
     """
@@ -411,13 +478,13 @@ def rotate(
     """Rotate queries and keys; the first ``nodes`` rows' keys and values go into a cache.
 
     Args:
-        query, key, value: ``[n, heads * d]``, rows contiguous each; the value only where the cache has values. They may
-            also be the parts of one product, ``[parts, n, heads * d]``.
+        query, key, value: ``[n, heads * d]``, rows contiguous each; the value only where the cache
+            has values. They may also be the parts of one product, ``[parts, n, heads * d]``.
         angles: cosines and sines ``[n, d]``, contiguous.
         norms: weights ``[d]`` of the norms of queries and of keys; None for no norm.
         eps: of these norms.
-        cache: keys and values ``[kv heads, capacity, d]`` and the length on the device, ``[]`` int32. Values may be
-            None, and stay where they are; the length may be None for 0.
+        cache: keys and values ``[kv heads, capacity, d]`` and the length on the device, ``[]``
+            int32. Values may be None, and stay where they are; the length may be None for 0.
         nodes: of the rows.
 
     Returns:
@@ -425,7 +492,8 @@ def rotate(
     """
     keys, values, length = cache
     rows, size = query.shape[-2], keys.shape[2]
-    query_heads, kv_heads = query.shape[-1] // size, keys.shape[0]
+    query_heads = query.shape[-1] // size
+    kv_heads = keys.shape[0]
     rotated = keys.new_empty(rows, query_heads, size)
     query_row, part_size, count = _layout(query)
     parts = triton.cdiv(query_heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)

@@ -1,9 +1,9 @@
 """What a decoder is made of, as far as the C program of passes knows the parts.
 
-A model is read by the names of its modules, not by its class: which norms stand where, which linear layers are one,
-what turns queries and keys, what lets the MLP through, and by what it is multiplied on the way. A model fits if all its
-weights have a place. Whether they are put together as the program does is seen by comparing logits, near and far into a
-text (see adapting.py).
+A model is read by the names of its modules, not by its class: which norms stand where, which linear
+layers are one, what turns queries and keys, what lets the MLP through, and by what it is multiplied
+on the way. A model fits if all its weights have a place. Whether they are put together as the
+program does is seen by comparing logits, near and far into a text (see adapting.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _NORMS = {
         "post_feedforward_layernorm",
     ),
 }
-_GATES: dict[bool, Callable[[Tensor], Tensor]] = {False: F.silu, True: lambda x: F.gelu(x, approximate="tanh")}
+_GATES: dict[bool, Callable[[Tensor], Tensor]] = {
+    False: F.silu,
+    True: lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 class Unfit(Exception):
@@ -47,11 +50,14 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """A layer's modules; linear layers that are one matrix are there once, the others of them are None.
+    """A layer's modules; linear layers that are one matrix are there once,
+    the others of them are None.
 
     Attributes:
-        linears: by the name in program.c's ``Layer``: queries, keys, values, output, gate, let, down.
-        norms: likewise: before, attended, between, fed, query_norm, key_norm; None where there is none.
+        linears: by the name in program.c's ``Layer``: queries, keys, values, output, gate, let,
+            down.
+        norms: likewise: before, attended, between, fed, query_norm, key_norm; None where there is
+            none.
         joint: whether queries (and keys) are normed over all heads at once.
         rotary: which rotary embedding turns queries and keys; None for none.
         spec: of its attention.
@@ -110,7 +116,16 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
         raise Unfit(f"{kind} has no program")
     config = network.config.get_text_config()
     _refuse_other_turns(config)
-    if len({getattr(layer.self_attn, "head_dim", 0) for layer in decoder.layers if hasattr(layer, "self_attn")}) > 1:
+    if (
+        len(
+            {
+                getattr(layer.self_attn, "head_dim", 0)
+                for layer in decoder.layers
+                if hasattr(layer, "self_attn")
+            }
+        )
+        > 1
+    ):
         raise Unfit("heads of several sizes have no program")
     rates = _Rates(decoder.rotary_emb)
     specs = specs or [AttentionSpec()] * len(decoder.layers)
@@ -120,9 +135,16 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     ]
     mlps = [layer.mlp for layer in decoder.layers]
     residual = {float(getattr(layer, "residual_multiplier", 1)) for layer in decoder.layers}
-    norms = [decoder.norm, *(norm for layer in layers for norm in layer.norms.values() if norm is not None)]
+    norms = [
+        decoder.norm,
+        *(norm for layer in layers for norm in layer.norms.values() if norm is not None),
+    ]
     eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
-    if len(residual) > 1 or len(eps) > 1 or len({layer.linears["down"].in_features for layer in layers}) > 1:
+    if (
+        len(residual) > 1
+        or len(eps) > 1
+        or len({layer.linears["down"].in_features for layer in layers}) > 1
+    ):
         raise Unfit("its layers differ in ways that have no program")
     scale, cap = output_rule(config)
     parts = Parts(
@@ -160,8 +182,11 @@ def norm_weight(norm: Any) -> Tensor:
 
 
 def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerParts:
-    own, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    norms = next((each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None)
+    own = getattr(layer, "self_attn", None)
+    mlp = getattr(layer, "mlp", None)
+    norms = next(
+        (each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None
+    )
     if own is None or mlp is None or norms is None:
         raise Unfit(f"{type(layer).__name__} has parts that have no program")
     if spec.sinks is not None:
@@ -203,7 +228,9 @@ def _has(module: nn.Module, *names: str) -> bool:
 
 
 class _Rates:
-    """Rates and scales of a model's rotary embedding: one for all layers, or one for each type of layer."""
+    """Rates and scales of a model's rotary embedding: one for all layers,
+    or one for each type of layer.
+    """
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
@@ -233,7 +260,9 @@ def _refuse_other_turns(config: PreTrainedConfig) -> None:
 
 
 def _gate(mlp: nn.Module) -> bool:
-    """What lets an MLP through, see ``gelu`` of :class:`Parts`; seen by what it makes of some numbers."""
+    """What lets an MLP through, see ``gelu`` of :class:`Parts`; seen by what it makes of some
+    numbers.
+    """
     activation = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     given = torch.linspace(-4, 4, 33)
     for gelu, known in _GATES.items():
@@ -244,7 +273,9 @@ def _gate(mlp: nn.Module) -> bool:
 
 def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[Any]) -> None:
     """Refuse a model with weights that have no place among its parts."""
-    linears = (linear for layer in parts.layers for linear in layer.linears.values() if linear is not None)
+    linears = (
+        linear for layer in parts.layers for linear in layer.linears.values() if linear is not None
+    )
     modules = [*norms, *linears, parts.embeddings, parts.lm_head]
     known = {id(weight) for module in modules for weight in module.parameters(recurse=False)}
     for name, weight in network.named_parameters():

@@ -1,7 +1,9 @@
-"""Passes over the model: their state, their results, and static passes that are replayed as CUDA graphs.
+"""Passes over the model: their state, their results,
+and static passes that are replayed as CUDA graphs.
 
-A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it reads and writes
-in place and takes the cache's length from the device, so that one CUDA graph of it serves a whole decode.
+A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it
+reads and writes in place and takes the cache's length from the device, so that one CUDA graph of it
+serves a whole decode.
 """
 
 from __future__ import annotations
@@ -18,23 +20,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.sdpa import Attention, AttentionByHeads, BlockwiseAttention, MaskedAttention, PerLayerAttention
+from tswift.attention.sdpa import (
+    Attention,
+    AttentionByHeads,
+    BlockwiseAttention,
+    MaskedAttention,
+    PerLayerAttention,
+)
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
 from tswift.forward.recurrent import StatePass
 
-_STEADY = 1.18  # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
+# spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
+_STEADY = 1.18
 
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a step that drafts nothing: linear in the keys, and piecewise linear in the nodes it verifies."""
+    """Seconds of a step that drafts nothing: linear in the keys,
+    and piecewise linear in the nodes it verifies.
+    """
 
     nodes: tuple[int, ...]  # measured numbers of nodes, rising; the first is 1
     base: tuple[float, ...]  # seconds of a step over each number of nodes without keys
     per_key: tuple[float, ...]  # seconds more for every key
     level: float  # seconds of drafting one level by heads
-    spread: float = 1.0  # how many times the least of its repeats a figure usually took while these were measured
+    # how many times the least of its repeats a figure usually took while these were measured
+    spread: float = 1.0
 
     @property
     def sound(self) -> bool:
@@ -53,9 +65,12 @@ class PassCosts:
         return self.spread > _STEADY
 
     def seconds(self, nodes: int, keys: int) -> float:
-        """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys, extrapolated beyond the last."""
+        """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,
+        extrapolated beyond the last.
+        """
         right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
-        lower, upper = self.nodes[right - 1], self.nodes[right]
+        lower = self.nodes[right - 1]
+        upper = self.nodes[right]
         share = (nodes - lower) / (upper - lower)
         first, second = (self.base[at] + self.per_key[at] * keys for at in (right - 1, right))
         return first + share * (second - first)
@@ -65,8 +80,9 @@ class PassCosts:
         return (self.seconds(16, keys) - self.seconds(8, keys)) / 8
 
 
-# In seconds on 2 cores of an AMD EPYC, with the bundled model (results/demo-cpu-epyc), a level of heads as by the
-# program of today (results/auto-cpu): for choices that are to be the same everywhere.
+# In seconds on 2 cores of an AMD EPYC, with the bundled model (results/demo-cpu-epyc), a level of
+# heads as by the program of today (results/auto-cpu): for choices that are to be the same
+# everywhere.
 NOMINAL = PassCosts(
     nodes=(1, 5, 8, 16, 64),
     base=(2.1e-3, 2.7e-3, 2.8e-3, 3.2e-3, 6.8e-3),
@@ -87,32 +103,45 @@ _SPOILED = "; a capture failed, after which this process may be unable to load o
 class Pass:
     """A pass in progress."""
 
-    write: Write  # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend to
+    # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend
+    # to
+    write: Write
     attend: Attending
-    special: MaskedAttention | PerLayerAttention | None  # of layers with windows, soft caps or sinks, if there are any
+    # of layers with windows, soft caps or sinks, if there are any
+    special: MaskedAttention | PerLayerAttention | None
     nodes: int
-    rows: int  # number that it is padded to; nothing attends to the padding, and nothing of it is kept
+    # number that it is padded to; nothing attends to the padding, and nothing of it is kept
+    rows: int
     # the cache and its length on the device, if a kernel may write keys and values there itself
     slots: tuple[KVBuffer, Tensor] | None = None
-    alike: bool = False  # whether a row is to have the bits of a narrow pass, however many there are
+    # whether a row is to have the bits of a narrow pass, however many there are
+    alike: bool = False
     states: StatePass | None = None  # of recurrent layers, if there are any
-    queries: list[Tensor] = field(default_factory=list)  # of the layers so far, ``[query heads, n, d]``, rotated
+    # of the layers so far, ``[query heads, n, d]``, rotated
+    queries: list[Tensor] = field(default_factory=list)
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of one layer after the other: from a rotated query to a result of its shape ``[heads, rows, d]``.
+        """Attention of one layer after the other: from a rotated query to a result of its shape
+        ``[heads, rows, d]``.
 
-        ``key`` and ``value`` ``[kv heads, rows, d]`` are the nodes' own; ``scale`` is a factor of the scores.
+        ``key`` and ``value`` ``[kv heads, rows, d]`` are the nodes' own; ``scale`` is a factor of
+        the scores.
         """
         keys, values = self.write(index, key[:, : self.nodes], value[:, : self.nodes])
         return self.attended(index, query, keys, values, scale)
 
-    def attended(self, index: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """As :meth:`layer`, when the cache, which ``keys`` and ``values`` are of, has the nodes' own already.
+    def attended(
+        self, index: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> Tensor:
+        """As :meth:`layer`, when the cache, which ``keys`` and ``values`` are of, has the nodes'
+        own already.
 
         What the rows of the padding come to may be anything.
         """
         self.queries.append(query[:, : self.nodes])
-        special = self.special if self.special is not None and self.special.layer_specs[index] else None
+        special = (
+            self.special if self.special is not None and self.special.layer_specs[index] else None
+        )
         padded = self.attend.PADDED if special is None else special.PADDED
         if not padded:
             query = query[:, : self.nodes]
@@ -129,11 +158,15 @@ class Forwarded:
     """Result of a pass."""
 
     hidden: Tensor  # ``[n, H]`` last hidden states, after the final norm
-    # per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over any cache
+    # per layer ``[query heads, >= n, head_dim]``, rotated; good until the next prepared pass over
+    # any cache
     queries: list[Tensor]
-    pre_norm: Tensor | None = None  # ``[n, H]``, before the final norm; None unless the target has a hook for it
-    layer_states: Tensor | None = None  # ``[n, M * H]``, after M of its layers; None unless it has hooks for them
-    # ``[rows, H]``: ``hidden``, and behind it what the pass was padded with; None where there is no such tensor
+    # ``[n, H]``, before the final norm; None unless the target has a hook for it
+    pre_norm: Tensor | None = None
+    # ``[n, M * H]``, after M of its layers; None unless it has hooks for them
+    layer_states: Tensor | None = None
+    # ``[rows, H]``: ``hidden``, and behind it what the pass was padded with; None where there is no
+    # such tensor
     padded: Tensor | None = None
 
     def queries_of(self, nodes: Sequence[int]) -> list[Tensor]:
@@ -149,7 +182,9 @@ Capture = Callable[[Callable[[], Forwarded]], Callable[[], Forwarded]]
 
 
 def sizes(limit: int) -> list[int]:
-    """The numbers of nodes for which static passes are prepared, for trees of up to ``limit`` nodes."""
+    """The numbers of nodes for which static passes are prepared,
+    for trees of up to ``limit`` nodes.
+    """
     return [size for size in _SIZES if size < limit] + [limit]
 
 
@@ -158,24 +193,31 @@ class Graphs:
 
     Attributes:
         failure: why a program could not be captured; empty if all could.
-        spoiled: a capture has failed. PyTorch may then refuse all others of the process, so none is tried any more.
+        spoiled: a capture has failed. PyTorch may then refuse all others of the process, so none is
+            tried any more.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.failure, self.spoiled = device, "", False
+        self.device = device
+        self.failure = ""
+        self.spoiled = False
         with torch.cuda.device(device):
             self.pool = torch.cuda.graph_pool_handle()  # of their memory
-            self.stream = torch.cuda.Stream()  # for captures: libraries keep memory for every stream they have seen
-        # One graph that stays: PyTorch cannot reuse a pool whose graphs have all been freed. Not made in inference
-        # mode: what the first capture makes for random numbers serves all others, which may be outside of it.
+            # for captures: libraries keep memory for every stream they have seen
+            self.stream = torch.cuda.Stream()
+        # One graph that stays: PyTorch cannot reuse a pool whose graphs have all been freed. Not
+        # made in inference
+        # mode: what the first capture makes for random numbers serves all others, which may be
+        # outside of it.
         with torch.inference_mode(False):
             self._anchor = self.capture(partial(torch.zeros(1, device=device).add_, 1))
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
-        """A program as a graph that can be replayed; the program itself where that fails, for a reason in ``failure``.
+        """A program as a graph that can be replayed; the program itself where that fails,
+        for a reason in ``failure``.
 
-        It reads and writes tensors that stay in place. It is run twice before the capture, so what that changes must be
-        scratch. What it returns is overwritten by every replay.
+        It reads and writes tensors that stay in place. It is run twice before the capture, so what
+        that changes must be scratch. What it returns is overwritten by every replay.
         """
         if self.spoiled:
             return run
@@ -190,7 +232,8 @@ class Graphs:
                 return run
 
     def _warm_up(self, run: Callable[[], T], current: torch.cuda.Stream) -> None:
-        """Run a program twice: to compile and set up what a capture cannot, and to see whether it waits.
+        """Run a program twice: to compile and set up what a capture cannot,
+        and to see whether it waits.
 
         What waits for the device cannot be captured. It raises here, where that does no harm.
         """
@@ -211,7 +254,8 @@ class Graphs:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             try:
                 out = run()
-            except Exception as error:  # when the capture ends PyTorch raises another error, which hides this one
+            except Exception as error:
+                # when the capture ends PyTorch raises another error, which hides this one
                 self.failure = cause_of(error) + _SPOILED
                 raise
         self.spoiled = False
@@ -224,9 +268,11 @@ class Graphs:
 
 
 class StaticPass:
-    """A pass over one cache for trees of up to ``nodes`` nodes; smaller ones are padded with separate nodes.
+    """A pass over one cache for trees of up to ``nodes`` nodes;
+    smaller ones are padded with separate nodes.
 
-    ``compute`` and ``capture`` are the target's ``compute_static`` and ``capture``; the cache has room for ``nodes``.
+    ``compute`` and ``capture`` are the target's ``compute_static`` and ``capture``; the cache has
+    room for ``nodes``.
     """
 
     def __init__(self, compute: Compute, capture: Capture, kv: KVBuffer, nodes: int) -> None:
@@ -236,7 +282,8 @@ class StaticPass:
         self._positions = positions = torch.zeros_like(tokens)
         self._alone = torch.eye(nodes, dtype=torch.bool, device=device)
         self._ancestors = ancestors = self._alone.clone()
-        # the capture's warm-up writes keys and values: to scratch slots, which are those behind the length
+        # the capture's warm-up writes keys and values: to scratch slots, which are those behind the
+        # length
         self._length = length = torch.full((), kv.length, dtype=torch.int32, device=device)
         owner = weakref.ref(kv)  # passes are kept by their cache, which has to be free to go
 
@@ -247,14 +294,20 @@ class StaticPass:
 
         self._run = capture(run)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int) -> Forwarded:
-        """Forward a tree; arguments as for :meth:`tswift.forward.target.Target.forward`, and the cache's length.
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int
+    ) -> Forwarded:
+        """Forward a tree; arguments as for :meth:`tswift.forward.target.Target.forward`, and the
+        cache's length.
 
         Raises:
             ValueError: there is no room for all ``nodes`` behind the cache's length.
         """
         if length + self.nodes > self._capacity:
-            raise ValueError(f"a pass of {self.nodes} nodes does not fit behind {length} of {self._capacity} slots")
+            raise ValueError(
+                f"a pass of {self.nodes} nodes does not fit behind {length} of {self._capacity} "
+                "slots"
+            )
         count = len(tokens)
         self._tokens[:count].copy_(tokens)
         self._positions[:count].copy_(positions)
@@ -266,6 +319,7 @@ class StaticPass:
         self._length.fill_(length)
         out = self._run()
         pre_norm, layer_states = (
-            None if each is None else each[:count].clone() for each in (out.pre_norm, out.layer_states)
+            None if each is None else each[:count].clone()
+            for each in (out.pre_norm, out.layer_states)
         )
         return Forwarded(out.hidden[:count].clone(), out.queries, pre_norm, layer_states)

@@ -15,11 +15,14 @@ from tswift.attention import native
 from tswift.native_build import build, widest_vectors
 
 _SOURCE = Path(__file__).with_name("program.c")
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of weights and scales, as in products.c
+# of weights and scales, as in products.c
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _structures(source: str) -> Any:
-    """The structures that a C file declares, by name: of pointers, numbers, and structures that come before."""
+    """The structures that a C file declares, by name: of pointers, numbers,
+    and structures that come before.
+    """
     known: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
     plain = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
     for declared, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", plain, re.DOTALL):
@@ -48,7 +51,8 @@ def library() -> ctypes.CDLL:
 
 
 def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | None = None) -> Tensor:
-    """``[..., inputs]`` float32 to ``[..., outputs]``, by the compiled program, or by one that is given.
+    """``[..., inputs]`` float32 to ``[..., outputs]``, by the compiled program,
+    or by one that is given.
 
     Raises:
         Unbuilt: there is none here.

@@ -1,8 +1,9 @@
 """Passes of a decoder on the CPU as one C function, compiled where the user has a C compiler.
 
-Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators, each through Python and
-PyTorch. Weights that lost nothing in bfloat16 are read as that, which halves the bytes and changes no product. A row's
-bits depend on no other row, so every pass is exact, whatever its width.
+Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators,
+each through Python and PyTorch. Weights that lost nothing in bfloat16 are read as that, which
+halves the bytes and changes no product. A row's bits depend on no other row, so every pass is
+exact, whatever its width.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class _Verification(ctypes.Structure):
     """``Verification`` in sampling/sampler.c."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_void_p) for name in ["forward", "model", "run", "multiply", "lm_head", "hidden", "logits"]
+        (name, ctypes.c_void_p)
+        for name in ["forward", "model", "run", "multiply", "lm_head", "hidden", "logits"]
     ]
 
 
@@ -51,7 +53,10 @@ T = TypeVar("T")
 
 def weights_state(network: nn.Module) -> list[tuple[int, int]]:
     """Where weights are, and how often they were changed."""
-    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in network.parameters()]
+    return [
+        (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        for weight in network.parameters()
+    ]
 
 
 def _packed(layer: Any) -> PackedLinear | IntegerLinear:
@@ -65,7 +70,8 @@ class PassProgram:
     """The passes of a model as one C function; its logits, too.
 
     Args:
-        network: a causal language model of transformers in float32 on the CPU, whose weights stay as they are.
+        network: a causal language model of transformers in float32 on the CPU, whose weights stay
+            as they are.
         kv_dtype: of the KV caches.
         specs: of the layers' attention; empty for nothing but softmax over scaled products.
 
@@ -99,7 +105,8 @@ class PassProgram:
             self._fill(made, layer)
         self._windowed = any(layer.spec.window for layer in parts.layers)
         self.lm_head_c = self._pack(parts.lm_head)
-        self.lm_head_c.scale, self.lm_head_c.softcap = parts.output_scale, parts.output_cap
+        self.lm_head_c.scale = parts.output_scale
+        self.lm_head_c.softcap = parts.output_cap
         self._shape = len(parts.layers), heads, width, config.hidden_size
         self.embeddings = self._embeddings(parts.embeddings)
         self._model = C.Model(
@@ -162,7 +169,9 @@ class PassProgram:
         if isinstance(layer, PackedEmbedding):
             return layer.c
         vocab_size, hidden = layer.weight.shape
-        return C.Linear(weight=self._pointer(layer.weight), inputs=hidden, outputs=vocab_size, block=1)
+        return C.Linear(
+            weight=self._pointer(layer.weight), inputs=hidden, outputs=vocab_size, block=1
+        )
 
     def _pointer(self, weight: Tensor) -> int:
         kept = _plain(weight).contiguous()
@@ -175,8 +184,11 @@ class PassProgram:
 
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
         """Whether a pass over so many nodes, a tree's or a chain's, can be the program's."""
-        fits = 0 < nodes <= (CHUNK if chain else self.most_nodes) and kv.length + nodes <= kv.capacity
-        ordered = not self._windowed or isinstance(kv, FullKV)  # a window is cut by slots, which have to be positions
+        fits = (
+            0 < nodes <= (CHUNK if chain else self.most_nodes) and kv.length + nodes <= kv.capacity
+        )
+        # a window is cut by slots, which have to be positions
+        ordered = not self._windowed or isinstance(kv, FullKV)
         return fits and ordered and kv.shape.dtype == self._kv_dtype
 
     def __call__(self, *given: Any) -> Forwarded:
@@ -186,11 +198,15 @@ class PassProgram:
         return forwarded
 
     def verify(self, follow: Callable[..., T], *given: Any) -> tuple[Forwarded, Tensor, T]:
-        """As :meth:`~tswift.forward.target.Target.verify`; for the other arguments see :meth:`begin`."""
+        """As :meth:`~tswift.forward.target.Target.verify`; for the other arguments see
+        :meth:`begin`.
+        """
         run, forwarded = self.begin(*given)
         logits = torch.empty(run.nodes, self.lm_head_c.outputs, dtype=torch.float32)
         asked = self._verification
-        asked.run, asked.hidden, asked.logits = ctypes.addressof(run), run.hidden, logits.data_ptr()
+        asked.run = ctypes.addressof(run)
+        asked.hidden = run.hidden
+        asked.logits = logits.data_ptr()
         return forwarded, logits, follow(logits, verification=ctypes.addressof(asked))
 
     def begin(
@@ -210,11 +226,13 @@ class PassProgram:
             tapped: the layers after which the states are.
         """
         layers, heads, width, hidden = self._shape
-        nodes, threads = len(tokens), torch.get_num_threads()
+        nodes = len(tokens)
+        threads = torch.get_num_threads()
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
         queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
         inner = torch.empty(layers, nodes, hidden, dtype=torch.float32) if tapped else None
-        tokens, positions = tokens.contiguous(), positions.contiguous()
+        tokens = tokens.contiguous()
+        positions = positions.contiguous()
         ancestors = None if ancestors is None or nodes == 1 else ancestors.contiguous()
         run = C.Pass(
             tokens.data_ptr(),
@@ -244,9 +262,16 @@ class _Result(Forwarded):
     """A pass's, of which tensors are made when they are asked for: plain decoding asks for none."""
 
     def __init__(
-        self, states: Tensor, queries: Tensor, pre_norm: bool, inner: Tensor | None, tapped: Sequence[int]
+        self,
+        states: Tensor,
+        queries: Tensor,
+        pre_norm: bool,
+        inner: Tensor | None,
+        tapped: Sequence[int],
     ) -> None:
-        self.__dict__.update(_states=states, _queries=queries, _pre_norm=pre_norm, _inner=inner, _tapped=tapped)
+        self.__dict__.update(
+            _states=states, _queries=queries, _pre_norm=pre_norm, _inner=inner, _tapped=tapped
+        )
 
     @cached_property
     def hidden(self) -> Tensor:  # type: ignore[override]
@@ -263,13 +288,19 @@ class _Result(Forwarded):
     @cached_property
     def layer_states(self) -> Tensor | None:  # type: ignore[override]
         inner = self.__dict__["_inner"]
-        return None if inner is None else torch.cat([inner[layer] for layer in self.__dict__["_tapped"]], -1)
+        return (
+            None
+            if inner is None
+            else torch.cat([inner[layer] for layer in self.__dict__["_tapped"]], -1)
+        )
 
 
 def rounded_linear(layer: nn.Linear) -> IntegerLinear | PackedLinear:
-    """A linear layer for drafts: it and its inputs are rounded to 8 bits, if its inputs make whole blocks.
+    """A linear layer for drafts: it and its inputs are rounded to 8 bits,
+    if its inputs make whole blocks.
 
-    That changes guesses now and then: the bundled heads draft as many tokens a step as unrounded, to within 1%.
+    That changes guesses now and then: the bundled heads draft as many tokens a step as unrounded,
+        to within 1%.
     """
     if layer.in_features % LEAST_BLOCK:
         return PackedLinear(layer.weight, layer.bias)
@@ -277,7 +308,9 @@ def rounded_linear(layer: nn.Linear) -> IntegerLinear | PackedLinear:
 
 
 class HeadProgram:
-    """The steps of a chain of heads, each as one C function. Their matrices are rounded to codes of 8 bits.
+    """The steps of a chain of heads, each as one C function.
+
+    Their matrices are rounded to codes of 8 bits.
 
     Args:
         heads: one by one, in float32 on the CPU, whose weights stay as they are.
@@ -289,34 +322,48 @@ class HeadProgram:
     """
 
     def __init__(self, heads: Iterable[Any], hidden_size: int, eps: float) -> None:
-        self._library, self._parallel = library(), native.parallel_region()
+        self._library = library()
+        self._parallel = native.parallel_region()
         self._hidden = hidden_size
         self._kept: list[Any] = []  # what the C structures point to
         heads = list(heads)
         layers = [
-            [rounded_linear(getattr(head, name)) for name in ("mix", "linear") if hasattr(head, name)] for head in heads
+            [
+                rounded_linear(getattr(head, name))
+                for name in ("mix", "linear")
+                if hasattr(head, name)
+            ]
+            for head in heads
         ]
         lay_together(nn.ModuleList(chain(*layers)))
         self._heads = (C.Head * len(heads))()
         self._space = torch.empty(0, dtype=torch.float32)
-        self._guess = C.Guess(heads=ctypes.addressof(self._heads), parallel=self._parallel, hidden=hidden_size)
+        self._guess = C.Guess(
+            heads=ctypes.addressof(self._heads), parallel=self._parallel, hidden=hidden_size
+        )
         for head, own, made in zip(heads, layers, self._heads, strict=True):
-            made.hidden, made.epsilon, made.linear = hidden_size, eps, own[-1].c
+            made.hidden = hidden_size
+            made.epsilon = eps
+            made.linear = own[-1].c
             norms = {"input_norm": head.input_layernorm, "after": head.post_layernorm}
             if len(own) > 1:
-                made.mix, norms["embedding_norm"] = own[0].c, head.embedding_layernorm
+                made.mix = own[0].c
+                norms["embedding_norm"] = head.embedding_layernorm
             for name, norm in norms.items():
                 weight = _plain(norm.weight).contiguous()
                 setattr(made, name, weight.data_ptr())
                 self._kept.append(weight)
             self._kept.append(own)
 
-    def __call__(self, index: int, hidden: Tensor, embedding: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, index: int, hidden: Tensor, embedding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """As :meth:`~tswift.speculators.heads.Heads.step`."""
         hidden = hidden.contiguous()
         rows = hidden.numel() // self._hidden
         embeddings = None if embedding is None else embedding.expand(hidden.shape).contiguous()
-        refined, out = torch.empty_like(hidden), torch.empty_like(hidden)
+        refined = torch.empty_like(hidden)
+        out = torch.empty_like(hidden)
         space = torch.empty(4 * hidden.numel(), dtype=torch.float32)
         self._library.tswift_head(
             ctypes.byref(self._heads[index]),
@@ -351,7 +398,8 @@ class HeadProgram:
             first: ``[H]`` state whose logits come before those of the heads; None for none.
             root: the text's last token.
             levels: how many.
-            ranking: what the C function that ranks candidates is to be called with, for the first level.
+            ranking: what the C function that ranks candidates is to be called with, for the first
+                level.
             rank: that function's address.
             count: candidates of a level.
         """
@@ -361,15 +409,23 @@ class HeadProgram:
             self._space = torch.empty(size, dtype=torch.float32)
         given = self._guess
         given.state, given.first = (None if each is None else each.data_ptr() for each in states)
-        given.lm_head, given.embeddings = ctypes.addressof(lm_head), ctypes.addressof(model.embeddings)
-        given.ranking, given.rank, given.space = ctypes.addressof(ranking), rank, self._space.data_ptr()
-        given.levels, given.count, given.root, given.threads = levels, count, root, torch.get_num_threads()
+        given.lm_head = ctypes.addressof(lm_head)
+        given.embeddings = ctypes.addressof(model.embeddings)
+        given.ranking = ctypes.addressof(ranking)
+        given.rank = rank
+        given.space = self._space.data_ptr()
+        given.levels = levels
+        given.count = count
+        given.root = root
+        given.threads = torch.get_num_threads()
         self._library.tswift_guess(ctypes.byref(given))
 
 
 def too_large_to_copy(network: PreTrainedModel) -> bool:
     """Whether a network in float32 is too large for a second, packed copy beside it."""
-    return sum(weight.numel() for weight in network.parameters()) * torch.float32.itemsize > MAX_COPIED
+    return (
+        sum(weight.numel() for weight in network.parameters()) * torch.float32.itemsize > MAX_COPIED
+    )
 
 
 def may_serve(config: PreTrainedConfig) -> bool:
@@ -385,7 +441,8 @@ def may_serve(config: PreTrainedConfig) -> bool:
 def _refuse_unfit(network: PreTrainedModel) -> None:
     weights = list(network.parameters())
     for reason, wrong in {
-        "its weights are not plain float32": {(type(each), each.dtype) for each in weights} != {_FLOATS},
+        "its weights are not plain float32": {(type(each), each.dtype) for each in weights}
+        != {_FLOATS},
         "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
         "its weights are too large to be held twice": too_large_to_copy(network),
         "its heads are of a size that native attention does not take": not native.takes(
@@ -403,24 +460,35 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         As in :class:`~tswift.caches.KVShape`.
 
     Raises:
-        Unfit: the modeling code is not known to put them together from a norm, a linear layer and a rotation.
+        Unfit: the modeling code is not known to put them together from a norm, a linear layer and a
+            rotation.
     """
-    config, parts = network.config.get_text_config(), read_parts(network)
+    config = network.config.get_text_config()
+    parts = read_parts(network)
     width = network.get_decoder().layers[0].self_attn.head_dim
     turned = max(abs(scale) for _, scale in parts.rotaries)
     share = 2 * len(parts.rotaries[0][0])  # of a head, which rotation mixes
-    queries, rows = config.num_attention_heads * width, config.num_key_value_heads * width
+    queries = config.num_attention_heads * width
+    rows = config.num_key_value_heads * width
 
     def most(layer: LayerParts, name: str, before: int) -> Tensor:
-        # what a norm puts out is at most the root of its size times its weights, and its product with a row follows
+        # what a norm puts out is at most the root of its size times its weights, and its product
+        # with a row follows
         own = layer.linears[name]
         mine = slice(None) if own is not None else slice(queries + before, queries + before + rows)
-        linear, norm = own or layer.linears["queries"], layer.norms["before"]
+        linear = own or layer.linears["queries"]
+        norm = layer.norms["before"]
         if norm is None:
             raise Unfit("there are no bounds of its keys and values")
-        if not (isinstance(linear, IntegerLinear | PackedLinear) or type(linear.weight) is nn.Parameter):
+        if not (
+            isinstance(linear, IntegerLinear | PackedLinear) or type(linear.weight) is nn.Parameter
+        ):
             raise Unfit("its weights are quantised or split")
-        weight = linear.codes().dequantized() if isinstance(linear, IntegerLinear) else _plain(linear.weight)
+        weight = (
+            linear.codes().dequantized()
+            if isinstance(linear, IntegerLinear)
+            else _plain(linear.weight)
+        )
         bound = (weight[mine] * norm_weight(norm)).norm(dim=1) * config.hidden_size**0.5
         if linear.bias is not None:
             bound = bound + _plain(linear.bias)[mine].abs()
@@ -428,7 +496,9 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
 
     bounds = []
     for layer in parts.layers:
-        keys, values, norm = most(layer, "keys", 0), most(layer, "values", rows), layer.norms["key_norm"]
+        keys = most(layer, "keys", 0)
+        values = most(layer, "values", rows)
+        norm = layer.norms["key_norm"]
         if norm is not None:
             weight = norm_weight(norm)
             keys = (weight.abs() * len(weight) ** 0.5).view(-1, width).expand_as(keys)

@@ -1,10 +1,12 @@
 """Recurrent layers: short convolutions, gated delta nets and Mamba2, in trees and chains alike.
 
-The modeling code stays in transformers. Its layers call two functions for what goes from token to token: a convolution
-and a recurrence. In a pass of ours these are ours; what is before and after them treats every row alone.
+The modeling code stays in transformers. Its layers call two functions for what goes from token to
+token: a convolution and a recurrence. In a pass of ours these are ours; what is before and after
+them treats every row alone.
 
-One function steps a state by a row: in prompts, plain decoding, trees, commits, resumed runs and the audit. So a node
-has the bits of plain decoding by construction. A chunked form sums in another order, and there is none.
+One function steps a state by a row: in prompts, plain decoding, trees, commits, resumed runs and
+the audit. So a node has the bits of plain decoding by construction. A chunked form sums in another
+order, and there is none.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _EPS = 1e-6  # of the norms of queries and keys
 class Rows:
     """What states are stepped by: a key, what is to be found by it, and how much of that is added.
 
-    ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that follow each other.
-    ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates`` ``[n, heads]``, factors of the state and of what
+    ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that
+    follow each other. ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates`` ``[n,
+    heads]``, factors of the state and of what
     is added: what the state does not give for the key yet (``corrects``), or all.
     """
 
@@ -50,9 +53,14 @@ class Rows:
 
 
 def step_states(
-    rows: Rows, state: Tensor, nodes: Sequence[int], parents: Sequence[int], after: Tensor | None = None
+    rows: Rows,
+    state: Tensor,
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    after: Tensor | None = None,
 ) -> Tensor:
-    """Step a layer's state ``[heads, keys, values]`` by nodes, each from its parent's: the one way to do so.
+    """Step a layer's state ``[heads, keys, values]`` by nodes, each from its parent's:
+    the one way to do so.
 
     Args:
         rows: of the nodes and perhaps of others.
@@ -68,9 +76,14 @@ def step_states(
     if library is not None:
         return _step_in_c(library, rows, state, nodes, parents, after)
     group = state.shape[0] // rows.keys.shape[1]
-    last, states, out = _last_children(parents), dict[int, Tensor](), []
+    last = _last_children(parents)
+    states = dict[int, Tensor]()
+    out = []
     for node, (row, parent) in enumerate(zip(nodes, parents, strict=True)):
-        query, key = (each[row].repeat_interleave(group, 0).unsqueeze(-1) for each in (rows.queries, rows.keys))
+        query, key = (
+            each[row].repeat_interleave(group, 0).unsqueeze(-1)
+            for each in (rows.queries, rows.keys)
+        )
         kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
         change = rows.contents[row]
         if rows.corrects:
@@ -94,7 +107,10 @@ class _Call(ctypes.Structure):
     """``Call`` in recurrence.c."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("state", "after", "queries", "keys", "contents", "decays", "rates")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("state", "after", "queries", "keys", "contents", "decays", "rates")
+        ),
         *((name, ctypes.c_void_p) for name in ("rows", "from", "to", "out", "scratch", "parallel")),
         *(
             (name, ctypes.c_int64)
@@ -124,15 +140,21 @@ def _step_in_c(
     parents: Sequence[int],
     after: Tensor | None,
 ) -> Tensor:
-    """As :func:`step_states`. A node takes the place of its parent's state, if it is the last one to read that."""
-    last, places, count = _last_children(parents), {-1: 0}, 1
+    """As :func:`step_states`.
+
+    A node takes the place of its parent's state, if it is the last one to read that.
+    """
+    last = _last_children(parents)
+    places = {-1: 0}
+    count = 1
     read, written = [], []
     for node, parent in enumerate(parents):
         read.append(places[parent])
         if last[parent] == node:
             places[node] = places[parent]
         else:
-            places[node], count = count, count + 1
+            places[node] = count
+            count = count + 1
         written.append(places[node])
     order = torch.tensor([[*nodes], read, written])
     heads, keys, values = state.shape
@@ -158,31 +180,42 @@ class StatePass:
     Args:
         states: of the committed text; nothing is committed.
         nodes: number of nodes; a layer's rows may be more, which are padding.
-        ancestors: as of attention, each node behind its ancestors; None where every node descends from all before it.
+        ancestors: as of attention, each node behind its ancestors; None where every node descends
+            from all before it.
     """
 
     def __init__(self, states: States, nodes: int, ancestors: Tensor | None) -> None:
-        self._states, self._nodes, self._layer = states, nodes, -1
-        before, device = states.shape.taps - 1, states.rows.device
+        self._states = states
+        self._nodes = nodes
+        self._layer = -1
+        before = states.shape.taps - 1
+        device = states.rows.device
         if ancestors is None:
             ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
-        # places among the rows before the pass and its nodes' own: of each node the newest ones on its path
+        # places among the rows before the pass and its nodes' own: of each node the newest ones on
+        # its path
         places = torch.arange(before + nodes, device=device)
         seen = F.pad(ancestors, (before, 0), value=True)
         self._paths = torch.where(seen, places, -1).sort(1).values[:, -before - 1 :]
         self._parents: list[int] = (self._paths[:, -2] - before).clamp_min(-1).tolist()
         states.chain = nodes if self._parents == [*range(-1, nodes - 1)] else 0
 
-    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """The convolution of the next layer: ``[1, channels, rows]`` to the same, with weights ``[channels, taps]``."""
+    def convolve(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    ) -> Tensor:
+        """The convolution of the next layer: ``[1, channels, rows]`` to the same,
+        with weights ``[channels, taps]``.
+        """
         self._layer += 1
         own = rows[0, :, : self._nodes].T
         kept = self._states.rows[self._layer]
         known = torch.cat([kept, own])
         self._states.replays[self._layer] = partial(_shift, kept, own)
-        wide, taps = self._states.shape.wide, weight.to(self._states.shape.wide).unbind(1)
+        wide = self._states.shape.wide
+        taps = weight.to(self._states.shape.wide).unbind(1)
         read = [known[places].to(wide) for places in self._paths.unbind(1)]
-        # product by product: an operator that adds and multiplies may round otherwise at the end of a row
+        # product by product: an operator that adds and multiplies may round otherwise at the end of
+        # a row
         out = read[0] * taps[0]
         for row, tap in zip(read[1:], taps[1:], strict=True):
             out = out + row * tap
@@ -197,16 +230,26 @@ class StatePass:
         """The gated delta rule of the layer that was convolved last.
 
         Args:
-            query, key: ``[1, rows, heads, keys]``; perhaps of fewer heads, each for as many that follow each other.
+            query, key: ``[1, rows, heads, keys]``; perhaps of fewer heads, each for as many that
+                follow each other.
             value: ``[1, rows, heads, values]``.
-            g, beta: ``[1, rows, heads]``, the logarithm of what the state keeps, and the share of what is new.
+            g, beta: ``[1, rows, heads]``, the logarithm of what the state keeps, and the share of
+                what is new.
         """
         wide = self._states.shape.wide
         query, key = (_normalised(each[0].to(wide)) for each in (query, key))
-        rows = Rows(query * key.shape[-1] ** -0.5, key, value[0].to(wide), g[0].to(wide).exp(), beta[0].to(wide))
+        rows = Rows(
+            query * key.shape[-1] ** -0.5,
+            key,
+            value[0].to(wide),
+            g[0].to(wide).exp(),
+            beta[0].to(wide),
+        )
         return self._stepped(rows).to(value.dtype).unsqueeze(0)
 
-    def scan(self, inputs: Tensor, steps: Tensor, rates: Tensor, key: Tensor, query: Tensor, own: Tensor) -> Tensor:
+    def scan(
+        self, inputs: Tensor, steps: Tensor, rates: Tensor, key: Tensor, query: Tensor, own: Tensor
+    ) -> Tensor:
         """Mamba2's state space of the layer that was convolved last, where nothing is corrected.
 
         Args:
@@ -222,10 +265,14 @@ class StatePass:
         return (self._stepped(rows) + contents * own.to(wide)[:, None]).unsqueeze(0)
 
     def _stepped(self, rows: Rows) -> Tensor:
-        """What the nodes read, ``[rows, heads, values]`` with the padding; and how to replay what is accepted."""
+        """What the nodes read, ``[rows, heads, values]`` with the padding;
+        and how to replay what is accepted.
+        """
         states, layer = self._states, self._layer
         committed, ahead = states.matrices[layer], states.ahead[layer]
-        out = step_states(rows, committed, range(self._nodes), self._parents, ahead if states.chain else None)
+        out = step_states(
+            rows, committed, range(self._nodes), self._parents, ahead if states.chain else None
+        )
         states.replays[layer] = partial(_replay, states.replays[layer], committed, rows)
         return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
 
@@ -236,9 +283,15 @@ def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int], whole: bool) -> None
 
 
 def _replay(
-    shift: Callable[[Sequence[int], bool], None], state: Tensor, rows: Rows, nodes: Sequence[int], whole: bool
+    shift: Callable[[Sequence[int], bool], None],
+    state: Tensor,
+    rows: Rows,
+    nodes: Sequence[int],
+    whole: bool,
 ) -> None:
-    """Step a layer's state by accepted nodes, unless they are the whole pass, whose end is known."""
+    """Step a layer's state by accepted nodes, unless they are the whole pass,
+    whose end is known.
+    """
     shift(nodes, whole)
     if not whole:
         step_states(rows, state, nodes, range(-1, len(nodes) - 1), state)
@@ -261,11 +314,15 @@ def passing(run: StatePass | None) -> Iterator[None]:
         _running.reset(token)
 
 
-def _convolve(run: StatePass, rows: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Any:
+def _convolve(
+    run: StatePass, rows: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any
+) -> Any:
     return run.convolve(rows, weight, bias, activation)
 
 
-def _recur(run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+def _recur(
+    run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> Any:
     return run.recur(query, key, value, g, beta), None
 
 
@@ -294,7 +351,9 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 
 def serve_states(network: PreTrainedModel) -> None:
-    """Let the functions that a model's recurrent layers call be ours in passes of ours, and theirs elsewhere."""
+    """Let the functions that a model's recurrent layers call be ours in passes of ours,
+    and theirs elsewhere.
+    """
     for name in {type(module).__module__ for module in network.modules()}:
         modeling = sys.modules[name]
         for function, ours in _OURS.items():

@@ -1,7 +1,8 @@
-"""The target model: a transformers model wrapped so that passes over draft trees use tswift's KV caches.
+"""The target model: a transformers model wrapped so that passes over draft trees use tswift's KV
+caches.
 
-All modeling code stays in transformers. Two of its extension points are used: an attention function of our own, and
-extra keyword arguments, which reach that function from the model's call.
+All modeling code stays in transformers. Two of its extension points are used: an attention function
+of our own, and extra keyword arguments, which reach that function from the model's call.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ _REPLAYED = 4  # passes that follow each other from which on it pays to capture 
 class Fallbacks(dict[str, str]):
     """Why something slower or less exact stands in for a part of a model, by that part.
 
-    For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for kernels between the
-    "layers"' products, for "steps" on the device (then no pass is replayed), for CUDA "graphs", for the "sampler"'s
-    kernels, for "exact" passes, for "wide" ones over a text, for the kernels that walk "trees".
+    For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for
+    kernels between the "layers"' products, for "steps" on the device (then no pass is replayed),
+    for CUDA "graphs", for the "sampler"'s kernels, for "exact" passes, for "wide" ones over a text,
+    for the kernels that walk "trees".
     """
 
     def note(self, part: str, reason: str | None) -> None:
@@ -71,7 +73,9 @@ class Fallbacks(dict[str, str]):
 
     @property
     def graph_fault(self) -> str | None:
-        """Why passes are not replayed as CUDA graphs although they could be; None if nothing went wrong."""
+        """Why passes are not replayed as CUDA graphs although they could be;
+        None if nothing went wrong.
+        """
         return self.get("steps") or self.get("graphs")
 
 
@@ -88,7 +92,10 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, attention: type[Attention] = TreeAttention, copied: Target | None = None
+        self,
+        model: PreTrainedModel,
+        attention: type[Attention] = TreeAttention,
+        copied: Target | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
@@ -102,38 +109,53 @@ class Target:
         self._layer_taps: dict[int, Tap] = {}
         self._tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
         self.passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
-        # rows that every pass over the text is padded to, so that a token's bits do not depend on how it was forwarded;
-        # None if passes are as wide as they happen to be
+        # rows that every pass over the text is padded to, so that a token's bits do not depend on
+        # how it was forwarded; None if passes are as wide as they happen to be
         self.width: int | None = None
-        # with a width: a prompt is forwarded in chunks of CHUNK tokens all the same, as products of few rows are slow.
-        # Their bits differ from those of narrow passes, so every method has to forward the same tokens as the prompt
+        # with a width: a prompt is forwarded in chunks of CHUNK tokens all the same, as products of
+        # few rows are slow. Their bits differ from those of narrow passes, so every method has to
+        # forward the same tokens as the prompt
         self.wide_prompts = False
-        # with a width: what was generated may be forwarded in chunks of CHUNK tokens, too, as a token's bits are those
-        # of narrow passes there
+        # with a width: what was generated may be forwarded in chunks of CHUNK tokens, too, as a
+        # token's bits are those of narrow passes there
         self.wide_text = False
         self.fallbacks = Fallbacks()
-        # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch makes them
+        # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch
+        # makes them
         self.program: PassProgram | None = None
-        self._bounded: list[tuple[int, int]] | None = None  # the weights that the steps of int16 follow from
+        # the weights that the steps of int16 follow from
+        self._bounded: list[tuple[int, int]] | None = None
         self.speculator: DraftNetwork | None = None  # it reads states of the layers
         self.speculator_spec: SpeculatorSpec | None = None
-        self._decoder, self._output = model.get_decoder(), output_of(model)
+        self._decoder = model.get_decoder()
+        self._output = output_of(model)
         self._embeddings = model.get_input_embeddings()
-        config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
+        config = model.config.get_text_config()
+        lm_head = model.get_output_embeddings()
         # a quantised weight need not have the layer's shape, nor the type that it computes in
         self.vocab_size: int = getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
         # windows, soft caps and sinks of the layers, in words (empty for none) and by layer
-        self.attention_features, self.layer_specs = probe.attention_features, probe.layer_specs
+        self.attention_features = probe.attention_features
+        self.layer_specs = probe.layer_specs
         self.device, self.dtype = probe.device, probe.dtype
-        self.split = (getattr(model, "tp_size", None) or 1) > 1  # over ranks: passes are collective, and not replayed
-        first, windowed = probe.kept[0], any(spec.window for spec in self.layer_specs)
+        # over ranks: passes are collective, and not replayed
+        self.split = (getattr(model, "tp_size", None) or 1) > 1
+        first = probe.kept[0]
+        windowed = any(spec.window for spec in self.layer_specs)
         kept = [LayerKV(first.heads, first.head_dim, layer) for layer in range(len(probe.kept))]
         by_layer = () if probe.kept == kept else tuple(probe.kept)
         states = state_shape(model.config, self.dtype, self.device)
         self.kv_shape = KVShape(
-            len(kept), first.heads, first.head_dim, self.dtype, self.device, windowed, states=states, by_layer=by_layer
+            len(kept),
+            first.heads,
+            first.head_dim,
+            self.dtype,
+            self.device,
+            windowed,
+            states=states,
+            by_layer=by_layer,
         )
         if copied is not None:
             self.kv_shape = copied.kv_shape
@@ -155,9 +177,13 @@ class Target:
         twin.passes = WeakKeyDictionary()
         return twin
 
-    def set_width(self, width: int | None, wide_prompts: bool = False, wide_text: bool = False) -> None:
+    def set_width(
+        self, width: int | None, wide_prompts: bool = False, wide_text: bool = False
+    ) -> None:
         """Pad every pass over the text to so many rows from now on, but for those that are wide."""
-        self.width, self.wide_prompts, self.wide_text = width, wide_prompts, wide_text
+        self.width = width
+        self.wide_prompts = wide_prompts
+        self.wide_text = wide_text
 
     def set_program(self, program: PassProgram | None) -> None:
         """Let a C program make passes, or PyTorch again."""
@@ -191,12 +217,14 @@ class Target:
 
     @torch.inference_mode()
     def tap(self, layers: Sequence[int] | None = None) -> None:
-        """Let passes from now on also return the states before the final norm, or else those after layers, from 0.
+        """Let passes from now on also return the states before the final norm,
+        or else those after layers, from 0.
 
         Call it before any are prepared.
 
         Raises:
-            UnsupportedModel: the model has no final norm of a known name, or a layer's output is no such state.
+            UnsupportedModel: the model has no final norm of a known name, or a layer's output is no
+                such state.
         """
         if layers is None and self.has_pre_norm:
             return
@@ -208,46 +236,62 @@ class Target:
             raise UnsupportedModel("no layers that tswift knows of")
         else:
             self._tapped = tuple(layers or ())
-            self._layer_taps = {layer: Tap(self._decoder.layers[layer]) for layer in {*self._tapped}}
+            self._layer_taps = {
+                layer: Tap(self._decoder.layers[layer]) for layer in {*self._tapped}
+            }
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         forwarded = self.forward_eager(zero, zero, FullKV(self.kv_shape, 1))
         if norm is not None and not torch.equal(norm(forwarded.pre_norm), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
         taps = forwarded.layer_states
-        if norm is None and (taps is None or taps.shape != (1, len(self._tapped) * self.hidden_size)):
+        if norm is None and (
+            taps is None or taps.shape != (1, len(self._tapped) * self.hidden_size)
+        ):
             raise UnsupportedModel("layers whose outputs are no states")
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Follow weights that have been changed: pack the program's, and bound keys and values, anew."""
+        """Follow weights that have been changed: pack the program's, and bound keys and values,
+        anew.
+        """
         if self._bounded not in (None, now := weights_state(self.model)):
             assert self.kv_shape.steps is not None
-            self.kv_shape.steps.copy_(integer_steps(self.model))  # in place: caches and copies of the shape have it
+            # in place: caches and copies of the shape have it
+            self.kv_shape.steps.copy_(integer_steps(self.model))
             self._bounded = now
         if self.program is not None and self.program.outdated(self.model):
             try:
                 self.program = packed(self, self.kv_shape.dtype)
             except Unfit:
-                self.program = self.width = None  # rows that PyTorch computes have not been found to be exact
+                # rows that PyTorch computes have not been found to be exact
+                self.program = self.width = None
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
-        """Prepare static passes of up to ``limit`` nodes over a cache, where the attention allows it.
+        """Prepare static passes of up to ``limit`` nodes over a cache,
+        where the attention allows it.
 
-        On CUDA this captures a graph for each of a few sizes; elsewhere a static pass is run like any other. There
-        must always be room for ``limit`` nodes after the cache's length.
+        On CUDA this captures a graph for each of a few sizes; elsewhere a static pass is run like
+        any other. There must always be room for ``limit`` nodes after the cache's length.
         """
         if self.replays and kv not in self.passes and self.serves(kv):
-            self.passes[kv] = [StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)]
+            self.passes[kv] = [
+                StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)
+            ]
 
     def serves(self, kv: KVBuffer | None = None) -> bool:
-        """Whether the attention does all that the layers need over such a cache: windows need slots in order.
+        """Whether the attention does all that the layers need over such a cache:
+        windows need slots in order.
 
         None asks for the text's.
         """
         if not self.attention_features:
             return True
-        return self.backend.SPECS and "features" not in self.fallbacks and (kv is None or isinstance(kv, FullKV))
+        return (
+            self.backend.SPECS
+            and "features" not in self.fallbacks
+            and (kv is None or isinstance(kv, FullKV))
+        )
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place, as one CUDA graph where that is possible."""
@@ -269,10 +313,12 @@ class Target:
         ancestors: Tensor | None,
         alike: bool = False,
     ) -> Forwarded:
-        """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph serves any length.
+        """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph
+        serves any length.
 
-        Only where :attr:`replays` is true, and :meth:`serves` for the cache. With ``alike``, of any number of tokens
-        that follow each other, by layers that make rows alike: a token has the bits that a pass of the width gives it.
+        Only where :attr:`replays` is true, and :meth:`serves` for the cache. With ``alike``, of any
+        number of tokens that follow each other, by layers that make rows alike: a token has the
+        bits that a pass of the width gives it.
         """
 
         def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,18 +333,23 @@ class Target:
             rows = rows_of(self.width, kv, nodes)
             attend = self._each(self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
-        return self._compute(tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike))
+        return self._compute(
+            tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike)
+        )
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None) -> Forwarded:
-        """Forward the nodes of a tree in one pass; their keys and values go to the cache's scratch slots.
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
+    ) -> Forwarded:
+        """Forward the nodes of a tree in one pass;
+        their keys and values go to the cache's scratch slots.
 
         Args:
             tokens: ``[n]`` int64.
             positions: ``[n]`` int64.
             kv: the cache; nothing is committed.
-            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself; None where
-                every node descends from all before it.
+            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row
+                itself; None where every node descends from all before it.
 
         Raises:
             ValueError: there are more nodes than passes over the text have rows.
@@ -314,9 +365,15 @@ class Target:
         return self.forward_eager(tokens, positions, kv, ancestors, self.width)
 
     def verify(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor, follow: Callable[..., T]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor,
+        follow: Callable[..., T],
     ) -> tuple[Forwarded, Tensor, T] | None:
-        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them, all by one C function.
+        """As :meth:`forward`, with the logits ``[n,
+        V]`` and what is drawn from them, all by one C function.
 
         Args:
             tokens, positions, kv, ancestors: as for :meth:`forward`.
@@ -325,11 +382,14 @@ class Target:
         Returns:
             None where no C function makes such passes.
         """
-        program, nodes = self.program, len(tokens)
+        program = self.program
+        nodes = len(tokens)
         if program is None or kv in self.passes or not program.takes(kv, nodes):
             return None
         rows_of(self.width, kv, nodes)
-        return program.verify(follow, tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped)
+        return program.verify(
+            follow, tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped
+        )
 
     @torch.inference_mode()
     def forward_eager(
@@ -340,7 +400,9 @@ class Target:
         ancestors: Tensor | None = None,
         width: int | None = None,
     ) -> Forwarded:
-        """As :meth:`forward`, by PyTorch whatever is prepared; in a pass over the text of so many rows, if any."""
+        """As :meth:`forward`, by PyTorch whatever is prepared; in a pass over the text of so many
+        rows, if any.
+        """
         nodes = len(tokens)
         rows = rows_of(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
@@ -355,10 +417,16 @@ class Target:
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
         states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
-        return self._compute(tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states))
+        return self._compute(
+            tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states)
+        )
 
-    def _each(self, attention: Callable[..., Attention | BlockwiseAttention], *given: object) -> Attending:
-        """An attention of a pass; where layers have heads of several numbers and sizes, one for each of these."""
+    def _each(
+        self, attention: Callable[..., Attention | BlockwiseAttention], *given: object
+    ) -> Attending:
+        """An attention of a pass; where layers have heads of several numbers and sizes,
+        one for each of these.
+        """
         made = {heads: attention(layout, *given) for heads, layout in self._layouts.items()}
         return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
 
@@ -369,10 +437,15 @@ class Target:
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""
         if run.rows > run.nodes:
-            tokens, positions = (F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions))
+            tokens, positions = (
+                F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions)
+            )
         with passing(run.states):
             out = self._decoder(
-                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, tswift=run
+                input_ids=tokens.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                tswift=run,
             )
         pre_norm = self._norm_tap.take()[: run.nodes] if self._norm_tap else None
         states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
@@ -382,7 +455,9 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[n, V]`` logits of the hidden states ``[n, H]`` of a pass over the text, in the model's dtype."""
+        """``[n, V]`` logits of the hidden states ``[n, H]`` of a pass over the text,
+        in the model's dtype.
+        """
         if self.program is not None:
             return self.program.lm_head(hidden)
         if self.width is None:
@@ -395,9 +470,13 @@ class Target:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def open_logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss: gradients flow back."""
+        """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss:
+        gradients flow back.
+        """
         learns = hidden.requires_grad and torch.is_grad_enabled()
-        return self._output(hidden) if self.program is None or learns else self.program.lm_head(hidden)
+        return (
+            self._output(hidden) if self.program is None or learns else self.program.lm_head(hidden)
+        )
 
     @torch.inference_mode()
     def embed(self, token: int | Tensor) -> Tensor:
@@ -416,7 +495,9 @@ def packed(target: Target, kv_dtype: torch.dtype) -> PassProgram:
 
 
 def forward_wide(target: Target, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:
-    """As :meth:`Target.forward`, of any number of tokens that follow each other; only where passes are replayed."""
+    """As :meth:`Target.forward`, of any number of tokens that follow each other; only where passes
+    are replayed.
+    """
     length = torch.full((), kv.length, dtype=torch.int32, device=target.device)
     return target.compute_static(tokens, positions, kv, length, None, alike=True)
 
@@ -432,11 +513,12 @@ def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
 
 @torch.inference_mode()
 def first_broken(target: Target, tokens: Sequence[int], kv: KVBuffer) -> tuple[str, int] | None:
-    """Where NaN or infinity first shows in a pass over tokens after the cache's; nothing is committed.
+    """Where NaN or infinity first shows in a pass over tokens after the cache's;
+    nothing is committed.
 
     Returns:
-        The embeddings, layer, final norm or LM head whose output it is, by name, and the first such token; None if
-        all are finite.
+        The embeddings, layer, final norm or LM head whose output it is, by name, and the first such
+        token; None if all are finite.
     """
     broken: list[tuple[str, int]] = []
 
@@ -457,29 +539,36 @@ def first_broken(target: Target, tokens: Sequence[int], kv: KVBuffer) -> tuple[s
     return broken[0] if broken else None
 
 
-def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Iterator[Forwarded]:
+def chunks(
+    target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None
+) -> Iterator[Forwarded]:
     """Forward a text in chunks, commit each, and yield its pass.
 
-    With exact passes the keys and values of a text are those that decoding made, bit for bit. So a prompt is always cut
-    at the same places, if its chunks are wide, and what was generated is forwarded in passes of the width, unless a
-    token has its bits in wide ones, too.
+    With exact passes the keys and values of a text are those that decoding made, bit for bit. So a
+    prompt is always cut at the same places, if its chunks are wide, and what was generated is
+    forwarded in passes of the width, unless a token has its bits in wide ones, too.
 
     Args:
         target: the model.
         tokens: what follows the tokens in the cache.
         kv: the cache.
-        prompt: positions below this one are the prompt's, but for its last token, from which generation starts; None
-            if all are.
+        prompt: positions below this one are the prompt's, but for its last token, from which
+            generation starts; None if all are.
     """
     target.renew()
-    end, replayed = kv.length + len(tokens), None
+    end = kv.length + len(tokens)
+    replayed = None
     prompt = end if prompt is None else prompt
     while kv.length < end:
         start = kv.length
         wide = start < prompt and target.wide_prompts
         width = CHUNK
         alike = not wide and target.wide_text and target.replays
-        if target.width is not None and not (target.program is not None and target.program.takes(kv, 1)) and not alike:
+        if (
+            target.width is not None
+            and not (target.program is not None and target.program.takes(kv, 1))
+            and not alike
+        ):
             width = min(CHUNK - start % CHUNK, prompt - start) if wide else min(CHUNK, target.width)
         chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
         tokens = tokens[len(chunk) :]
@@ -499,14 +588,19 @@ def chunks(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None
 
 
 def _replayed(target: Target, kv: FullKV) -> StaticPass | None:
-    """A pass of the fixed width that is launched as one program, for a long text; None where there is none."""
+    """A pass of the fixed width that is launched as one program, for a long text;
+    None where there is none.
+    """
     if target.width is None or kv in target.passes or not (target.replays and target.serves(kv)):
         return None
     return StaticPass(target.compute_static, target.capture, kv, target.width)
 
 
-def prefill(target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None) -> Forwarded | None:
-    """Forward a text and commit it to a cache; returns the last chunk's pass, None for an empty text.
+def prefill(
+    target: Target, tokens: Sequence[int], kv: FullKV, prompt: int | None = None
+) -> Forwarded | None:
+    """Forward a text and commit it to a cache; returns the last chunk's pass,
+    None for an empty text.
 
     ``prompt`` is as for :func:`chunks`.
     """

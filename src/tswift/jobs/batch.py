@@ -1,8 +1,9 @@
-"""Many texts as one job: a folder with a run for every line of a file of prompts, and at last one file of all texts.
+"""Many texts as one job: a folder with a run for every line of a file of prompts,
+and at last one file of all texts.
 
-The runs are the state: what a kill leaves is found in their folders, and the same command, or ``--resume``, makes
-exactly what is missing. ``batch.json`` holds the command's options and a hash of the file, so that neither can change
-under a batch. Several processes share one by shards.
+The runs are the state: what a kill leaves is found in their folders, and the same command, or
+``--resume``, makes exactly what is missing. ``batch.json`` holds the command's options and a hash
+of the file, so that neither can change under a batch. Several processes share one by shards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from tswift.errors import DecodeError, InputError, parse_json, read_file
 from tswift.jobs.config import MAX_BYTES, RunConfig, read_prompt
-from tswift.jobs.folder import FINISHED, LOCK, RECORD, TEXT, TOKENS, Lock, read_own, read_record, write_whole
+from tswift.jobs.folder import (
+    FINISHED,
+    LOCK,
+    RECORD,
+    TEXT,
+    TOKENS,
+    Lock,
+    read_own,
+    read_record,
+    write_whole,
+)
 from tswift.jobs.prompts import Text, read_lines
 from tswift.options import Values, changed
 from tswift.sampling.parameters import SamplingParams
@@ -27,7 +38,12 @@ if TYPE_CHECKING:
     from tswift.loading import LoadedModel
 
 OPTION, BATCH, OUT = "prompts", "batch.json", "out.jsonl"
-_OWN = {"len": "length", "seed": "seed", **{each.name: each.name for each in fields(SamplingParams)}}  # of a line
+# of a line
+_OWN = {
+    "len": "length",
+    "seed": "seed",
+    **{each.name: each.name for each in fields(SamplingParams)},
+}
 _TOLD = 5  # bad lines that are named
 _PLACES = 6  # digits of a run's name: its line
 _PATIENCE = 60.0  # seconds that another process may take to write what all share
@@ -56,29 +72,45 @@ class Batch:
         values: options of ``tswift generate`` as they were typed; a line's own come before them.
 
     Raises:
-        InputError: lines that ask for no text or cannot have what they ask for, the first of them named; or the folder
-            has been begun with other options, or another file.
+        InputError: lines that ask for no text or cannot have what they ask for, the first of them
+            named; or the folder has been begun with other options, or another file.
     """
 
     def __init__(self, prompts: Path, out: Path, values: Values) -> None:
-        self.out, self._values, self._prompts = out, values, prompts
+        self.out = out
+        self._values = values
+        self._prompts = prompts
         self.config = RunConfig.of(**values, prompt_text="a line's")
         self._model: LoadedModel | None = None
-        self._system = None if self.config.system is None else read_prompt(self.config.system, "system")
+        self._system = (
+            None if self.config.system is None else read_prompt(self.config.system, "system")
+        )
         self.tasks = list(self._read())
 
     def _read(self) -> Iterator[Task]:
         bad = []
         for line in read_lines(self._prompts, OPTION):
-            own = {name: line.fields[field] for field, name in _OWN.items() if line.fields.get(field) is not None}
+            own = {
+                name: line.fields[field]
+                for field, name in _OWN.items()
+                if line.fields.get(field) is not None
+            }
             folder = self.out / f"{line.number:0{_PLACES}}"
             try:
                 text = line.text(self._prompts.stem, None, OPTION)
                 if text.messages and not self.config.chat:
                     raise InputError(f"{line.where} has messages, which need --chat", OPTION)
-                yield Task(text, changed(self.config, {**own, "prompt_text": text.text, "out": folder}), folder)
+                yield Task(
+                    text,
+                    changed(self.config, {**own, "prompt_text": text.text, "out": folder}),
+                    folder,
+                )
             except InputError as error:
-                named = f"{line.where}: {error.field} {error.message}" if error.field != OPTION else error.message
+                named = (
+                    f"{line.where}: {error.field} {error.message}"
+                    if error.field != OPTION
+                    else error.message
+                )
                 bad.append(named)
         if bad:
             more = f"; and {len(bad) - _TOLD:,} more" if len(bad) > _TOLD else ""
@@ -95,31 +127,44 @@ class Batch:
         with self._alone() as made:
             if not (self.out / BATCH).exists():
                 if any(path.name not in made for path in self.out.iterdir()):
-                    raise InputError(f"{self.out} is not empty; texts need a folder of their own", "out")
+                    raise InputError(
+                        f"{self.out} is not empty; texts need a folder of their own", "out"
+                    )
                 write_whole(self.out / BATCH, content)
-        known, asked = _read_batch(self.out), json.loads(content)
+        known = _read_batch(self.out)
+        asked = json.loads(content)
         for name in sorted({*known["options"], *asked["options"]}):
             ours, theirs = (each["options"].get(name) for each in (asked, known))
             if ours != theirs:
-                raise InputError(f"{self.out} was begun with {theirs}, got {ours}; its options stay", name)
+                raise InputError(
+                    f"{self.out} was begun with {theirs}, got {ours}; its options stay", name
+                )
         if known["sha256"] != digest:
-            raise InputError(f"{self._prompts} is not the file that {self.out} was begun with", OPTION)
+            raise InputError(
+                f"{self._prompts} is not the file that {self.out} was begun with", OPTION
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[Sequence[str]]:
-        """While no other process writes what all shards share; yields what a kill may have left of that."""
+        """While no other process writes what all shards share;
+        yields what a kill may have left of that.
+        """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             with Lock(self.out, _PATIENCE):
                 yield LOCK, f"{BATCH}.new"
         except OSError as error:
-            raise InputError(f"{self.out} cannot be written to ({error.strerror or error})", "out") from None
+            raise InputError(
+                f"{self.out} cannot be written to ({error.strerror or error})", "out"
+            ) from None
 
     def of_shard(self, index: int, count: int) -> list[Task]:
         """The texts of the shard ``index`` of ``count``, from 1."""
         return self.tasks[index - 1 :: count]
 
-    def make(self, tasks: Sequence[Task], command: Sequence[str], signals: Signals) -> Iterator[str]:
+    def make(
+        self, tasks: Sequence[Task], command: Sequence[str], signals: Signals
+    ) -> Iterator[str]:
         """Make those of some texts that are missing, and yield each as a line when it ends.
 
         Raises:
@@ -140,7 +185,9 @@ class Batch:
         if not all(task.done for task in self.tasks):
             return None
         with self._alone():
-            write_whole(self.out / OUT, "".join(f"{line_of(task)}\n" for task in self.tasks).encode())
+            write_whole(
+                self.out / OUT, "".join(f"{line_of(task)}\n" for task in self.tasks).encode()
+            )
         return self.out / OUT
 
     def _load(self, left: Sequence[Task]) -> LoadedModel:
@@ -149,15 +196,19 @@ class Batch:
         from tswift.models.checkpoint import weights_hash
 
         model = load_model(self.config.to_load())
-        model = replace(model, weights=weights_hash(model.target.model))  # once, and not for every run
+        # once, and not for every run
+        model = replace(model, weights=weights_hash(model.target.model))
         bad = []
         for task in left:
-            length, prompt = task.config.text.length, len(self._ids(task, model))
+            length = task.config.text.length
+            prompt = len(self._ids(task, model))
             if "length" not in task.config.given:
                 length = fitting(length, prompt, model.target.max_positions)
             if prompt + length > model.target.max_positions:
                 most = f"the model has {model.target.max_positions:,} positions"
-                bad.append(f"{task.text.name} has {prompt:,} tokens and wants {length:,} more; {most}")
+                bad.append(
+                    f"{task.text.name} has {prompt:,} tokens and wants {length:,} more; {most}"
+                )
         if bad:
             raise InputError("; ".join(bad[:_TOLD]), OPTION)
         return model
@@ -176,7 +227,11 @@ class Batch:
 def _read_batch(out: Path) -> dict[str, Any]:
     content = read_own(out / BATCH, missing=f"{out} holds no texts of --prompts")
     known = parse_json(content, f"{out / BATCH} is broken: it")
-    if not isinstance(known, dict) or not isinstance(known.get("options"), dict) or "prompts" not in known:
+    if (
+        not isinstance(known, dict)
+        or not isinstance(known.get("options"), dict)
+        or "prompts" not in known
+    ):
         raise InputError(f"{out / BATCH} is broken: it is no record of texts")
     return known
 
@@ -189,7 +244,10 @@ def is_batch(folder: Path) -> bool:
 def reopen(out: Path) -> Batch:
     """The batch in a folder, with the options that it was begun with."""
     known = _read_batch(out)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in known["options"].items()}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in known["options"].items()
+    }
     return Batch(Path(known["prompts"]), out, values)
 
 

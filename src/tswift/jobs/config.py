@@ -18,7 +18,16 @@ from tswift.decoding.text import check_stop
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
-from tswift.options import Values, changed, check_options, given_names, given_options, option, options_of, part
+from tswift.options import (
+    Values,
+    changed,
+    check_options,
+    given_names,
+    given_options,
+    option,
+    options_of,
+    part,
+)
 from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,7 +36,8 @@ if TYPE_CHECKING:
 PAPERS, MODELS_OWN = "paper", "model"  # where sampling comes from
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
-MAX_BYTES = 32_000_000  # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
+# of a prompt: some ten million tokens, which take a minute and gigabytes to be found
+MAX_BYTES = 32_000_000
 
 
 def read_prompt(source: str | None, option: str = "prompt") -> str:
@@ -55,7 +65,9 @@ def read_prompt(source: str | None, option: str = "prompt") -> str:
 
 
 def bundled_prompts() -> Path:
-    """The folder of the bundled prompts: inside the package in a wheel, beside ``src/`` in a source tree."""
+    """The folder of the bundled prompts: inside the package in a wheel,
+    beside ``src/`` in a source tree.
+    """
     package = Path(__file__).parents[1]
     inside = package / "prompts"
     return inside if inside.is_dir() else package.parents[1] / "prompts"
@@ -74,7 +86,9 @@ def check_prompt(text: str, option: str, name: str = "the text") -> str:
 
 
 def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
-    """The first ``prefill`` tokens of a prompt; None for all of them, or for the bundled prompt's first 1,024."""
+    """The first ``prefill`` tokens of a prompt; None for all of them,
+    or for the bundled prompt's first 1,024.
+    """
     if prefill is None:
         return tokens[:BUNDLED_PREFILL] if bundled else tokens
     if prefill > len(tokens):
@@ -87,25 +101,35 @@ def fingerprint(tokens: list[int]) -> str:
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, model: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """The template of a chat filled in, up to where the model is to answer; to be encoded without special tokens added.
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, model: str, messages: Sequence[Mapping[str, str]]
+) -> str:
+    """The template of a chat filled in, up to where the model is to answer;
+    to be encoded without special tokens added.
 
-    ``messages`` have a ``role`` and a ``content``. Templates may shorten those of the assistant, and no others.
+    ``messages`` have a ``role`` and a ``content``. Templates may shorten those of the assistant,
+    and no others.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"the tokenizer of {model} has no chat template", "chat")
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # templates are programs, and have their own ways to refuse
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         option = "system" if any(message["role"] == "system" for message in messages) else "chat"
-        raise InputError(f"the chat template of {model} does not take it ({reason})", option) from None
+        raise InputError(
+            f"the chat template of {model} does not take it ({reason})", option
+        ) from None
     for message in messages:
         held = message["content"].strip() in rendered
         if message["role"] == "system" and not held:
             raise InputError(f"the chat template of {model} drops system prompts", "system")
         if message["role"] == "user" and not held:
-            raise InputError(f"the chat template of {model} does not hold the prompt as it is", "chat")
+            raise InputError(
+                f"the chat template of {model} does not hold the prompt as it is", "chat"
+            )
     return str(rendered)
 
 
@@ -114,36 +138,52 @@ _NGRAMS, _TREE = 20, (1, 3, 3, 3)  # tokenswift's tree, of table 7
 # table 10: the models that the authors published with their heads, and their sampling
 PRESETS: dict[str, dict[str, object]] = {
     "llama3.1-8b": {"model": "TokenSwift/TokenSwift-Llama-3.1-8B", "min_p": 0.1, "penalty": 1.2},
-    "yarn-llama2-7b-128k": {"model": "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k", "top_p": 0.9, "penalty": 1.15},
+    "yarn-llama2-7b-128k": {
+        "model": "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k",
+        "top_p": 0.9,
+        "penalty": 1.15,
+    },
     "qwen2.5-1.5b": {"model": "TokenSwift/TokenSwift-Qwen2.5-1.5B", "top_p": 0.9, "penalty": 1.15},
     "qwen2.5-7b": {"model": "TokenSwift/TokenSwift-Qwen2.5-7B", "min_p": 0.05, "penalty": 1.15},
     "qwen2.5-14b": {"model": "TokenSwift/TokenSwift-Qwen2.5-14B", "min_p": 0.05, "penalty": 1.13},
 }
-# ids that main.py of bigai-nlco/TokenSwift hands to its sampler as assistant_token_id, and the texts they stand for
+# ids that main.py of bigai-nlco/TokenSwift hands to its sampler as assistant_token_id, and the
+# texts they stand for
 _NEVER_DRAWN = {"llama3.1-8b": {18_328: " assistant", 78_191: "assistant"}}
 
 
 def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
-    """A preset's model, sampling and drafting options by name; of the last those that the method uses.
+    """A preset's model, sampling and drafting options by name;
+    of the last those that the method uses.
 
-    That may depend on the options that were ``typed``. InputError if there is no such preset, or no such method.
+    That may depend on the options that were ``typed``. InputError if there is no such preset, or no
+    such method.
     """
     if name not in PRESETS:
-        message = f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        message = (
+            f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        )
         raise InputError(message, "preset")
     # where the LM head drafts no level, the tree begins with the first head's
     drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
-    uses = used(find_method(method), DraftOptions(tree=typed.get("tree"), recall=typed.get("recall")))
-    if "gamma" in typed or find_method(method).networks:  # it stands in for a tree; these choose their own
+    uses = used(
+        find_method(method), DraftOptions(tree=typed.get("tree"), recall=typed.get("recall"))
+    )
+    if "gamma" in typed or find_method(method).networks:
+        # it stands in for a tree; these choose their own
         uses -= {"tree"}
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
     return preset | {option: value for option, value in drafting.items() if option in uses}
 
 
 def banned_ids(preset: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
-    """The ids that are never drawn by a preset; none where the tokenizer means something else by one of them."""
+    """The ids that are never drawn by a preset;
+    none where the tokenizer means something else by one of them.
+    """
     banned = _NEVER_DRAWN.get(preset, {})
-    same = all(token < vocab_size and tokenizer.decode([token]) == text for token, text in banned.items())
+    same = all(
+        token < vocab_size and tokenizer.decode([token]) == text for token, text in banned.items()
+    )
     return tuple(banned) if same else ()
 
 
@@ -165,15 +205,25 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
         if getattr(config, name) is not None and not {*methods} & {*users}:
             use = "draft with the model itself" if name == "draft_weights" else "use it"
             one = f"{methods[0]} does not {use}"
-            message = one if len(methods) == 1 else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
+            message = (
+                one
+                if len(methods) == 1
+                else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
+            )
             raise InputError(f"{message}; {', '.join(users)} do", name)
     for method in methods:
         kind = find_method(method)
         if kind.networks and config.drafter is None:
-            raise InputError(f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})", "drafter")
+            raise InputError(
+                f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})",
+                "drafter",
+            )
         if kind.draft and config.draft_model is None:
             if config.model != DEMO:
-                message = f"is required: {method} drafts with a smaller model that has the tokens of {config.model}"
+                message = (
+                    f"is required: {method} drafts with a smaller model that has the tokens of "
+                    f"{config.model}"
+                )
                 raise InputError(message, "draft_model")
             config = replace(config, draft_model=DEMO_DRAFT)
     return replace(config, draft_weights=None) if config.draft_weights == UNQUANTISED else config
@@ -191,14 +241,18 @@ def parse_shard(words: str) -> tuple[int, int]:
 class TextConfig:
     """Which text is to be written, by whatever method: its prompt, its length and its seed."""
 
-    length: int = option(100_000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40)
+    length: int = option(
+        100_000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40
+    )
     prompt: str | None = option(
         None,
         "File to continue, - for stdin.",
         shown="the first 1,024 tokens of the bundled novel, with the bundled model",
     )
     prompt_text: str | None = option(None, "Text to continue, instead of a file.")
-    prefill: int | None = option(None, "Use the prompt's first N tokens only.", metavar="N", least=1, most=1 << 40)
+    prefill: int | None = option(
+        None, "Use the prompt's first N tokens only.", metavar="N", least=1, most=1 << 40
+    )
     seed: int = option(0, "Any integer; with the prompt and the sampling it fixes the text.")
 
     def __post_init__(self) -> None:
@@ -221,7 +275,11 @@ class TextConfig:
         if self.bundled and model != DEMO:
             reason = "(only the bundled model has a default text); or use --prompt-text"
             raise InputError(f"required for {model} {reason}", "prompt")
-        return read_prompt(self.prompt) if self.prompt_text is None else check_prompt(self.prompt_text, "prompt_text")
+        return (
+            read_prompt(self.prompt)
+            if self.prompt_text is None
+            else check_prompt(self.prompt_text, "prompt_text")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +289,9 @@ class AuditConfig:
     model: ModelConfig = part(ModelConfig)
     text: TextConfig = part(TextConfig)
     sampling: SamplingParams = part(SamplingParams)
-    stop_at_eos: bool = option(False, "End-of-text tokens could be drawn.", flag="--stop-at-eos", shown="")
+    stop_at_eos: bool = option(
+        False, "End-of-text tokens could be drawn.", flag="--stop-at-eos", shown=""
+    )
     given: frozenset[str] = given_names()
 
 
@@ -243,30 +303,54 @@ class RunConfig:
     text: TextConfig = part(TextConfig)
     method: str = option("auto", f"One of {', '.join(METHODS)}.")
     stop_at_eos: bool = option(
-        False, "Stop at an end-of-text token instead of never drawing one.", flag="--stop-at-eos", shown=""
+        False,
+        "Stop at an end-of-text token instead of never drawing one.",
+        flag="--stop-at-eos",
+        shown="",
     )
     stop: tuple[str, ...] = option(
-        (), "Text that ends the text, which ends before it; repeatable.", shown="", metavar="TEXT", repeat=True
+        (),
+        "Text that ends the text, which ends before it; repeatable.",
+        shown="",
+        metavar="TEXT",
+        repeat=True,
     )
     stop_on_loop: int | None = option(
-        None, "End the text when the same N tokens stand there thrice in a row.", shown="", metavar="N", least=1,
+        None,
+        "End the text when the same N tokens stand there thrice in a row.",
+        shown="",
+        metavar="N",
+        least=1,
         most=1 << 20,
-    )  # fmt: skip
+    )
     logprobs: int | None = option(
-        None, "Write log-probabilities of each token and of the N likeliest.", panel="Output", shown="", metavar="N",
-        least=0, most=MAX_TOP,
-    )  # fmt: skip
+        None,
+        "Write log-probabilities of each token and of the N likeliest.",
+        panel="Output",
+        shown="",
+        metavar="N",
+        least=0,
+        most=MAX_TOP,
+    )
     chat: bool = option(
-        False, "The prompt is what a user says: put it into the model's chat template.", flag="--chat", shown=""
+        False,
+        "The prompt is what a user says: put it into the model's chat template.",
+        flag="--chat",
+        shown="",
     )
     system: str | None = option(None, "With --chat: file with a system prompt.", metavar="FILE")
     preset: str | None = option(
-        None, f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.", metavar="NAME"
+        None,
+        f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.",
+        metavar="NAME",
     )
-    out: Path | None = option(None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>")
+    out: Path | None = option(
+        None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>"
+    )
     sampling_from: str | None = option(
         None,
-        "Where sampling comes from that is not typed: paper, or model, which is its generation_config.json.",
+        "Where sampling comes from that is not typed: paper, or model, which is its "
+        "generation_config.json.",
         panel="Sampling",
         shown="model with --chat, else paper",
         flag="--sampling",
@@ -281,18 +365,25 @@ class RunConfig:
         method = find_method(self.method)
         _refuse_with_chat(self)
         if self.preset is not None and self.sampling_from is not None:
-            raise InputError("cannot be given together with --preset, which sets the sampling", "sampling_from")
+            raise InputError(
+                "cannot be given together with --preset, which sets the sampling", "sampling_from"
+            )
         check_stop(self.stop)
         refuse_shape(self.model.model)
         heads = {} if self.model.heads_wanted is None else {"heads": self.model.heads_wanted}
         refuse_unused([self.method], {**given_options(self.drafting, self.given), **heads})
         self.to_load()
         if self.model.exact and method.reference:
-            raise InputError(f"cannot be had with {self.method}, which sums as reference implementations do", "exact")
+            raise InputError(
+                f"cannot be had with {self.method}, which sums as reference implementations do",
+                "exact",
+            )
 
     @classmethod
     def of(cls, **values: Any) -> RunConfig:
-        """A job of options by name, those of its parts among them; a preset fills in what is not given."""
+        """A job of options by name, those of its parts among them;
+        a preset fills in what is not given.
+        """
         if values.get("preset") is not None:
             values = {"method": "tokenswift", **values}  # the paper's
             values = {**preset_options(values["preset"], values["method"], values), **values}
@@ -300,12 +391,15 @@ class RunConfig:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
-        """The configuration of a recorded run: its model as it was loaded, its drafting options as they were resolved.
+        """The configuration of a recorded run: its model as it was loaded,
+        its drafting options as they were resolved.
 
-        Attention is ``auto`` where that was ``native``, which another machine may lack. AttributeError, KeyError,
-        TypeError or ValueError if the record is broken.
+        Attention is ``auto`` where that was ``native``, which another machine may lack.
+        AttributeError, KeyError, TypeError or ValueError if the record is broken.
         """
-        options, loaded, drafting = record["options"], record["model"], dict(record["drafting"])
+        options = record["options"]
+        loaded = record["model"]
+        drafting = dict(record["drafting"])
         if isinstance(drafting.get("tree"), list):
             drafting["tree"] = tuple(drafting["tree"])
         model = ModelConfig(
@@ -336,9 +430,14 @@ class RunConfig:
         )
 
     def recorded(self) -> dict[str, object]:
-        """What ``run.json`` keeps as the run's options: of sampling and drafting those that were given."""
+        """What ``run.json`` keeps as the run's options:
+        of sampling and drafting those that were given.
+        """
         own = {each.name: getattr(self, each.name) for each, _ in options_of(self)}
-        given = {name: given_options(getattr(self, name), self.given) for name in ("sampling", "drafting")}
+        given = {
+            name: given_options(getattr(self, name), self.given)
+            for name in ("sampling", "drafting")
+        }
         own["sampling_from"] = MODELS_OWN if self.own_sampling else PAPERS
         return {**asdict(self.model), **asdict(self.text), **own, **given}
 
@@ -373,4 +472,6 @@ def _refuse_with_chat(config: RunConfig) -> None:
     if config.chat and config.text.prompt == config.system == "-":
         raise InputError("cannot be standard input, which is the prompt", "system")
     if config.chat and config.text.prefill is not None:
-        raise InputError("cannot be given together with --chat, whose template has an end", "prefill")
+        raise InputError(
+            "cannot be given together with --chat, whose template has an end", "prefill"
+        )

@@ -1,15 +1,17 @@
-"""A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt``, ``run.json``, perhaps ``logprobs.bin``.
+"""A run's folder: ``prompt.u32``, ``tokens.u32``, ``journal``, ``text.txt``, ``run.json``,
+perhaps ``logprobs.bin``.
 
-Tokens are appended while the job runs, with a journal line per checkpoint, and both are on the disk before the job goes
-on. So whatever ends it, what was made is there, and it is known how much of it is sound. One process at a time writes.
+Tokens are appended while the job runs, with a journal line per checkpoint, and both are on the disk
+before the job goes on. So whatever ends it, what was made is there, and it is known how much of it
+is sound. One process at a time writes.
 
-A line of the journal is a JSON object, a tab, the CRC-32 of the object's bytes, and a newline. The object holds
-``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes), with log-probabilities ``logprobs_crc32``
-(of these tokens' rows), and the counters of the steps. Checksums run on from line to line, so each line vouches for
-everything before it.
+A line of the journal is a JSON object, a tab, the CRC-32 of the object's bytes, and a newline. The
+object holds ``tokens`` (how many), ``crc32`` (of the prompt's and these tokens' bytes), with
+log-probabilities ``logprobs_crc32`` (of these tokens' rows), and the counters of the steps.
+Checksums run on from line to line, so each line vouches for everything before it.
 
-A folder holds a run as soon as ``run.json`` is there, which is written after ``prompt.u32`` and before the first token.
-Until then it holds nothing that another run could not begin with.
+A folder holds a run as soon as ``run.json`` is there, which is written after ``prompt.u32`` and
+before the first token. Until then it holds nothing that another run could not begin with.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SCHEMA = 2
-TEXT, TOKENS, RECORD, PROMPT, AUDIT = "text.txt", "tokens.u32", "run.json", "prompt.u32", "verify.json"
+TEXT, TOKENS, RECORD, PROMPT, AUDIT = (
+    "text.txt",
+    "tokens.u32",
+    "run.json",
+    "prompt.u32",
+    "verify.json",
+)
 LOGPROBS = "logprobs.bin"
 JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
 _ROWS = "logprobs_crc32"
@@ -78,7 +86,10 @@ def _sync_folder(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file whole, or not at all, whatever happens meanwhile. OSError, with its name, if it cannot be."""
+    """Replace a file whole, or not at all, whatever happens meanwhile.
+
+    OSError, with its name, if it cannot be.
+    """
     new = path.with_name(f"{path.name}{_NEW}")
     try:
         handle = os.open(new, _FLAGS | os.O_CREAT | os.O_TRUNC, _MODE)
@@ -102,7 +113,9 @@ def _write(handle: int, content: bytearray) -> None:
 
 
 def refuse_other(path: Path, option: str | None = None) -> Path:
-    """A path that may be missing, but is no link, which could point at anything, nor a pipe: InputError for these."""
+    """A path that may be missing, but is no link, which could point at anything, nor a pipe:
+    InputError for these.
+    """
     with suppress(OSError):  # reading it will tell
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
@@ -138,7 +151,8 @@ class Record:
     started: str = ""
     environment: Object = field(default_factory=dict)
     prefill_seconds: float | None = None  # of the first session
-    resumed: Sequence[Object] = field(default_factory=list)  # a session for each time that the run was resumed
+    # a session for each time that the run was resumed
+    resumed: Sequence[Object] = field(default_factory=list)
     process: Object = field(default_factory=dict)
     ended: str | None = None
     figures: Object | None = None  # once it does not run
@@ -157,7 +171,8 @@ class Record:
         plain = json.loads(json.dumps({"schema": SCHEMA, **present}, default=str))  # paths
         plain[CHECKSUM] = sha256(_CANONICAL.encode(plain).encode()).hexdigest()
         text = json.dumps(plain, indent=2, ensure_ascii=False)
-        return f"{text}\n".encode(errors="backslashreplace")  # incomplete UTF-8, as in a file's name
+        # incomplete UTF-8, as in a file's name
+        return f"{text}\n".encode(errors="backslashreplace")
 
 
 # --- folders and their locks
@@ -166,12 +181,15 @@ class Record:
 def default_path(method: str, runs: Path = Path("runs")) -> Path:
     """``runs/<UTC time>-<method>``, with a number if that is taken."""
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}-{method}"
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a clock may have been set back
+    # a clock may have been set back
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(path for path in map(runs.joinpath, names) if not path.exists())
 
 
 def _new_folder(path: Path) -> list[Path]:
-    """Make a folder, or take one without a run in it; returns the folders that were made, the innermost first."""
+    """Make a folder, or take one without a run in it; returns the folders that were made,
+    the innermost first.
+    """
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -185,7 +203,10 @@ def _new_folder(path: Path) -> list[Path]:
 
 @contextmanager
 def create_folder(path: Path) -> Iterator[None]:
-    """Make a folder, or take an empty one. An error removes it again, unless something has been put there meanwhile."""
+    """Make a folder, or take an empty one.
+
+    An error removes it again, unless something has been put there meanwhile.
+    """
     made = _new_folder(path)
     try:
         yield
@@ -201,10 +222,15 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 def _holds_no_run(path: Path) -> bool:
-    """Whether a folder is empty, or holds no more than a run leaves that was killed before its first record."""
+    """Whether a folder is empty, or holds no more than a run leaves that was killed before its
+    first record.
+    """
     left = (PROMPT, REQUEST, *(name + _NEW for name in (PROMPT, REQUEST, RECORD)))
     empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)
-    return all(file.name in left or (file.name in empty and not file.stat().st_size) for file in path.iterdir())
+    return all(
+        file.name in left or (file.name in empty and not file.stat().st_size)
+        for file in path.iterdir()
+    )
 
 
 def _unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
@@ -235,13 +261,15 @@ class Lock:
     def release(self, remove: bool = True) -> None:
         """Release it, and remove its file."""
         if remove:
-            with suppress(OSError):  # one that waits for it sees that the file is gone, and makes another
+            with suppress(OSError):
+                # one that waits for it sees that the file is gone, and makes another
                 Path(self._lock.lock_file).unlink()
         self._lock.release(force=True)
 
 
 def lock_folder(folder: Path, field: str, busy: str = "") -> Lock:
-    """The lock of the folder that ``field`` named, taken; ``busy`` is what is said where another process has it.
+    """The lock of the folder that ``field`` named, taken;
+    ``busy`` is what is said where another process has it.
 
     The folder is made if it is not there.
     """
@@ -273,8 +301,10 @@ class Checkpoint:
 
     tokens: int  # how many there were
     crc32: int  # of the bytes of the prompt and of these tokens
-    counters: Counters = field(default_factory=dict)  # see :meth:`tswift.decoding.stats.DecodeStats.counters`
-    rows_crc32: int | None = None  # of these tokens' log-probabilities; None without them, or before they had one
+    # see :meth:`tswift.decoding.stats.DecodeStats.counters`
+    counters: Counters = field(default_factory=dict)
+    # of these tokens' log-probabilities; None without them, or before they had one
+    rows_crc32: int | None = None
     end: int = field(default=0, compare=False)  # bytes of the journal up to the end of this line
 
     def line(self) -> bytes:
@@ -305,7 +335,11 @@ def parse_journal(content: bytes) -> Journal:
             counters = json.loads(text) if crc == b"%08x" % crc32(text) else {}
             sums = (counters.pop("crc32"), counters.pop(_ROWS, None))
             checkpoint = Checkpoint(counters.pop("tokens"), sums[0], counters, sums[1], end)
-            whole = isinstance(checkpoint.tokens, int) and isinstance(sums[0], int) and isinstance(sums[1], int | None)
+            whole = (
+                isinstance(checkpoint.tokens, int)
+                and isinstance(sums[0], int)
+                and isinstance(sums[1], int | None)
+            )
             sound = whole and checkpoint.tokens > (checkpoints[-1].tokens if checkpoints else -1)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             sound = False
@@ -320,21 +354,28 @@ def parse_journal(content: bytes) -> Journal:
 
 
 class RunFolder:
-    """A run's folder, open for appending and locked against other processes. Made by :meth:`create` or :meth:`reopen`.
+    """A run's folder, open for appending and locked against other processes.
+
+    Made by :meth:`create` or :meth:`reopen`.
 
     What writes raises :class:`SaveFailed` where that cannot be done.
     """
 
     def __init__(self, path: Path, lock: Lock, made: Sequence[Path] = ()) -> None:
-        self.path, self._lock, self._made = path, lock, made
-        self._files: dict[str, tuple[int, bytearray]] = {}  # handles, and what waits for the next checkpoint
+        self.path = path
+        self._lock = lock
+        self._made = made
+        # handles, and what waits for the next checkpoint
+        self._files: dict[str, tuple[int, bytearray]] = {}
         self.saved = self._appended = self._crc = 0  # ``saved`` tokens are on the disk for certain
         self._rows_crc: int | None = None  # of log-probabilities, if there are any
         self._checked = time.monotonic()
 
     @classmethod
     def create(cls, path: Path, logprobs: bool = False) -> RunFolder:
-        """The folder of a new run, not there yet or empty; with a file of log-probabilities if asked for."""
+        """The folder of a new run, not there yet or empty;
+        with a file of log-probabilities if asked for.
+        """
         made = _new_folder(path)
         lock = lock_folder(path, "out", f"{path} is in use by another run")
         try:
@@ -366,9 +407,9 @@ class RunFolder:
     ) -> RunFolder:
         """The folder of a run that goes on from a checkpoint; what lies behind it is cut off.
 
-        Before that its ``record`` says that it is running: a run that was finished, and is killed while it is made
-        longer, is finished no more. ``text`` is the text up to the checkpoint, ``row_bytes`` what a token's
-        log-probabilities take, if there are any.
+        Before that its ``record`` says that it is running: a run that was finished, and is killed
+        while it is made longer, is finished no more. ``text`` is the text up to the checkpoint,
+        ``row_bytes`` what a token's log-probabilities take, if there are any.
         """
         folder = cls(path, lock)
         folder.record(replace(record, state=RUNNING))
@@ -385,7 +426,9 @@ class RunFolder:
         return folder
 
     def _open(self, name: str, keep: int | None = None) -> None:
-        """Open a file to append to it: after its first ``keep`` bytes, or an empty one that need not be there yet."""
+        """Open a file to append to it: after its first ``keep`` bytes,
+        or an empty one that need not be there yet.
+        """
         handle = os.open(self.path / name, _FLAGS | (os.O_CREAT if keep is None else 0), _MODE)
         self._files[name] = handle, bytearray()
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -404,15 +447,25 @@ class RunFolder:
             os.fsync(handle)
 
     def keep_prompt(self, tokens: Sequence[int]) -> None:
-        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified or resumed."""
+        """Write ``prompt.u32``: the prompt need not be there any more when the run is verified or
+        resumed.
+        """
         self._crc = crc32(bytes_of(tokens))
         try:
             write_whole(self.path / PROMPT, bytes_of(tokens))
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
-    def append(self, tokens: Sequence[int], text: str, counters: Callable[[], Counters], logprobs: bytes = b"") -> None:
-        """Add tokens, the text that they complete, and their log-probabilities; a checkpoint is made if one is due."""
+    def append(
+        self,
+        tokens: Sequence[int],
+        text: str,
+        counters: Callable[[], Counters],
+        logprobs: bytes = b"",
+    ) -> None:
+        """Add tokens, the text that they complete, and their log-probabilities;
+        a checkpoint is made if one is due.
+        """
         data = bytes_of(tokens)
         self._add(TOKENS, data)
         self._add(TEXT, text.encode())
@@ -425,7 +478,8 @@ class RunFolder:
             self.checkpoint(counters())
 
     def checkpoint(self, counters: Counters, last: bool = False) -> None:
-        """Put what was appended on the disk, tokens first, and then say in the journal that it is there.
+        """Put what was appended on the disk, tokens first,
+        and then say in the journal that it is there.
 
         With the ``last`` one the text is made durable, too: a finished run is never resumed.
         """
@@ -438,7 +492,9 @@ class RunFolder:
                     self._sync(name)
             self._sync(TEXT, durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
-                self._add(JOURNAL, Checkpoint(self._appended, self._crc, counters, self._rows_crc).line())
+                self._add(
+                    JOURNAL, Checkpoint(self._appended, self._crc, counters, self._rows_crc).line()
+                )
                 self._sync(JOURNAL)
         self.saved = self._appended
         self._checked = time.monotonic()
@@ -484,7 +540,8 @@ class RunRecord:
     config: RunConfig  # what made the run
     params: SamplingParams  # banned end-of-text tokens included
     prompt: list[int]  # token ids
-    bits: str | None  # hash of the arithmetic of all its sessions; None if it was not exact, or they differ
+    # hash of the arithmetic of all its sessions; None if it was not exact, or they differ
+    bits: str | None
     eos_ids: tuple[int, ...]  # the model's end-of-text tokens
 
 
@@ -493,19 +550,26 @@ class Saved(NamedTuple):
 
     tokens: list[int]  # the generated token ids that are vouched for
     checkpoints: list[Checkpoint]  # those that hold; the first is the beginning
-    truncated: bool  # the journal's last line was cut short, so that a checkpoint before it is the last
-    unsure: int  # tokens in the file behind the last checkpoint: they may be right, and are drawn again
+    # the journal's last line was cut short, so that a checkpoint before it is the last
+    truncated: bool
+    # tokens in the file behind the last checkpoint: they may be right, and are drawn again
+    unsure: int
     damage: str  # what is broken; empty if nothing is. A truncated end is no damage
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run's folder, its tokens apart. InputError if it is none, or broken, or does not fit together."""
+    """Read a run's folder, its tokens apart.
+
+    InputError if it is none, or broken, or does not fit together.
+    """
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
     try:
-        sampling, eos_ids = record["sampling"], tuple(record["model"]["eos_ids"])
+        sampling = record["sampling"]
+        eos_ids = tuple(record["model"]["eos_ids"])
         params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
-        config, recorded_prompt = RunConfig.from_record(record), record["prompt"]["sha256"]
+        config = RunConfig.from_record(record)
+        recorded_prompt = record["prompt"]["sha256"]
         sessions = record.get("resumed", ())
         sum(part.get("prefill_seconds", 0.0) for part in (record, *sessions))  # as figures will
         exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
@@ -529,7 +593,9 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """``run.json`` of a run's folder, with its checksum checked; InputError if there is none, or it is broken."""
+    """``run.json`` of a run's folder, with its checksum checked; InputError if there is none,
+    or it is broken.
+    """
     _refuse_no_folder(path)
     missing = f"there is no {RECORD} in it"
     if (path / TOKENS).exists() and not (path / RECORD).exists() and _holds_no_run(path):
@@ -537,7 +603,9 @@ def read_record(path: Path) -> dict[str, Any]:
     content = read_own(path / RECORD, missing=f"{path} holds no run: {missing}")
     record = parse_json(content, f"{path / RECORD} is broken: it")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise InputError(f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads")
+        raise InputError(
+            f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads"
+        )
     if record.get(CHECKSUM) != checksum(record):
         raise InputError(f"{path / RECORD} is not as it was written: its checksum differs")
     return record
@@ -548,35 +616,52 @@ def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Saved:
 
     Where a token's log-probabilities take ``row_bytes``, tokens without them are not sound.
     """
-    journal, data = parse_journal(read_own(path / JOURNAL)), read_own(path / TOKENS)
-    damage = f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum" if journal.broken else ""
+    journal = parse_journal(read_own(path / JOURNAL))
+    data = read_own(path / TOKENS)
+    damage = (
+        f"line {journal.broken:,} of {path / JOURNAL} does not match its checksum"
+        if journal.broken
+        else ""
+    )
     rows = read_own(path / LOGPROBS) if row_bytes else b""
     sound = [Checkpoint(0, crc32(bytes_of(prompt)), rows_crc32=0 if row_bytes else None)]
     rows_crc = 0
     for checkpoint in journal.checkpoints:
-        before, made, end = sound[-1], checkpoint.tokens, 4 * checkpoint.tokens
+        before = sound[-1]
+        made = checkpoint.tokens
+        end = 4 * checkpoint.tokens
         rows_crc = crc32(rows[row_bytes * before.tokens : row_bytes * made], rows_crc)
         if end > len(data):
             wrong = f"{path / TOKENS} has {len(data):,} bytes, its journal speaks of {end:,}"
         elif row_bytes * made > len(rows):
             wrong = f"{path / LOGPROBS} has {len(rows):,} bytes, {made:,} tokens take more"
         elif row_bytes and checkpoint.rows_crc32 not in (None, rows_crc):
-            wrong = f"{path / LOGPROBS} does not match its checksum between tokens {before.tokens:,} and {made:,}"
+            wrong = (
+                f"{path / LOGPROBS} does not match its checksum between tokens {before.tokens:,} "
+                f"and {made:,}"
+            )
         elif crc32(data[4 * before.tokens : end], before.crc32) != checkpoint.crc32:
-            wrong = f"{path / TOKENS} does not match its checksum between tokens {before.tokens:,} and {made:,}"
+            wrong = (
+                f"{path / TOKENS} does not match its checksum between tokens {before.tokens:,} "
+                f"and {made:,}"
+            )
         else:
             sound.append(replace(checkpoint, rows_crc32=rows_crc if row_bytes else None))
             continue
         damage = damage or wrong
         break
     length = sound[-1].tokens
-    return Saved(_ids(data[: 4 * length]), sound, journal.truncated, len(data) // 4 - length, damage)
+    return Saved(
+        _ids(data[: 4 * length]), sound, journal.truncated, len(data) // 4 - length, damage
+    )
 
 
 def read_tokens(path: Path, option: str | None = None, whole: bool = True) -> list[int]:
-    """The token ids in a file of little-endian uint32, at least one; it is a run's if no ``option`` names it.
+    """The token ids in a file of little-endian uint32, at least one;
+    it is a run's if no ``option`` names it.
 
-    Where it need not be ``whole``, a part of a token at its end, as a run that was killed may leave it, is left out.
+    Where it need not be ``whole``, a part of a token at its end, as a run that was killed may leave
+    it, is left out.
     """
     # a file that the user names may be reached by a link; one in a run's folder must not
     data = read_own(path) if option is None else read_file(path, _MAX_BYTES, option)
@@ -592,16 +677,23 @@ def _ids(data: bytes) -> list[int]:
 
 
 def read_own(path: Path, most: int = _MAX_BYTES, missing: str | None = None) -> bytes:
-    """All bytes of a file in a run's folder, which must be no link; see :func:`tswift.errors.read_file`."""
+    """All bytes of a file in a run's folder, which must be no link;
+    see :func:`tswift.errors.read_file`.
+    """
     return read_file(path, most, missing=missing, follow=False)
 
 
-def text_fault(path: Path, state: str, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> str:
-    """What is wrong with a run's ``text.txt``, which is to be the text of its tokens; empty if nothing is.
+def text_fault(
+    path: Path, state: str, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]
+) -> str:
+    """What is wrong with a run's ``text.txt``, which is to be the text of its tokens;
+    empty if nothing is.
 
-    Of a run that did not come to save its end, in another ``state`` than finished or interrupted, it may be a part.
+    Of a run that did not come to save its end, in another ``state`` than finished or interrupted,
+    it may be a part.
     """
-    file, whole = path / TEXT, state in (FINISHED, INTERRUPTED)
+    file = path / TEXT
+    whole = state in (FINISHED, INTERRUPTED)
     # the text before the tokens: a process that is writing them writes the tokens first
     found = read_own(file) if whole or file.exists() else b""
     text = text_of(tokenizer, _ids(read_own(path / TOKENS)), stop).encode()
@@ -616,7 +708,10 @@ def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None
     """Refuse token ids that the model does not have, by naming the first."""
     for index, token in enumerate(ids):
         if token >= vocab_size:
-            message = f"{name} has token id {token:,} at {index:,}, outside the model's vocabulary of {vocab_size:,}"
+            message = (
+                f"{name} has token id {token:,} at {index:,}, outside the model's vocabulary of "
+                f"{vocab_size:,}"
+            )
             raise InputError(message, option)
 
 
@@ -635,7 +730,9 @@ class Entry:
     """A run, as a list shows it; None where the record cannot be read."""
 
     path: Path
-    state: str  # as recorded; killed if that is running and no process has its lock; broken if it cannot be read
+    # as recorded; killed if that is running and no process has its lock; broken if it cannot be
+    # read
+    state: str
     reason: str = ""  # why it failed or is broken
     tokens: int = 0  # saved so far
     length: int | None = None
@@ -650,24 +747,38 @@ def list_runs(folder: Path) -> list[Entry]:
     _refuse_no_folder(folder)
     try:
         paths = [folder] if (folder / RECORD).exists() else [*folder.iterdir()]
-        runs = [path for path in paths if path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())]
+        runs = [
+            path
+            for path in paths
+            if path.is_dir() and ((path / RECORD).exists() or (path / JOURNAL).exists())
+        ]
     except OSError as error:
         raise InputError(f"{folder} cannot be read ({error.strerror})") from None
-    return sorted((inspect_run(path)[0] for path in runs), key=lambda entry: (entry.started or "", str(entry.path)))
+    return sorted(
+        (inspect_run(path)[0] for path in runs),
+        key=lambda entry: (entry.started or "", str(entry.path)),
+    )
 
 
 def inspect_run(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
-    """A run from outside, whoever is writing it: its entry in a list, its record (if sound), its last checkpoint."""
-    working, last = in_use(path), Checkpoint(0, 0)
+    """A run from outside, whoever is writing it: its entry in a list, its record (if sound),
+    its last checkpoint.
+    """
+    working = in_use(path)
+    last = Checkpoint(0, 0)
     record: dict[str, Any] = {}
     with suppress(InputError):
         last = [last, *parse_journal(read_own(path / JOURNAL, MAX_RECORD)).checkpoints][-1]
     if working and not (path / RECORD).exists():  # its model is being loaded
         return Entry(path, RUNNING, "", last.tokens), record, last
     try:
-        record, seconds = read_record(path), last.counters.get("seconds")
-        state = RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"])
-        options, speed = record["options"], last.tokens / seconds if isinstance(seconds, float) and seconds else None
+        record = read_record(path)
+        seconds = last.counters.get("seconds")
+        state = (
+            RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"])
+        )
+        options = record["options"]
+        speed = last.tokens / seconds if isinstance(seconds, float) and seconds else None
         entry = Entry(
             path,
             state,
@@ -680,6 +791,8 @@ def inspect_run(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
             str(record["started"]),
         )
     except (InputError, KeyError, TypeError, ValueError) as error:
-        reason = str(error) if isinstance(error, InputError) else f"{path / RECORD} is broken: {error!r}"
+        reason = (
+            str(error) if isinstance(error, InputError) else f"{path / RECORD} is broken: {error!r}"
+        )
         entry = Entry(path, BROKEN, reason, last.tokens)
     return entry, record, last

@@ -1,8 +1,9 @@
-"""A job: a decode whose tokens and text go to a run's folder as they are made, and that can be resumed.
+"""A job: a decode whose tokens and text go to a run's folder as they are made,
+and that can be resumed.
 
-It is made of its configuration (:func:`start`), or of a run that stopped (:func:`resume`): the tokens so far and the
-seed are its whole state. Everything cheap is checked before anything heavy is loaded. Signals (Ctrl-C, ``kill``, a
-terminal that is closed) stop it between two steps.
+It is made of its configuration (:func:`start`), or of a run that stopped (:func:`resume`): the
+tokens so far and the seed are its whole state. Everything cheap is checked before anything heavy is
+loaded. Signals (Ctrl-C, ``kill``, a terminal that is closed) stop it between two steps.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ from tswift.sampling.generation_config import own_params, recommends
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
 
-_STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_STOPPING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class Stopped(KeyboardInterrupt):
@@ -83,9 +86,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be interrupted.
+    """While entered, signals to stop raise :class:`Stopped`; or are noted, where work must not be
+    interrupted.
 
-    A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread nothing is done.
+    A signal that the process was told to ignore (``nohup``) stays ignored. Outside the main thread
+    nothing is done.
 
     Attributes:
         patience: how many signals are noted before one raises.
@@ -108,7 +113,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number, self.patience = self.number or number, self.patience - 1
+        self.number = self.number or number
+        self.patience = self.patience - 1
         if self.patience < 0:
             raise Stopped(number)
 
@@ -131,7 +137,8 @@ class Job:
     text: TextStream  # turns tokens into the text
     stats: DecodeStats  # figures so far
     tokens: list[int] = field(default_factory=list)  # token ids so far
-    resumed: list[dict[str, Any]] = field(default_factory=list)  # each time that the run was resumed, this one last
+    # each time that the run was resumed, this one last
+    resumed: list[dict[str, Any]] = field(default_factory=list)
     notes: Sequence[str] = ()  # lines for people
     before: str = ""  # the text of the tokens that were made before this session
     rows: bytes = b""  # log-probabilities of the last step's tokens, as in ``logprobs.bin``
@@ -143,17 +150,23 @@ class Job:
         """Tokens asked for, those made before included."""
         return self.config.text.length
 
-    def run(self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None) -> None:
-        """Run to the end, or until something stops it. Whatever does, what was made until then is saved.
+    def run(
+        self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None
+    ) -> None:
+        """Run to the end, or until something stops it.
+
+        Whatever does, what was made until then is saved.
 
         Args:
-            on_step: called after the prefill and after every step, with the new text and the figures so far.
+            on_step: called after the prefill and after every step, with the new text and the
+                figures so far.
             on_progress: called with the tokens prefilled so far and their number.
             signals: entered by the caller. The first to stop lets the step under way be finished.
 
         Raises:
             Stopped: a signal stopped it.
-            DecodeError: the disk is full, the folder was removed, memory ran out, or logits are no numbers.
+            DecodeError: the disk is full, the folder was removed, memory ran out, or logits are no
+                numbers.
         """
         signals = signals or Signals()
         self.folder.record(self._record())
@@ -170,7 +183,8 @@ class Job:
             signals.patience, self.state = _NOTHING_STOPS, FAILED
             self.reason = str(error) if isinstance(error, DecodeError) else repr(error)
             if ran_out(error):
-                device, made = self.model.target.device.type, self.stats.tokens
+                device = self.model.target.device.type
+                made = self.stats.tokens
                 advice = "a lower --nodes or --budget needs less"
                 self.reason = f"{device} has no memory left after {made:,} tokens; {advice}"
             elif not isinstance(error, DecodeError):
@@ -214,7 +228,8 @@ class Job:
             self.folder.checkpoint(self.stats.counters(), last=True)
             self.folder.record(self._record())
         except SaveFailed as error:
-            self.state, self.reason = FAILED, str(error)
+            self.state = FAILED
+            self.reason = str(error)
             raise DecodeError(f"{error}; {self.saved()}") from error
         finally:
             self.folder.close()
@@ -222,19 +237,30 @@ class Job:
 
     def saved(self) -> str:
         """How much is on the disk, and how to go on; for people."""
-        path, made = self.folder.path, len(self.tokens)
+        path = self.folder.path
+        made = len(self.tokens)
         if not path.is_dir():
             return f"{made:,} tokens could not be saved"
-        saved = f"{self.folder.saved:,} of {made:,} tokens are" if self.folder.saved < made else f"{made:,} tokens are"
+        saved = (
+            f"{self.folder.saved:,} of {made:,} tokens are"
+            if self.folder.saved < made
+            else f"{made:,} tokens are"
+        )
         return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
 
     def end(self) -> dict[str, str]:
-        """How a finished text ended: ``stop`` (and at which ``string``), ``loop``, ``eos`` or ``length``."""
+        """How a finished text ended: ``stop`` (and at which ``string``), ``loop``,
+        ``eos`` or ``length``.
+        """
         if self.text.stopped is not None:
             return {"reason": BY_STRING, "string": self.text.stopped}
         if self.text.looped:
             return {"reason": BY_LOOP}
-        return {"reason": "eos" if self.tokens[-1:] and self.tokens[-1] in self.generation.stop else "length"}
+        return {
+            "reason": "eos"
+            if self.tokens[-1:] and self.tokens[-1] in self.generation.stop
+            else "length"
+        }
 
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
@@ -247,11 +273,12 @@ class Job:
         partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
-            "model {name}, {device}, {dtype}, attention {attention}".format(**about.model) + self.model.remarks(),
+            "model {name}, {device}, {dtype}, attention {attention}".format(**about.model)
+            + self.model.remarks(),
             ", ".join(how),
             self._sampling(),
-            f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to generate, "
-            f"KV memory {gigabytes(need.full_bytes)}{partial}",
+            f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to "
+            f"generate, KV memory {gigabytes(need.full_bytes)}{partial}",
             *self.notes,
             f"run folder {self.folder.path}",
         ]
@@ -273,7 +300,8 @@ class Job:
             "tokens": stats.tokens,
             "prefill_tokens": len(self.prompt),
             "prefill_seconds": sum(
-                (session.get("prefill_seconds", 0.0) for session in self.resumed), self.about.prefill_seconds or 0.0
+                (session.get("prefill_seconds", 0.0) for session in self.resumed),
+                self.about.prefill_seconds or 0.0,
             ),
             "decode_seconds": stats.seconds,
             "tokens_per_second": stats.tokens_per_second,
@@ -309,7 +337,8 @@ class Job:
 OPTION = "resume"
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
-_MAY_MOVE = ("model", "heads")  # to another place; that it is the same model is seen once it is loaded
+# to another place; that it is the same model is seen once it is loaded
+_MAY_MOVE = ("model", "heads")
 
 
 def start(
@@ -320,16 +349,21 @@ def start(
     loaded: LoadedModel | None = None,
     ids: Sequence[int] | None = None,
 ) -> Job:
-    """Make the run's folder, load the model: a job ready to run. InputError leaves no folder behind.
+    """Make the run's folder, load the model: a job ready to run.
+
+    InputError leaves no folder behind.
 
     Args:
         command: the words of the command line, for ``run.json``.
-        ranks: those that do it together, of which this is the first; the others follow (``tswift.cli.generate``).
+        ranks: those that do it together, of which this is the first; the others follow
+            (``tswift.cli.generate``).
         text, ids: the prompt, or its token ids, if they are known already.
-        loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to draft with.
+        loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to
+            draft with.
     """
     wanted = config.to_load()
-    asked, flexible = config.text.length, "length" not in config.given
+    asked = config.text.length
+    flexible = "length" not in config.given
     text = config.text.read(config.model.model) if text is None and ids is None else text or ""
     system = None if config.system is None else read_prompt(config.system, "system")
     if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
@@ -337,19 +371,27 @@ def start(
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
         demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
         preflight(wanted, demand, option=larger, params=config.sampling)
-    folder = RunFolder.create(config.out or default_path(config.method), config.logprobs is not None)
+    folder = RunFolder.create(
+        config.out or default_path(config.method), config.logprobs is not None
+    )
     try:
         model = loaded or load_model(wanted, ranks)
-        if config.own_sampling and not (config.sampling_from or recommends(model.target.model.generation_config)):
+        if config.own_sampling and not (
+            config.sampling_from or recommends(model.target.model.generation_config)
+        ):
             config = replace(config, sampling_from=PAPERS)
         params = sampling_of(config, model)
         if config.preset is not None:
-            params = replace(params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size))
+            params = replace(
+                params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size)
+            )
         if ids is not None:
             prompt = list(ids)
         elif config.chat:
             said = {"system": system, "user": text}
-            messages = [{"role": role, "content": each} for role, each in said.items() if each is not None]
+            messages = [
+                {"role": role, "content": each} for role, each in said.items() if each is not None
+            ]
             prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
         else:
             prompt = take(model.encode(text), config.text.prefill, bundled=config.text.bundled)
@@ -362,7 +404,11 @@ def start(
         folder.discard()
         raise
     # what was loaded for other methods has no part in this run
-    drafts = {"draft": wanted.draft_model, "drafter": wanted.drafter, "draft_weights": wanted.draft_weights}
+    drafts = {
+        "draft": wanted.draft_model,
+        "drafter": wanted.drafter,
+        "draft_weights": wanted.draft_weights,
+    }
     unused = [name for name, asked in drafts.items() if asked is None]
     about = Record(
         command=list(command),
@@ -377,14 +423,19 @@ def start(
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
     notes += _drafting_notes(config, generation, len(prompt), model.target.width)
     if config.text.length < asked:
-        notes.append(f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} positions")
+        notes.append(
+            f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} "
+            "positions"
+        )
     stats = DecodeStats(generation.depth)
     text_stream = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
     return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
 
 
 def sampling_of(config: RunConfig, model: LoadedModel) -> SamplingParams:
-    """How a job's tokens are drawn: as was typed, else as the model's authors or the paper's recommend."""
+    """How a job's tokens are drawn: as was typed,
+    else as the model's authors or the paper's recommend.
+    """
     if not config.own_sampling:
         return config.sampling
     return config.sampling_with(own_params(model.target.model.generation_config, model.name))
@@ -401,18 +452,24 @@ def resume(
     """A job that goes on with a run; None if that is finished.
 
     Args:
-        asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that could change the
-            text must be the run's own.
+        asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that
+            could change the text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
-        command, ranks, loaded: as :func:`start` takes them; the ranks need not be as many as before.
+        command, ranks, loaded: as :func:`start` takes them; the ranks need not be as many as
+            before.
 
     Raises:
-        InputError: no run, one that is in use, broken or made by another model, or an option in conflict with it.
-            The folder is as it was then.
+        InputError: no run, one that is in use, broken or made by another model, or an option in
+            conflict with it. The folder is as it was then.
     """
     with ExitStack() as unlocking:
-        owner = read_record(path).get("process")  # a folder without a record is none to put a lock into
-        who = f"process {owner.get('pid')} on {owner.get('host')}" if isinstance(owner, dict) else "another process"
+        # a folder without a record is none to put a lock into
+        owner = read_record(path).get("process")
+        who = (
+            f"process {owner.get('pid')} on {owner.get('host')}"
+            if isinstance(owner, dict)
+            else "another process"
+        )
         lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
         unlocking.callback(lock.release)
         run = read_run(path)
@@ -421,9 +478,14 @@ def resume(
         config = _changed(run.config, asked)
         made = len(saved.tokens)
         if saved.damage and not discard_damaged:
-            raise InputError(f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before", OPTION)
+            raise InputError(
+                f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before",
+                OPTION,
+            )
         if config.text.length < made:
-            raise InputError(f"{path} has {made:,} tokens already, got {config.text.length:,}", "length")
+            raise InputError(
+                f"{path} has {made:,} tokens already, got {config.text.length:,}", "length"
+            )
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
         stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
         if run.state == FINISHED and (config.text.length == made or ended or stopped):
@@ -431,7 +493,8 @@ def resume(
             _check_text(run, saved, loaded, discard_damaged)
             return None
         wanted = config.to_load()
-        if run.record.model["heads"] is None and wanted.heads is None:  # some may have been installed since
+        if run.record.model["heads"] is None and wanted.heads is None:
+            # some may have been installed since
             wanted = replace(wanted, heads=NO_HEADS)
         model = loaded or load_exact_or_not(wanted, "exact" in asked, ranks)
         draft = _refuse_other_model(run, config, model).get("draft")
@@ -439,7 +502,8 @@ def resume(
         if config.stop or config.stop_on_loop:
             whole.add(saved.tokens)
             ended = ended or whole.ended
-        # a run that was stopped after its last token and before its last record has to draw that token again
+        # a run that was stopped after its last token and before its last record has to draw that
+        # token again
         below = made if ended else config.text.length
         checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
         tokens = saved.tokens[: checkpoint.tokens]
@@ -472,11 +536,29 @@ def resume(
     resumed = [*map(dict, run.record.resumed), session]
     notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
     if run.config.model.exact and model.exact != run.bits:
-        notes.append("this machine rounds otherwise than the one before: the text may go on differently than there")
-    return Job(model, generation, folder, config, about, run.prompt, text, stats, tokens, resumed, notes, before)
+        notes.append(
+            "this machine rounds otherwise than the one before: the text may go on differently "
+            "than there"
+        )
+    return Job(
+        model,
+        generation,
+        folder,
+        config,
+        about,
+        run.prompt,
+        text,
+        stats,
+        tokens,
+        resumed,
+        notes,
+        before,
+    )
 
 
-def _check_text(run: RunRecord, saved: Saved, loaded: LoadedModel | None, discard_damaged: bool) -> None:
+def _check_text(
+    run: RunRecord, saved: Saved, loaded: LoadedModel | None, discard_damaged: bool
+) -> None:
     """Refuse a finished run with another text than that of its tokens, or write that text."""
     tokenizer = load_tokenizer(run.config.model.model) if loaded is None else loaded.tokenizer
     fault = text_fault(run.path, run.state, tokenizer, run.config.stop)
@@ -487,7 +569,11 @@ def _check_text(run: RunRecord, saved: Saved, loaded: LoadedModel | None, discar
 
 
 def _begin(
-    model: LoadedModel, prompt: Sequence[int], config: RunConfig, params: SamplingParams, written: Sequence[int] = ()
+    model: LoadedModel,
+    prompt: Sequence[int],
+    config: RunConfig,
+    params: SamplingParams,
+    written: Sequence[int] = (),
 ) -> Generation:
     request = Request(
         prompt,
@@ -524,27 +610,42 @@ def row_bytes(config: RunConfig) -> int:
     return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
 
 
-def _drafting_notes(config: RunConfig, generation: Generation, prompt: int, width: int | None) -> list[str]:
+def _drafting_notes(
+    config: RunConfig, generation: Generation, prompt: int, width: int | None
+) -> list[str]:
     options, params = generation.options, generation.params
     cut = cut_note(config.drafting, width)
     notes = [] if cut is None else [cut]
-    reused = "ngrams" in used(find_method(config.method), options) and options.ngrams and not options.reuse_recent
+    reused = (
+        "ngrams" in used(find_method(config.method), options)
+        and options.ngrams
+        and not options.reuse_recent
+    )
     if reused and params.penalises and prompt + config.text.length <= params.window:
         notes.append(
-            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} tokens "
-            "(--reuse-recent reuses it)"
+            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} "
+            "tokens (--reuse-recent reuses it)"
         )
     return notes
 
 
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequence[str]) -> None:
-    """No option is silently ignored: what was typed is free to change, or the run's own, or refused."""
+    """No option is silently ignored: what was typed is free to change, or the run's own,
+    or refused.
+    """
     record, options = run.record, run.record.options
     typed = options.get("drafting", {})
-    drafting = {name: value for name, value in asked.items() if name in (*DraftOptions.__dataclass_fields__, "heads")}
+    drafting = {
+        name: value
+        for name, value in asked.items()
+        if name in (*DraftOptions.__dataclass_fields__, "heads")
+    }
     if drafting:
         auto = record.drafting.get("tree") == drafting.get("tree", AUTO) == AUTO
-        kept = {name: record.drafting.get(name) for name in ("kv", *(("tree", "recall") if auto else ()))}
+        kept = {
+            name: record.drafting.get(name)
+            for name in ("kv", *(("tree", "recall") if auto else ()))
+        }
         refuse_unused([run.config.method], {**kept, **drafting})
     known = {
         "sampling_from": PAPERS,
@@ -563,16 +664,22 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
         # what was typed may have been cut to what fits
         if name not in free and plain not in (known.get(name), typed.get(name)):
             own = "none" if known.get(name) is None else known[name]
-            raise InputError(f"the run was made with {own}, got {value}; a resumed run keeps its options", name)
+            raise InputError(
+                f"the run was made with {own}, got {value}; a resumed run keeps its options", name
+            )
 
 
 def _changed(config: RunConfig, asked: Mapping[str, object]) -> RunConfig:
     """The run's configuration with what may change."""
-    return changed(config, {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked})
+    return changed(
+        config, {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
+    )
 
 
 def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> LoadedModel:
-    """A run's model loaded as it was then; where exact passes cannot be had, and were not typed, without them."""
+    """A run's model loaded as it was then; where exact passes cannot be had, and were not typed,
+    without them.
+    """
     try:
         return load_model(config, ranks)
     except InputError as error:  # on other machines, or more ranks; notes tell
@@ -583,14 +690,21 @@ def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> 
 
 def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> dict[str, Any]:
     """Refuse a model that is not the one the run was made with; returns what it is."""
-    identity, known = _identity(model), run.record.model
+    identity = _identity(model)
+    known = run.record.model
     for what in ("weights", "config", "eos_ids", "heads"):
         if identity[what] != known.get(what):
-            message = f"{model.name} is not the model that {run.path} was made with: {what.replace('_', ' ')} differ"
+            message = (
+                f"{model.name} is not the model that {run.path} was made with: "
+                f"{what.replace('_', ' ')} differ"
+            )
             raise InputError(message, "model")
     own = identity.get("kv_dtype", identity["dtype"])
     if own != config.model.kv_dtype:
-        raise InputError(f"{run.path} was made with a KV cache in {config.model.kv_dtype}, not in {own}", "kv_dtype")
+        raise InputError(
+            f"{run.path} was made with a KV cache in {config.model.kv_dtype}, not in {own}",
+            "kv_dtype",
+        )
     return identity
 
 
@@ -605,9 +719,17 @@ def _resume_notes(
     again = len(saved.tokens) - kept + saved.unsure
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
-    if draft is not None and draft["weights"] != (run.record.model.get("draft") or {}).get("weights"):
+    if draft is not None and draft["weights"] != (run.record.model.get("draft") or {}).get(
+        "weights"
+    ):
         name = draft["name"]
-        notes.append(f"the draft model {name} is not the one that the run was begun with; no token depends on it")
+        notes.append(
+            f"the draft model {name} is not the one that the run was begun with; no token depends "
+            "on it"
+        )
     if drafter is not None and drafter != run.config.model.drafter:
-        notes.append(f"the drafter {drafter} is not the one that the run was begun with; no token depends on it")
+        notes.append(
+            f"the drafter {drafter} is not the one that the run was begun with; no token depends "
+            "on it"
+        )
     return notes

@@ -1,7 +1,8 @@
-"""Files of prompts, JSON Lines or parquet: one a line, by the names that data sets have for a prompt.
+"""Files of prompts, JSON Lines or parquet: one a line,
+by the names that data sets have for a prompt.
 
-A prompt is a text (``prompt``, ``question``, ``query``, ``instruction`` and others), what a user says first (``turns``,
-as Spec-Bench and SPEED-Bench have it), or a chat (``messages``).
+A prompt is a text (``prompt``, ``question``, ``query``, ``instruction`` and others), what a user
+says first (``turns``, as Spec-Bench and SPEED-Bench have it), or a chat (``messages``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Text:
     kind: str | None = None  # of a workload's
     messages: tuple[Mapping[str, str], ...] = ()  # of a chat; empty where there is but a text
 
-    def encode(self, model: LoadedModel, chat: bool = False, system: str | None = None) -> list[int]:
+    def encode(
+        self, model: LoadedModel, chat: bool = False, system: str | None = None
+    ) -> list[int]:
         """Its token ids, in a chat those of the model's template filled in.
 
         Raises:
@@ -42,7 +45,9 @@ class Text:
         """
         if not chat:
             if self.messages:
-                raise InputError(f"{self.name} has messages, which only --chat puts into a template", "chat")
+                raise InputError(
+                    f"{self.name} has messages, which only --chat puts into a template", "chat"
+                )
             return model.encode(self.text)
         said = self.messages or ({"role": "user", "content": self.text},)
         if system is not None and said[0]["role"] != "system":
@@ -52,7 +57,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file: its number from 1, its fields by their names in lower case, and where that is, for errors."""
+    """A line of a file: its number from 1, its fields by their names in lower case,
+    and where that is, for errors.
+    """
 
     number: int
     fields: Mapping[str, Any]
@@ -60,7 +67,8 @@ class Line:
     fault: str = ""  # why it has no fields
 
     def text(self, stem: str, kind: str | None, option: str) -> Text:
-        """The prompt, called ``stem`` and the line's id, or its number; its kind is the line's, else ``kind``.
+        """The prompt, called ``stem`` and the line's id, or its number; its kind is the line's,
+        else ``kind``.
 
         Raises:
             InputError: there is none, or something is of another type.
@@ -68,11 +76,17 @@ class Line:
         if self.fault:
             raise InputError(f"{self.where} {self.fault}", option)
         messages = self._messages(option)
-        name = next((self.fields[each] for each in _ID if self.fields.get(each) is not None), self.number)
-        kind = next((self.fields[each] for each in _KIND if self.fields.get(each) is not None), kind)
+        name = next(
+            (self.fields[each] for each in _ID if self.fields.get(each) is not None), self.number
+        )
+        kind = next(
+            (self.fields[each] for each in _KIND if self.fields.get(each) is not None), kind
+        )
         if not isinstance(kind, str | None) or not isinstance(name, str | int):
             raise InputError(f"{self.where}: its kind or id is no text", option)
-        text = check_prompt(messages[-1]["content"] if messages else self._text(option), option, self.where)
+        text = check_prompt(
+            messages[-1]["content"] if messages else self._text(option), option, self.where
+        )
         return Text(f"{stem}/{name}", text, kind, messages)
 
     def _text(self, option: str) -> str:
@@ -84,7 +98,9 @@ class Line:
         name = next((name for name in _TEXT if self.fields.get(name) is not None), None)
         text = None if name is None else self.fields[name]
         if not isinstance(text, str):
-            raise InputError(f"{self.where} has no messages, turns, or text called {', '.join(_TEXT)}", option)
+            raise InputError(
+                f"{self.where} has no messages, turns, or text called {', '.join(_TEXT)}", option
+            )
         more = self.fields.get("input") if name == "instruction" else None
         return f"{text}\n\n{more}" if isinstance(more, str) and more else text
 
@@ -95,12 +111,16 @@ class Line:
             return ()
         parts = given if isinstance(given, list) else []
         said: list[dict[str, Any]] = [
-            {name: each.get(name) for name in ("role", "content")} for each in parts if isinstance(each, dict)
+            {name: each.get(name) for name in ("role", "content")}
+            for each in parts
+            if isinstance(each, dict)
         ]
         while said and said[-1]["role"] != "user":
             del said[-1]
         if not said or not all(isinstance(value, str) for each in said for value in each.values()):
-            raise InputError(f"{self.where}: its messages are no roles and contents, with one of a user", option)
+            raise InputError(
+                f"{self.where}: its messages are no roles and contents, with one of a user", option
+            )
         return tuple(said)
 
 
@@ -108,7 +128,8 @@ def read_lines(path: Path, option: str) -> Iterator[Line]:
     """The lines of a file, one by one.
 
     Raises:
-        InputError: it cannot be read. A line that is no object of JSON says so when it is asked for its text.
+        InputError: it cannot be read. A line that is no object of JSON says so when it is asked for
+            its text.
     """
     if path.suffix == ".parquet":
         for number, fields in enumerate(_rows(path, option), 1):
@@ -128,7 +149,11 @@ def _line(number: int, line: bytes, where: str) -> Line:
         given = json.loads(line)
     except (ValueError, RecursionError):
         return Line(number, {}, where, "is not JSON")
-    return Line(number, _lower(given), where) if isinstance(given, dict) else Line(number, {}, where, "is no object")
+    return (
+        Line(number, _lower(given), where)
+        if isinstance(given, dict)
+        else Line(number, {}, where, "is no object")
+    )
 
 
 def _rows(path: Path, option: str) -> list[dict[str, Any]]:
@@ -137,5 +162,7 @@ def _rows(path: Path, option: str) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
     except Exception as error:  # pyarrow has errors of its own
-        raise InputError(f"{path} cannot be read ({str(error).splitlines()[0][:120]})", option) from None
+        raise InputError(
+            f"{path} cannot be read ({str(error).splitlines()[0][:120]})", option
+        ) from None
     return rows

@@ -39,22 +39,32 @@ class AuditInput:
 
     def audit(self, on_progress: OnProgress | None = None) -> Audit:
         """Run the audit; see :func:`tswift.decoding.audit.audit`."""
-        return audit(self.model.target, self.prompt, self.tokens, self.params, self.seed, on_progress)
+        return audit(
+            self.model.target, self.prompt, self.tokens, self.params, self.seed, on_progress
+        )
 
     def report(self, audit: Audit) -> dict[str, object]:
         """Everything about an audit, ready for JSON."""
         about = {"source": str(self.source), "seed": self.seed, "prompt_tokens": len(self.prompt)}
-        about |= {"model": self.model.about(), "note": self.note, "text_fault": self.text_fault or None}
+        about |= {
+            "model": self.model.about(),
+            "note": self.note,
+            "text_fault": self.text_fault or None,
+        }
         return {**about, **audit.as_dict(), "ok": audit.ok and not self.text_fault}
 
 
 def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
-    """A run, with its own model as it was loaded then, where what is ``asked`` of the model does not say else."""
+    """A run, with its own model as it was loaded then,
+    where what is ``asked`` of the model does not say else.
+    """
     config = run.config.model
     typed = {} if asked is None else given_options(asked.model, asked.given)
     exact = typed.get("exact")
     if exact and not config.exact:
-        raise InputError(f"{run.path} was made without it, so it can only be judged within rounding", "exact")
+        raise InputError(
+            f"{run.path} was made without it, so it can only be judged within rounding", "exact"
+        )
     alone = replace(config, heads=NO_HEADS, draft_model=None, drafter=None, draft_weights=None)
     if "model" in typed:
         alone = replace(alone, weights=None)
@@ -70,60 +80,84 @@ def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
 
 
 def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
-    """Refuse a model that did not make the run, as far as hashes tell: weights in another type have other ones."""
-    known, about = run.record.model, model.about()
+    """Refuse a model that did not make the run, as far as hashes tell:
+    weights in another type have other ones.
+    """
+    known = run.record.model
+    about = model.about()
     if about["quantization"] != known.get("quantization"):
         return
     hashes: dict[str, Callable[[Any], str]] = {"config": config_hash}
-    if about["dtype"] == known["dtype"] and (about["quantization"] is None or holds_codes(model.target.model)):
+    if about["dtype"] == known["dtype"] and (
+        about["quantization"] is None or holds_codes(model.target.model)
+    ):
         hashes["weights"] = weights_hash
     for what, taken in hashes.items():
         if taken(model.target.model) != known.get(what):
-            raise InputError(f"{model.name} is not the model that {run.path} was made with: {what} differ", "model")
+            raise InputError(
+                f"{model.name} is not the model that {run.path} was made with: {what} differ",
+                "model",
+            )
 
 
 def _kv_dtype(config: ModelConfig, asked: Values) -> str:
-    """The KV cache's dtype: part of what was decoded, so the run's wherever the model can have it."""
-    model, on_cpu = asked.get("model"), find_device(asked.get("device", config.device)).type == "cpu"
+    """The KV cache's dtype: part of what was decoded,
+    so the run's wherever the model can have it.
+    """
+    model = asked.get("model")
+    on_cpu = find_device(asked.get("device", config.device)).type == "cpu"
     if model is None and on_cpu and config.kv_dtype != config.dtype:
         return config.kv_dtype
     return asked.get("dtype", config.dtype) if model is None else "auto"
 
 
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
-    """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was another."""
+    """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was
+    another.
+    """
     note = None
     if run.config.model.exact and (model.exact is None or model.exact != run.bits):
-        note = "the run was exact, but the arithmetic here differs from that of the run: judged within rounding"
+        note = (
+            "the run was exact, but the arithmetic here differs from that of the run: judged "
+            "within rounding"
+        )
     if model.exact is not None and (note or not run.config.model.exact):
         model.target.set_width(None)
         model = replace(model, exact=None)
     fault = text_fault(run.path, run.state, model.tokenizer, run.config.stop)
-    audited = AuditInput(model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault)
+    audited = AuditInput(
+        model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault
+    )
     return _checked(audited, None)
 
 
 def text_input(path: Path, tokens: list[int], config: AuditConfig, text: str) -> AuditInput:
-    """The token ids of a file, their prompt's ``text``, and the options that are said to have made them.
+    """The token ids of a file, their prompt's ``text``,
+    and the options that are said to have made them.
 
-    Nobody knows whether a text without a run was made by exact passes here, so they are not exact unless ``exact`` is
-    set.
+    Nobody knows whether a text without a run was made by exact passes here, so they are not exact
+    unless ``exact`` is set.
     """
     loaded = load_model(replace(config.model, exact=bool(config.model.exact)))
     prompt = take(loaded.encode(text), config.text.prefill, bundled=config.text.bundled)
     params, _ = ending(config.sampling, loaded.eos_ids, config.stop_at_eos)
-    kv_dtype, note = loaded.about().get("kv_dtype"), None
+    kv_dtype = loaded.about().get("kv_dtype")
+    note = None
     if kv_dtype is not None:
         note = f"the KV cache is in {kv_dtype}; a text made with another needs its --kv-dtype"
-    return _checked(AuditInput(loaded, prompt, tokens, params, config.text.seed, path, note), "tokens")
+    return _checked(
+        AuditInput(loaded, prompt, tokens, params, config.text.seed, path, note), "tokens"
+    )
 
 
 def _tokens(run: RunRecord) -> list[int]:
-    return read_tokens(run.path / TOKENS, whole=False)  # a run that was killed may have left a part of one
+    # a run that was killed may have left a part of one
+    return read_tokens(run.path / TOKENS, whole=False)
 
 
 def _checked(audited: AuditInput, option: str | None) -> AuditInput:
-    target, source = audited.model.target, str(audited.source)
+    target = audited.model.target
+    source = str(audited.source)
     if not audited.prompt:
         raise InputError("has no tokens", "prompt")
     check_ids(audited.prompt, target.vocab_size, f"the prompt of {source}", option)

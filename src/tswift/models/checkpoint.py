@@ -1,4 +1,6 @@
-"""Where a model comes from (a folder, a hub id, a shape), checks of its files before they are read, and its hashes."""
+"""Where a model comes from (a folder, a hub id, a shape), checks of its files before they are read,
+and its hashes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tswift.errors import MAX_RECORD, InputError, close_name, did_you_mean, find_path, parse_json, read_file
+from tswift.errors import (
+    MAX_RECORD,
+    InputError,
+    close_name,
+    did_you_mean,
+    find_path,
+    parse_json,
+    read_file,
+)
 from tswift.models.classes import class_of
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX
@@ -46,8 +56,10 @@ _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PARSED = (CONFIG, "generation_config.json", "tokenizer_config.json", INDEX)
-_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # how their files begin
-_READ = (".json", ".safetensors", ".model", ".jinja", ".txt")  # suffixes of files that transformers opens
+# how their files begin
+_TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+# suffixes of files that transformers opens
+_READ = (".json", ".safetensors", ".model", ".jinja", ".txt")
 _MAX_BYTES = 256_000_000  # of such a file, weights apart; tokenizers have tens of millions
 _HUB_TIMEOUT = 10.0  # seconds
 
@@ -59,19 +71,37 @@ _SIZES = (
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
 # recurrent layers that are served, by type, and how the types of models that have them begin
-_RECURRENT = {"conv": ("lfm2",), "linear_attention": ("qwen3_next", "qwen3_5", "granitemoehybrid", "bamba")}
+_RECURRENT = {
+    "conv": ("lfm2",),
+    "linear_attention": ("qwen3_next", "qwen3_5", "granitemoehybrid", "bamba"),
+}
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
 
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 4096}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+}
 _LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},
+    **{
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    },
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 # Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
 _QWEN = {"rope_type": "default", "rope_theta": 1e6}
-_QWEN3 = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768}
+_QWEN3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32_768,
+}
 _QWEN35 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _COLUMNS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -91,7 +121,12 @@ _TABLE: dict[str, tuple[object, ...]] = {
     "qwen3.5-27b": (248_320, 5120, 17_408, 64, 24, 4, None, 248_044, 1e-6, False, _QWEN35),
 }
 _OF_QWEN35 = {
-    **{"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
     "mtp_num_hidden_layers": 1,
 }
 _MORE: dict[str, dict[str, int]] = {
@@ -108,17 +143,20 @@ def _config(name: str) -> PreTrainedConfig:
     return make(**values, max_position_embeddings=131_072, dtype="bfloat16")
 
 
-# The models of the paper's tables 3 and 4, as their authors published them; and those with published drafters.
+# The models of the paper's tables 3 and 4, as their authors published them; and those with
+# published drafters.
 SHAPES: dict[str, PreTrainedConfig] = {name: _config(name) for name in _TABLE}
 
 
 @contextmanager
 def hub(wanted: bool = True) -> Iterator[None]:
-    """Let files come from the hub, if any are ``wanted`` from there; if it is out of reach, from its local cache only.
+    """Let files come from the hub, if any are ``wanted`` from there; if it is out of reach,
+    from its local cache only.
 
     The hub's own client tries each file six times within half a minute, and logs every try.
     """
-    offline, verbosity = constants.HF_HUB_OFFLINE, hub_logging.get_verbosity()
+    offline = constants.HF_HUB_OFFLINE
+    verbosity = hub_logging.get_verbosity()
     try:
         if wanted:
             hub_logging.set_verbosity(logging.CRITICAL)
@@ -138,8 +176,11 @@ def _reachable() -> bool:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep warnings and transformers' progress bars off stderr; what matters of them is checked here."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    """Keep warnings and transformers' progress bars off stderr;
+    what matters of them is checked here.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -159,12 +200,14 @@ def as_input_error(model: str, what: str = "") -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # transformers, the hub client and safetensors have many ways to fail
+    except Exception as error:
+        # transformers, the hub client and safetensors have many ways to fail
         here = model in _BUNDLED or Path(model).expanduser().exists()
         suggestion = "" if here else close_name(Path(model), f"*/{CONFIG}", _BUNDLED)
         if suggestion:
             raise InputError(f"there is no folder {model!r}{suggestion}", "model") from None
-        message = str(error) if here else str(error).strip().partition("\n")[0]  # the hub's client adds advice
+        # the hub's client adds advice
+        message = str(error) if here else str(error).strip().partition("\n")[0]
         reason = " ".join(message.split())
         if not isinstance(error, OSError) and reason.count(" ") <= 2:  # it does not explain itself
             reason = f"{type(error).__name__} {reason}".strip()
@@ -173,15 +216,21 @@ def as_input_error(model: str, what: str = "") -> Iterator[None]:
         if not here and "couldn't connect" in reason:
             raise InputError(f"no folder {model!r}, and the hub is unreachable", "model") from None
         where = "" if here else " from the hub, and is no folder here"
-        raise InputError(f"{model} cannot be loaded{where} ({what}{reason[:200]})", "model") from None
+        raise InputError(
+            f"{model} cannot be loaded{where} ({what}{reason[:200]})", "model"
+        ) from None
 
 
 def find_source(model: str) -> tuple[str, Path | None]:
-    """The path or hub id for transformers, and the folder if it is one; of a GGUF file its path, and its folder."""
+    """The path or hub id for transformers, and the folder if it is one; of a GGUF file its path,
+    and its folder.
+    """
     if model in _BUNDLED:
         folder = Path(__file__).parent.joinpath(*_BUNDLED[model])
         if not (folder / WEIGHTS).is_file():
-            raise InputError(f"the bundled model is not in this installation (looked in {folder})", "model")
+            raise InputError(
+                f"the bundled model is not in this installation (looked in {folder})", "model"
+            )
         return str(folder), folder
     if not model.strip():
         raise InputError(f"there is no folder {model!r}", "model")
@@ -199,8 +248,12 @@ def find_source(model: str) -> tuple[str, Path | None]:
         return str(fetched), fetched.parent
     if not _is_hub_id(model):
         if path.suffix == SUFFIX:
-            raise InputError(f"there is no file {model!r}{close_name(path, f'*{SUFFIX}', ())}", "model")
-        raise InputError(f"there is no folder {model!r}{close_name(path, f'*/{CONFIG}', _BUNDLED)}", "model")
+            raise InputError(
+                f"there is no file {model!r}{close_name(path, f'*{SUFFIX}', ())}", "model"
+            )
+        raise InputError(
+            f"there is no folder {model!r}{close_name(path, f'*/{CONFIG}', _BUNDLED)}", "model"
+        )
     return model, None
 
 
@@ -217,7 +270,9 @@ def _only_gguf(folder: Path) -> Path | None:
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:4])
-        raise InputError(f"{folder} holds {len(files)} GGUF files ({names}); name one of them", "model")
+        raise InputError(
+            f"{folder} holds {len(files)} GGUF files ({names}); name one of them", "model"
+        )
     return files[0] if files else None
 
 
@@ -250,11 +305,14 @@ def read_config(model: str) -> PreTrainedConfig:
         values, _ = PreTrainedConfig.get_config_dict(source)
         refuse_numbers(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        config._attn_implementation = None  # a file's own choice could be a kernel of the hub, which is code
+        # a file's own choice could be a kernel of the hub, which is code
+        config._attn_implementation = None
         try:
             config.get_text_config()
         except ValueError:  # transformers cannot tell which
-            raise InputError(f"{model} has several models of text, as {config.model_type} has", "model") from None
+            raise InputError(
+                f"{model} has several models of text, as {config.model_type} has", "model"
+            ) from None
         _fix_turns(config.get_text_config())
         refuse_unsupported(config.get_text_config(), model)
     return config
@@ -266,7 +324,8 @@ def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
     with silence(), as_input_error(model):
         config = AutoConfig.for_model(**values)
         refuse_unsupported(config.get_text_config(), model)
-        file.names(dict(skeleton(config).named_parameters()))  # what is missing is refused before anything is read
+        # what is missing is refused before anything is read
+        file.names(dict(skeleton(config).named_parameters()))
     return config
 
 
@@ -274,7 +333,9 @@ def shape_config(model: str) -> PreTrainedConfig:
     """The configuration of ``shape:NAME``, a copy that may be changed."""
     name = model.removeprefix(SHAPE_PREFIX)
     if name not in SHAPES:
-        raise InputError(f"no shape {name!r}; there are {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}", "model")
+        raise InputError(
+            f"no shape {name!r}; there are {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}", "model"
+        )
     return deepcopy(SHAPES[name])
 
 
@@ -296,11 +357,15 @@ def is_moe(config: PreTrainedConfig) -> bool:
 def refuse_routed(config: PreTrainedConfig, model: str) -> None:
     """Refuse a mixture of experts: no shape tells which weights a pass reads."""
     if is_moe(config):
-        raise InputError(f"{model} reads only some of its experts in a pass; which, no shape can tell", "model")
+        raise InputError(
+            f"{model} reads only some of its experts in a pass; which, no shape can tell", "model"
+        )
 
 
 def refuse_broken(folder: Path) -> None:
-    """Refuse a folder without a model, or with files that would hang a reader or fill the memory."""
+    """Refuse a folder without a model, or with files that would hang a
+    reader or fill the memory.
+    """
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} holds an adapter; merge it into its model first", "model")
     for path in sorted(folder.iterdir()):
@@ -313,7 +378,9 @@ def refuse_broken(folder: Path) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is no file", "model")
         if status.st_size > _MAX_BYTES and path.suffix != ".safetensors":
-            raise InputError(f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model")
+            raise InputError(
+                f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model"
+            )
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} holds no model: there is no {CONFIG} in it", "model")
     for name in _PARSED:
@@ -336,7 +403,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 def refuse_numbers(values: Mapping[str, object], model: str) -> None:
     """Refuse a configuration with impossible sizes, or one that needs code of its own."""
-    kind, reason = values.get("model_type"), ""
+    kind = values.get("model_type")
+    reason = ""
     if "auto_map" in values and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         reason = "needs code of its own (auto_map), which tswift never runs"
     elif not isinstance(kind, str):
@@ -355,13 +423,16 @@ def _impossible(values: Mapping[str, Any]) -> str:
     for name, limit in _LIMITS.items():
         value = values.get(name)
         # a list has a value per layer
-        if not (value is None or isinstance(value, list) or (type(value) is int and 0 < value <= limit)):
+        if not (
+            value is None or isinstance(value, list) or (type(value) is int and 0 < value <= limit)
+        ):
             return f"has {name} {value!r:.40}, which is no integer from 1 to {limit:,}"
     name = values.get("dtype", values.get("torch_dtype"))
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return f"has dtype {name!r:.40}, which holds no floating-point numbers"
-    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    heads = values.get("num_attention_heads")
+    kv_heads = values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         return f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
     return ""
@@ -374,10 +445,11 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _fix_turns(config: PreTrainedConfig) -> None:
-    """Let rotary embeddings of the type longrope turn alike at every length: by the factors of the longest text.
+    """Let rotary embeddings of the type longrope turn alike at every length:
+    by the factors of the longest text.
 
-    They have one list of factors for texts up to the length that the model was first trained with, and another for
-    longer ones. A text that grows past it would have keys of both.
+    They have one list of factors for texts up to the length that the model was first trained with,
+    and another for longer ones. A text that grows past it would have keys of both.
     """
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
@@ -387,14 +459,19 @@ def _fix_turns(config: PreTrainedConfig) -> None:
 
 
 def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
-    """Refuse what our attention and KV cache would compute wrongly, as far as a configuration says it."""
+    """Refuse what our attention and KV cache would compute wrongly,
+    as far as a configuration says it.
+    """
     moving = {
         str(rope["rope_type"])
         for rope in _ropes(config)
         if rope.get("rope_type") == "dynamic"
         or (rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"])
     }
-    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    layers = {*(getattr(config, "layer_types", None) or ())} - {
+        "full_attention",
+        "sliding_attention",
+    }
     layers -= {kind for kind, models in _RECURRENT.items() if config.model_type.startswith(models)}
     parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     heads = {getattr(part, "num_attention_heads", None) for part in parts}
@@ -415,7 +492,9 @@ def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file: the file, its name, its type such as ``BF16``, and its shape."""
+    """A tensor in a safetensors file: the file, its name, its type such as ``BF16``,
+    and its shape.
+    """
 
     path: Path
     name: str
@@ -434,11 +513,16 @@ class StoredTensor:
 
 
 def read_header(path: Path, option: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors that a safetensors file declares, by name, and its metadata; no values are read."""
+    """The tensors that a safetensors file declares, by name, and its metadata;
+    no values are read.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            tensors = {n: StoredTensor(path, n, v.get_dtype(), tuple(v.get_shape())) for n, v in views.items()}
+            tensors = {
+                n: StoredTensor(path, n, v.get_dtype(), tuple(v.get_shape()))
+                for n, v in views.items()
+            }
             return tensors, file.metadata() or {}
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", option) from None
@@ -455,7 +539,8 @@ def check_tensors(
     owner: str,
     option: str,
 ) -> None:
-    """Refuse tensors that are not those of a network: the first that is missing, left over or of another shape.
+    """Refuse tensors that are not those of a network: the first that is missing,
+    left over or of another shape.
 
     Args:
         path: where they are, for the error.
@@ -465,7 +550,8 @@ def check_tensors(
         option: that named the file.
     """
     for name, shape in shapes.items():
-        tensor, reason = stored.get(name), ""
+        tensor = stored.get(name)
+        reason = ""
         if tensor is None and name not in optional:
             reason = f"lacks {name}"
         elif tensor is not None and tensor.shape != shape:
@@ -477,9 +563,14 @@ def check_tensors(
 
 
 def read_into(
-    network: nn.Module, tensors: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device, option: str
+    network: nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    option: str,
 ) -> None:
-    """Give a network on the meta device its weights by the names of its parameters, and freeze them.
+    """Give a network on the meta device its weights by the names of its parameters,
+    and freeze them.
 
     Raises:
         InputError: some are not finite numbers.
@@ -500,7 +591,11 @@ def read_into(
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors that a model's weight files declare, by name; no values are read."""
-    return {name: tensor for path in _weight_files(folder) for name, tensor in read_header(path, "model")[0].items()}
+    return {
+        name: tensor
+        for path in _weight_files(folder)
+        for name, tensor in read_header(path, "model")[0].items()
+    }
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -508,7 +603,14 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
-        pickled = next((path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth")), None)
+        pickled = next(
+            (
+                path.name
+                for path in sorted(folder.iterdir())
+                if path.suffix in (".bin", ".pt", ".pth")
+            ),
+            None,
+        )
         reason = f"only {pickled}, a pickle, which could run code" if pickled else f"no {WEIGHTS}"
         raise InputError(f"{folder} has no weights that tswift reads ({reason})", "model")
     index = read_object(folder / INDEX, "model", _MAX_BYTES)
@@ -517,24 +619,36 @@ def _weight_files(folder: Path) -> list[Path]:
         raise InputError(f"{folder / INDEX} is broken: it lacks weight_map or metadata", "model")
     for shard in shards.values():
         # a file of another folder is none of the model's
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise InputError(f"{folder / INDEX} names {shard!r:.60}, no safetensors file in the folder", "model")
+        if (
+            not isinstance(shard, str)
+            or Path(shard).name != shard
+            or not shard.endswith(".safetensors")
+        ):
+            raise InputError(
+                f"{folder / INDEX} names {shard!r:.60}, no safetensors file in the folder", "model"
+            )
         if not (folder / shard).is_file():
             raise InputError(f"{folder} lacks {shard}, which its index names", "model")
     return [folder / shard for shard in sorted(set(shards.values()))]
 
 
-def refuse_misfit(config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], model: str) -> None:
+def refuse_misfit(
+    config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], model: str
+) -> None:
     """Refuse weights that are not those of the configuration, before memory is taken for either."""
     quantized = getattr(config, "quantization_config", None) is not None
     parameters = dict(skeleton(config).named_parameters())
     for name in () if quantized else [name for name in parameters if name in tensors]:
-        tensor, shape = tensors[name], tuple(parameters[name].shape)
+        tensor = tensors[name]
+        shape = tuple(parameters[name].shape)
         if tensor.shape != shape:
             wrong = f"of shape {list(tensor.shape)}, {CONFIG} makes it {list(shape)}"
             raise InputError(f"{model} has {name} {wrong}", "model")
         if not tensor.dtype.startswith(("F", "BF")):
-            raise InputError(f"{model} has {name} of type {tensor.dtype}, and says nothing of quantisation", "model")
+            raise InputError(
+                f"{model} has {name} of type {tensor.dtype}, and says nothing of quantisation",
+                "model",
+            )
     needed = sum(parameter.numel() for parameter in parameters.values())
     stored = sum(prod(tensor.shape) for tensor in tensors.values())
     if needed > 2 * stored * (_PACKED if quantized else 1):
@@ -564,10 +678,11 @@ def fingerprint_of(network: nn.Module) -> str:
 
 
 def weights_hash(network: nn.Module) -> str:
-    """SHA-256 over names, shapes, types, and all bits of all weights: as sums, which a device takes where they are.
+    """SHA-256 over names, shapes, types, and all bits of all weights: as sums,
+    which a device takes where they are.
 
-    Every single changed bit shows. It depends on the type that the weights were loaded in; and not on how the network
-    is split over ranks, all of which have to ask together then.
+    Every single changed bit shows. It depends on the type that the weights were loaded in; and not
+    on how the network is split over ranks, all of which have to ask together then.
     """
     digest = sha256(fingerprint_of(network).encode())
     for name, weight in _weights_of(network):
@@ -579,7 +694,8 @@ def weights_hash(network: nn.Module) -> str:
 def fingerprint_in_any_dtype(network: nn.Module) -> str:
     """SHA-256 over the shapes of all weights and the signs of the first 1,024 values of each.
 
-    Rounding changes no sign, so it is the same in whatever dtype a model is loaded; training does change some.
+    Rounding changes no sign, so it is the same in whatever dtype a model is loaded; training does
+    change some.
     """
     digest = sha256()
     for _, weight in named_weights(network):
@@ -591,10 +707,12 @@ def fingerprint_in_any_dtype(network: nn.Module) -> str:
 def checkpoint_hash(model: str) -> str | None:
     """SHA-256 over the names, types and shapes of a checkpoint's weights, and a row of each.
 
-    It is known before the weights are loaded, and the same however they are. None where they are not on this machine.
+    It is known before the weights are loaded, and the same however they are. None where they are
+    not on this machine.
     """
     source, folder = find_source(model)
-    file, digest = gguf_of(model), sha256()
+    file = gguf_of(model)
+    digest = sha256()
     if file is not None:
         for name, stored in sorted(file.tensors.items()):
             digest.update(f"{name}{stored.kind.name}{stored.shape}".encode())
@@ -610,7 +728,9 @@ def checkpoint_hash(model: str) -> str | None:
 
 
 def config_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over what a model's configuration says of its architecture, as it was read and completed."""
+    """SHA-256 over what a model's configuration says of its architecture,
+    as it was read and completed.
+    """
     config = model.config.to_diff_dict()
     lasting = {name: value for name, value in config.items() if name not in _VOLATILE}
     return sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()
@@ -625,13 +745,16 @@ def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     modules = network.named_modules(remove_duplicate=False)
     every |= {f"{name}.bytes" for name, module in modules if is_packed_floats(module)}
     buffers = ((name, kept) for name, kept in network.state_dict().items() if name not in every)
-    for name, weight in chain(named_weights(network), buffers):  # one by one: what is packed is unpacked for it
+    for name, weight in chain(named_weights(network), buffers):
+        # one by one: what is packed is unpacked for it
         if isinstance(weight, Tensor):  # not a module's extra state
             yield from _plain(name, weight.detach())
 
 
 def named_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters by name, and matrices of packed floats as the float32 parameters that they were; each once."""
+    """All parameters by name, and matrices of packed floats as the float32 parameters that they
+    were; each once.
+    """
     seen = set()
     for path, module in network.named_modules():
         packed = getattr(module, "packed", None)
@@ -639,7 +762,12 @@ def named_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, weight in [*own, *module.named_parameters(path, recurse=False)]:
             if id(weight) not in seen:
                 seen.add(id(weight))
-                yield name, weight if isinstance(weight, Tensor) else weight.rows(torch.arange(weight.outputs))
+                yield (
+                    name,
+                    weight
+                    if isinstance(weight, Tensor)
+                    else weight.rows(torch.arange(weight.outputs)),
+                )
 
 
 def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,9 @@
-"""Which class of transformers holds a configuration's language model, and that class without all but the text's part.
+"""Which class of transformers holds a configuration's language model,
+and that class without all but the text's part.
 
-Many models are published as one that reads images, too: around an ordinary decoder there are a vision tower and what
-joins the two. A text needs the decoder and its LM head; of the rest no weights are read, and no memory is taken.
+Many models are published as one that reads images, too: around an ordinary decoder there are a
+vision tower and what joins the two. A text needs the decoder and its LM head; of the rest no
+weights are read, and no memory is taken.
 """
 
 from __future__ import annotations
@@ -22,20 +24,28 @@ from tswift.errors import InputError
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration's language model; of a larger model, the part of it that reads and writes text.
+    """The class of a configuration's language model; of a larger model,
+    the part of it that reads and writes text.
 
     Raises:
-        InputError: transformers has none that makes text from the left to the right, or it has an encoder, too.
+        InputError: transformers has none that makes text from the left to the right, or it has an
+            encoder, too.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"a model with an encoder ({config.model_type}) is not served: only decoders are", "model")
-    kind, alone = type(config), config.get_text_config() is config
+        raise InputError(
+            f"a model with an encoder ({config.model_type}) is not served: only decoders are",
+            "model",
+        )
+    kind = type(config)
+    alone = config.get_text_config() is config
     mappings = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING] * (not alone) + [MODEL_FOR_CAUSAL_LM_MAPPING]
     for mapping in mappings:
         if kind in mapping:
             found: Any = mapping[kind]
             return found if alone else _text_part(found)
-    raise InputError(f"transformers has no causal language model of the type {config.model_type}", "model")
+    raise InputError(
+        f"transformers has no causal language model of the type {config.model_type}", "model"
+    )
 
 
 @cache

@@ -1,6 +1,7 @@
 """Matrices of weights as integer codes of 4 or 8 bits, and the form in which they are packed.
 
-A weight is ``scale * code + minimum``, with a scale and a minimum for every block of 32 (or 16) inputs of an output.
+A weight is ``scale * code + minimum``, with a scale and a minimum for every block of 32 (or 16)
+inputs of an output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix of weights: ``weight[o, i] = scale[o, i // block] * codes[o, i] + minimum[o, i // block]``.
+    """A matrix of weights: ``weight[o, i] = scale[o, i // block] * codes[o, i] + minimum[o, i //
+    block]``.
 
     Attributes:
         codes: ``[outputs, inputs]`` uint8, up to 15 or 255.
@@ -44,7 +46,8 @@ class Codes:
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:
-    """Codes of a matrix, each weight rounded to the nearest between the least and the largest of its block.
+    """Codes of a matrix, each weight rounded to the nearest between the least and the largest of
+    its block.
 
     Raises:
         ValueError: the inputs are no multiple of a block.
@@ -54,10 +57,13 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     if inputs % block:
         raise ValueError(f"{inputs} inputs are no multiple of {block}")
     blocks = weight.detach().float().unflatten(1, (-1, block))
-    minimum, maximum = blocks.amin(2).half().float(), blocks.amax(2)
+    minimum = blocks.amin(2).half().float()
+    maximum = blocks.amax(2)
     scale = ((maximum - minimum) / (2**bits - 1)).half().float()
     counts = (blocks - minimum.unsqueeze(2)) / scale.clamp(min=1e-12).unsqueeze(2)
-    return Codes(counts.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1), scale, minimum, bits)
+    return Codes(
+        counts.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1), scale, minimum, bits
+    )
 
 
 class Packed(nn.Module):
@@ -91,17 +97,20 @@ class Packed(nn.Module):
 class PackedCodes(Packed):
     """Codes as the C product reads them.
 
-    Groups of 16 outputs lie one after the other; in a group the blocks of inputs; in a block the codes of four inputs
-    of each output, then those of the next four, and so on; at last the 16 scales and the 16 minima, in float16 where
-    that loses nothing. With 4 bits, the codes of four inputs and of the next four share their bytes. Where one code
-    stands for 0 everywhere, there are no minima.
+    Groups of 16 outputs lie one after the other; in a group the blocks of inputs; in a block the
+    codes of four inputs of each output, then those of the next four, and so on; at last the 16
+    scales and the 16 minima, in float16 where that loses nothing. With 4 bits, the codes of four
+    inputs and of the next four share their bytes. Where one code stands for 0 everywhere, there are
+    no minima.
     """
 
     bytes: Tensor  # [groups, blocks, bytes] uint8
 
     def __init__(self, codes: Codes) -> None:
         if codes.bits not in (4, 8) or codes.block not in (16, 32):
-            raise ValueError(f"no packed form for codes of {codes.bits} bits in blocks of {codes.block}")
+            raise ValueError(
+                f"no packed form for codes of {codes.bits} bits in blocks of {codes.block}"
+            )
         centres = (code for code in _CENTRES if torch.equal(codes.minimum, -code * codes.scale))
         centre = next(centres, 0)
         factors = [codes.scale] if centre else [codes.scale, codes.minimum]
@@ -117,15 +126,22 @@ class PackedCodes(Packed):
         packed._hold(data, *form)
         return packed
 
-    def _hold(self, data: Tensor, outputs: int, inputs: int, bits: int, block: int, centre: int, half: int) -> None:
+    def _hold(
+        self, data: Tensor, outputs: int, inputs: int, bits: int, block: int, centre: int, half: int
+    ) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
-        self.bits, self.block, self.centre, self.halves = bits, block, centre, bool(half)
+        self.bits = bits
+        self.block = block
+        self.centre = centre
+        self.halves = bool(half)
         self.register_buffer("bytes", data)
 
     @property
     def form(self) -> tuple[int, ...]:
-        """Outputs, inputs, bits, block, the code that stands for 0, and whether scales are in float16."""
+        """Outputs, inputs, bits, block, the code that stands for 0,
+        and whether scales are in float16.
+        """
         return self.outputs, self.inputs, self.bits, self.block, self.centre, int(self.halves)
 
     @property
@@ -156,23 +172,40 @@ class PackedCodes(Packed):
             pairs = codes.unflatten(2, (-1, 1, 4 * _GROUP))
             codes = torch.cat([pairs & 15, pairs >> 4], 3).flatten(2)
         codes = codes.reshape(shape).permute(0, 3, 1, 2, 4).reshape(-1, self.inputs)
-        factors = groups[:, :, self._coded :].contiguous().view(self.kind).float().unflatten(2, (-1, _GROUP))
-        scale, *minima = (each.transpose(1, 2).flatten(0, 1)[:outputs] for each in factors.unbind(2))
+        factors = (
+            groups[:, :, self._coded :]
+            .contiguous()
+            .view(self.kind)
+            .float()
+            .unflatten(2, (-1, _GROUP))
+        )
+        scale, *minima = (
+            each.transpose(1, 2).flatten(0, 1)[:outputs] for each in factors.unbind(2)
+        )
         minimum = minima[0] if minima else -self.centre * scale
-        return Codes(codes[:outputs].contiguous(), scale.contiguous(), minimum.contiguous(), self.bits)
+        return Codes(
+            codes[:outputs].contiguous(), scale.contiguous(), minimum.contiguous(), self.bits
+        )
 
 
 def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
-    """``[groups, blocks, bytes]`` uint8, of codes, and scales or scales and minima: see :class:`PackedCodes`."""
+    """``[groups, blocks, bytes]`` uint8, of codes, and scales or scales and minima:
+    see :class:`PackedCodes`.
+    """
     outputs, inputs = codes.codes.shape
     missing = -outputs % _GROUP
-    matrix, *padded = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (codes.codes, *factors))
+    matrix, *padded = (
+        nn.functional.pad(each, (0, 0, 0, missing)) for each in (codes.codes, *factors)
+    )
     blocks = inputs // codes.block
     # [groups, outputs of one, blocks, fours, 4]
     fours = matrix.view(-1, _GROUP, blocks, codes.block // 4, 4).permute(0, 2, 3, 1, 4)
     if codes.bits == 4:
         fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
-    tails = [each.view(-1, _GROUP, blocks).transpose(1, 2).contiguous().view(torch.uint8) for each in padded]
+    tails = [
+        each.view(-1, _GROUP, blocks).transpose(1, 2).contiguous().view(torch.uint8)
+        for each in padded
+    ]
     return torch.cat([fours.flatten(2), *tails], 2).contiguous()
 
 
@@ -187,7 +220,9 @@ def is_packed_floats(module: object) -> bool:
 
 
 def read_bytes(network: nn.Module) -> int:
-    """Bytes of weights that a pass over a network with packed ones reads: all but embeddings of which only rows are."""
+    """Bytes of weights that a pass over a network with packed ones reads:
+    all but embeddings of which only rows are.
+    """
     read = sum(each.nbytes for each in network.parameters())
     for module in network.modules():
         packed = getattr(module, "packed", None)

@@ -24,11 +24,18 @@ BITS = {"fp8": 8, "int4": 4}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
 _PANEL, _DRAFTING = "Model", "Drafting"
-_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 
 
 def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype") -> str:
-    """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``, ``torch.bfloat16``.
+    """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``,
+    ``torch.bfloat16``.
 
     Raises:
         InputError: there is no such dtype.
@@ -36,7 +43,9 @@ def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype")
     own = _ALIASES.get(str(name).removeprefix("torch."), str(name).removeprefix("torch."))
     if own not in ("auto", *kinds):
         near = did_you_mean(own, ("auto", *kinds, *_ALIASES))
-        raise InputError(f"no dtype {name!r:.40}; there are {', '.join(('auto', *kinds))}{near}", field)
+        raise InputError(
+            f"no dtype {name!r:.40}; there are {', '.join(('auto', *kinds))}{near}", field
+        )
     return own
 
 
@@ -47,7 +56,10 @@ def refuse_shape(model: str) -> None:
         InputError: it is one.
     """
     if model.startswith(SHAPE_PREFIX):
-        reason = "has random weights: its text says nothing; tswift bench times it, tswift roofline counts it"
+        reason = (
+            "has random weights: its text says nothing; tswift bench times it, tswift roofline "
+            "counts it"
+        )
         raise InputError(f"{model} {reason}", "model")
 
 
@@ -66,7 +78,8 @@ def refuse_missing_heads(heads: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """How a model is to be loaded; the fields are parameters of :func:`tswift.load`, which explains them.
+    """How a model is to be loaded; the fields are parameters of :func:`tswift.load`, which explains
+    them.
 
     Raises:
         InputError: a value outside its choices, or of another type.
@@ -80,45 +93,55 @@ class ModelConfig:
     )
     draft_model: str | None = option(
         None,
-        "Smaller model with the same vocabulary, for methods that draft with one (standalone, triforce).",
+        "Smaller model with the same vocabulary, for methods that draft with one (standalone, "
+        "triforce).",
         panel=_DRAFTING,
         shown="demo-draft for demo",
     )
     drafter: str | None = option(
         None,
-        "Published drafter of the model, a folder or a hub id: DSpark or DFlash (block), EAGLE-3 (eagle).",
+        "Published drafter of the model, a folder or a hub id: DSpark or DFlash (block), EAGLE-3 "
+        "(eagle).",
         panel=_DRAFTING,
         shown="none",
     )
     draft_weights: str | None = option(
         None,
-        "fp8 or int4 (CUDA, bfloat16): drafting passes run on a copy of such weights; never changes the text.",
+        "fp8 or int4 (CUDA, bfloat16): drafting passes run on a copy of such weights; never "
+        "changes the text.",
         panel=_DRAFTING,
         shown=UNQUANTISED,
         choices=(UNQUANTISED, *BITS),
     )
     model: str = option(
-        DEMO, "demo (the bundled model), a folder, a hub id, a GGUF file, or REPO:FILE.gguf of the hub.", panel=_PANEL
+        DEMO,
+        "demo (the bundled model), a folder, a hub id, a GGUF file, or REPO:FILE.gguf of the hub.",
+        panel=_PANEL,
     )
     weights: str | None = option(
         None,
-        "int8 or int4: round the weights to integers of so many bits when they are loaded, on a CPU.",
+        "int8 or int4: round the weights to integers of so many bits when they are loaded, on a "
+        "CPU.",
         panel=_PANEL,
         shown="as they are",
         choices=("int8", "int4"),
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
-    dtype: str = option("auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name)
+    dtype: str = option(
+        "auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name
+    )
     kv_dtype: str = option(
         "auto",
-        "Dtype of the KV cache: auto, float32, bfloat16, float16, int16 or int8 on a CPU; on CUDA the model's own.",
+        "Dtype of the KV cache: auto, float32, bfloat16, float16, int16 or int8 on a CPU; on CUDA "
+        "the model's own.",
         panel=_PANEL,
         shown="the model's own; int16 for demo in float32",
         parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )
     attention: str = option(
         "auto",
-        "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, triton, flash or sdpa.",
+        "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, "
+        "triton, flash or sdpa.",
         panel=_PANEL,
     )
     yarn: float | None = option(

@@ -1,4 +1,6 @@
-"""Where a model is computed: device, dtype and free memory; the machine and its software, for records."""
+"""Where a model is computed: device, dtype and free memory; the machine and its software,
+for records.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on; not of ``auto``."""
+    """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on;
+    not of ``auto``.
+    """
     named: torch.dtype = getattr(torch, known_dtype(str(dtype)))
     return named
 
@@ -47,18 +51,23 @@ def dtype_note(config: PreTrainedConfig, dtype: torch.dtype) -> str:
     return "" if stated == dtype_name(dtype) else f"checkpoint in {stated}"
 
 
-def dtype_for(dtype: str | torch.dtype, device: torch.device, config: PreTrainedConfig, simulated: bool) -> torch.dtype:
-    """The dtype to load a model in: ``auto`` is float32 on the CPU, its own on CUDA and for random weights."""
+def dtype_for(
+    dtype: str | torch.dtype, device: torch.device, config: PreTrainedConfig, simulated: bool
+) -> torch.dtype:
+    """The dtype to load a model in: ``auto`` is float32 on the CPU,
+    its own on CUDA and for random weights.
+    """
     if dtype != "auto":
         return find_dtype(dtype)
     return own_dtype(config) if device.type == "cuda" or simulated else torch.float32
 
 
 def keep_precision(device: torch.device) -> None:
-    """On CUDA, have no product compute with fewer digits than its numbers have, whatever the environment says.
+    """On CUDA, have no product compute with fewer digits than its numbers have,
+    whatever the environment says.
 
-    In TF32, which images for GPUs switch on, positions beyond 2,048 would be rounded; sums that are split would be
-    added in bfloat16.
+    In TF32, which images for GPUs switch on, positions beyond 2,048 would be rounded; sums that are
+    split would be added in bfloat16.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -66,11 +75,14 @@ def keep_precision(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, program: bool) -> torch.dtype:
-    """The dtype of a KV cache: ``auto`` is the model's own, and int16 where a C program may serve it in float32.
+def kv_dtype_for(
+    kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.device, program: bool
+) -> torch.dtype:
+    """The dtype of a KV cache: ``auto`` is the model's own,
+    and int16 where a C program may serve it in float32.
 
-    Texts are as likely as with float32 to five digits (docs/cpu.md). ``program`` says whether a model's configuration
-    is one that the program takes.
+    Texts are as likely as with float32 to five digits (docs/cpu.md). ``program`` says whether a
+    model's configuration is one that the program takes.
 
     Raises:
         InputError: the cache cannot be in this dtype.
@@ -80,11 +92,13 @@ def kv_dtype_for(kv_dtype: str | torch.dtype, dtype: torch.dtype, device: torch.
     kind: torch.dtype = getattr(torch, known_dtype(str(kv_dtype), KV_DTYPES, "kv_dtype"))
     if kind != dtype and device.type != "cpu":
         raise InputError(
-            f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
+            f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}",
+            "kv_dtype",
         )
     if kind != dtype and kind.itemsize >= dtype.itemsize:
         raise InputError(
-            f"is no narrower than the model's own, {dtype_name(dtype)}; got {dtype_name(kind)}", "kv_dtype"
+            f"is no narrower than the model's own, {dtype_name(dtype)}; got {dtype_name(kind)}",
+            "kv_dtype",
         )
     return kind
 
@@ -100,24 +114,33 @@ _ROOT = Path("/")
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of a device; None where the system does not say."""
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, to be reused
+        # PyTorch's own, to be reused
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
-    available = [line.split()[1] for line in _lines(_ROOT / "proc/meminfo") if line.startswith("MemAvailable:")]
+    available = [
+        line.split()[1]
+        for line in _lines(_ROOT / "proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
     return min([*(int(size) * 1024 for size in available), *_free_of_groups()], default=None)
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Bytes that the control groups of this process, and those around them, have left of their limits.
+    """Bytes that the control groups of this process, and those around them,
+    have left of their limits.
 
-    A container or a batch system gives a process less than the machine has, and kills it when it takes more. The page
-    cache counts as free.
+    A container or a batch system gives a process less than the machine has, and kills it when it
+    takes more. The page cache counts as free.
     """
     for line in _lines(_ROOT / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if not controllers:  # version 2
-            mount, names, prefix = _ROOT / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+            mount = _ROOT / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current")
+            prefix = ""
         elif "memory" in controllers.split(","):
-            mount, prefix = _ROOT / "sys/fs/cgroup/memory", "total_"
+            mount = _ROOT / "sys/fs/cgroup/memory"
+            prefix = "total_"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
@@ -126,7 +149,11 @@ def _free_of_groups() -> Iterator[int]:
             limit, used = ("".join(_lines(folder / name)) for name in names)
             if limit.isdecimal() and used.isdecimal():
                 cached = (f"{prefix}inactive_file ", f"{prefix}active_file ")
-                sizes = [int(row.split()[1]) for row in _lines(folder / "memory.stat") if row.startswith(cached)]
+                sizes = [
+                    int(row.split()[1])
+                    for row in _lines(folder / "memory.stat")
+                    if row.startswith(cached)
+                ]
                 yield max(0, int(limit) - int(used) + sum(sizes))
 
 
@@ -157,10 +184,17 @@ def find_device(device: str) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, ValueError):
         parsed = None
-    if parsed is None or parsed.type not in ("cpu", "cuda") or (parsed.type == "cpu" and parsed.index):
+    if (
+        parsed is None
+        or parsed.type not in ("cpu", "cuda")
+        or (parsed.type == "cpu" and parsed.index)
+    ):
         raise InputError(f"no device {device!r}; there are auto, cpu, cuda, cuda:0, ...", "device")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}", "device")
+        raise InputError(
+            f"PyTorch finds {torch.cuda.device_count()} CUDA devices here, wanted {device}",
+            "device",
+        )
     return parsed
 
 
@@ -197,7 +231,9 @@ def now() -> str:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Most memory this process has held on the device so far; None where the system does not say."""
+    """Most memory this process has held on the device so far;
+    None where the system does not say.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -218,7 +254,9 @@ def resident_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Have the C library return memory that is free to the system, which it else keeps; where it can."""
+    """Have the C library return memory that is free to the system, which it else keeps;
+    where it can.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -232,11 +270,15 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of the source tree, if the package lies in one; with ``-dirty`` if files have changed since."""
+    """The commit of the source tree, if the package lies in one;
+    with ``-dirty`` if files have changed since.
+    """
     root = Path(tswift.__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    return _output(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
+    return _output(
+        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    )
 
 
 def _output(command: list[str]) -> str | None:

@@ -1,8 +1,10 @@
-"""GGUF, the files of llama.cpp: metadata become a transformers configuration, tensors become codes without loss.
+"""GGUF, the files of llama.cpp: metadata become a transformers configuration,
+tensors become codes without loss.
 
-A file begins with a header: values by name, then name, type, shape and place of every tensor. It is read here and not
-by the package ``gguf``, which takes seconds for the 100,000 strings of a tokenizer, and believes all that a damaged
-file says. The types, their sizes and the names of tensors are that package's.
+A file begins with a header: values by name, then name, type, shape and place of every tensor. It is
+read here and not by the package ``gguf``, which takes seconds for the 100,000 strings of a
+tokenizer, and believes all that a damaged file says. The types, their sizes and the names of
+tensors are that package's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tswift.errors import InputError
 from tswift.models.codes import Codes
 
 SUFFIX = ".gguf"
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
 _ALIGNMENT = 32  # of tensors in a file, unless it says otherwise
 _MAX_DIMENSIONS = 4
 _NUMBERS = "BbHhIif?"  # formats of ``struct``, by the type of a value in the metadata
@@ -40,7 +43,9 @@ Value = int | float | bool | str
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor in a GGUF file: its name, its type, its shape in PyTorch's order, and where its bytes begin."""
+    """A tensor in a GGUF file: its name, its type, its shape in PyTorch's order,
+    and where its bytes begin.
+    """
 
     name: str
     kind: GGMLQuantizationType
@@ -77,14 +82,20 @@ class GGUFFile:
         """
         name = self.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
-            raise self.refusal(f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}")
+            raise self.refusal(
+                f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}"
+            )
         return ARCHITECTURES[str(name)]
 
     @property
     def kinds(self) -> str:
-        """The types of the quantised tensors, the most frequent ones first; empty if none is quantised."""
+        """The types of the quantised tensors, the most frequent ones first;
+        empty if none is quantised.
+        """
         kinds = [tensor.kind for tensor in self.tensors.values() if tensor.quantised]
-        return " and ".join(kind.name for kind in sorted({*kinds}, key=lambda kind: (-kinds.count(kind), kind)))
+        return " and ".join(
+            kind.name for kind in sorted({*kinds}, key=lambda kind: (-kinds.count(kind), kind))
+        )
 
     def refusal(self, reason: str) -> InputError:
         """An error about this file."""
@@ -111,17 +122,27 @@ class GGUFFile:
             values[f"{name}_token_id"] = self._token(name.replace("pad", "padding"))
         turn = self._token("eot")  # what ends an answer, where that is another token
         if turn not in (None, values["eos_token_id"]):
-            values["eos_token_id"] = [token for token in (values["eos_token_id"], turn) if token is not None]
+            values["eos_token_id"] = [
+                token for token in (values["eos_token_id"], turn) if token is not None
+            ]
         values["rope_parameters"] = self._rope(prefix)
         if own.two_rotaries:
-            near = {"rope_type": "default", "rope_theta": self.metadata.get(f"{prefix}rope.freq_base_swa", _NEAR)}
-            values["rope_parameters"] = {"full_attention": values["rope_parameters"], "sliding_attention": near}
+            near = {
+                "rope_type": "default",
+                "rope_theta": self.metadata.get(f"{prefix}rope.freq_base_swa", _NEAR),
+            }
+            values["rope_parameters"] = {
+                "full_attention": values["rope_parameters"],
+                "sliding_attention": near,
+            }
         if own.halved:
             values["query_pre_attn_scalar"] = self._query_scalar(values)
         return values
 
     def _query_scalar(self, values: Mapping[str, Any]) -> int:
-        """Gemma's: the size of a head, but in its largest models, whose number of layers llama.cpp knows them by."""
+        """Gemma's: the size of a head, but in its largest models,
+        whose number of layers llama.cpp knows them by.
+        """
         share: int = values["hidden_size"] // values["num_attention_heads"]
         large = values["num_hidden_layers"] == self.architecture.halved
         return share if large else int(values.get("head_dim", share))
@@ -130,13 +151,17 @@ class GGUFFile:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
     def _number_type(self) -> str:
-        """The type of numbers that most matrices are stored in; float32 where those are quantised."""
+        """The type of numbers that most matrices are stored in;
+        float32 where those are quantised.
+        """
         kinds = [tensor.kind for tensor in self.tensors.values() if len(tensor.shape) > 1]
         most = max({*kinds}, key=kinds.count, default=GGMLQuantizationType.F32)
         return str(_NUMBER_TYPES.get(most, torch.float32)).removeprefix("torch.")
 
     def _rope(self, prefix: str) -> dict[str, object]:
-        """The parameters of rotary embeddings; factors by frequency are a tensor, see :meth:`rope_factors`."""
+        """The parameters of rotary embeddings; factors by frequency are a tensor,
+        see :meth:`rope_factors`.
+        """
         kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
         rope: dict[str, object] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
         if f"{prefix}rope.freq_base" in self.metadata:
@@ -148,15 +173,21 @@ class GGUFFile:
             )
             rope["partial_rotary_factor"] = turned * heads / width if turned else 1.0
         if kind not in ("none", "linear", "yarn"):
-            raise self.refusal(f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF")
+            raise self.refusal(
+                f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF"
+            )
         if kind != "none":
             rope["factor"] = self.metadata.get(f"{prefix}rope.scaling.factor", 1.0)
-        if kind == "yarn" and (before := self.metadata.get(f"{prefix}rope.scaling.original_context_length")):
+        if kind == "yarn" and (
+            before := self.metadata.get(f"{prefix}rope.scaling.original_context_length")
+        ):
             rope["original_max_position_embeddings"] = before
         return rope
 
     def rope_factors(self) -> Tensor | None:
-        """What the frequencies of rotary embeddings are divided by, as in Llama 3.1; None for nothing."""
+        """What the frequencies of rotary embeddings are divided by, as in Llama 3.1;
+        None for nothing.
+        """
         stored = self.tensors.get(_FACTORS)
         return None if stored is None else self._numbers(stored)
 
@@ -164,11 +195,16 @@ class GGUFFile:
         """The tensor of each of a model's parameters, by its name in transformers.
 
         Raises:
-            InputError: one is missing, left over, or of another shape or of a type that is not read.
+            InputError: one is missing, left over, or of another shape or of a type that is not
+                read.
         """
-        architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == self._architecture_name), None)
+        architecture = next(
+            (key for key, name in MODEL_ARCH_NAMES.items() if name == self._architecture_name), None
+        )
         if architecture is None:
-            raise self.refusal(f"is a {self._architecture_name}, which the installed package gguf does not know")
+            raise self.refusal(
+                f"is a {self._architecture_name}, which the installed package gguf does not know"
+            )
         layers = int(self.metadata[f"{self._architecture_name}.block_count"])
         known = get_tensor_name_map(architecture, layers)
         found: dict[str, StoredWeight] = {}
@@ -184,7 +220,9 @@ class GGUFFile:
             found[name] = stored
         left = self.tensors.keys() - {stored.name for stored in found.values()} - {_FACTORS}
         if left:
-            raise self.refusal(f"has {min(left)}, which no {self.architecture.model_type} of transformers has")
+            raise self.refusal(
+                f"has {min(left)}, which no {self.architecture.model_type} of transformers has"
+            )
         return found
 
     @property
@@ -196,29 +234,39 @@ class GGUFFile:
 
         Args:
             stored: which.
-            heads: of the rows of queries or keys, which some architectures store in another order; None for others.
+            heads: of the rows of queries or keys, which some architectures store in another order;
+                None for others.
         """
-        weight: Codes | Tensor = self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
+        weight: Codes | Tensor = (
+            self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
+        )
         if self.architecture.centred and isinstance(weight, Tensor) and weight.dim() == 1:
             weight = weight - 1
         if heads is not None and self.architecture.permuted:
             order = _order(stored.shape[0], heads)
             if isinstance(weight, Codes):
-                weight = Codes(weight.codes[order], weight.scale[order], weight.minimum[order], weight.bits)
+                weight = Codes(
+                    weight.codes[order], weight.scale[order], weight.minimum[order], weight.bits
+                )
             else:
                 weight = weight[order]
         return weight
 
     def form(self, stored: StoredWeight) -> tuple[int, int, int]:
-        """Of the codes of a quantised tensor: their bits, inputs per block, and bytes of what scales a block."""
+        """Of the codes of a quantised tensor: their bits, inputs per block,
+        and bytes of what scales a block.
+        """
         kind = stored.kind.name
         block = 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
-        numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2  # a minimum, unless one code stands for 0
+        # a minimum, unless one code stands for 0
+        numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
         return _DECODERS[stored.kind][0], block, numbers * (4 if kind.endswith("K") else 2)
 
     def beginning(self, stored: StoredWeight, most: int) -> bytes:
         """The first bytes of a tensor."""
-        return np.fromfile(self.path, np.uint8, min(stored.bytes, most), offset=stored.start).tobytes()
+        return np.fromfile(
+            self.path, np.uint8, min(stored.bytes, most), offset=stored.start
+        ).tobytes()
 
     def _bytes(self, stored: StoredWeight) -> Bytes:
         """The bytes of a tensor: read, not mapped, so that they do not stay in memory."""
@@ -228,18 +276,26 @@ class GGUFFile:
         return data
 
     def _numbers(self, stored: StoredWeight) -> Tensor:
-        numbers = torch.from_numpy(self._bytes(stored)).view(_NUMBER_TYPES[stored.kind]).view(stored.shape)
+        numbers = (
+            torch.from_numpy(self._bytes(stored))
+            .view(_NUMBER_TYPES[stored.kind])
+            .view(stored.shape)
+        )
         if not numbers.isfinite().all():
             raise self.refusal(f"is broken: {stored.name} holds something else than finite numbers")
         return numbers
 
     def _codes(self, stored: StoredWeight) -> Codes:
         if len(stored.shape) != 2:
-            raise self.refusal(f"has {stored.name} with {len(stored.shape)} dimensions, and quantised")
+            raise self.refusal(
+                f"has {stored.name} with {len(stored.shape)} dimensions, and quantised"
+            )
         bits, decode = _DECODERS[stored.kind]
         blocks = self._bytes(stored).reshape(-1, GGML_QUANT_SIZES[stored.kind][1])
         with np.errstate(all="ignore"):  # what is not finite is refused below
-            codes, scale, minimum = (torch.from_numpy(np.ascontiguousarray(part)) for part in decode(blocks))
+            codes, scale, minimum = (
+                torch.from_numpy(np.ascontiguousarray(part)) for part in decode(blocks)
+            )
         if not (scale.isfinite().all() and minimum.isfinite().all()):
             raise self.refusal(f"is broken: {stored.name} has scales that are no finite numbers")
         rows = stored.shape[0]
@@ -247,7 +303,9 @@ class GGUFFile:
 
 
 def _order(rows: int, heads: int) -> Tensor:
-    """Where the rows of queries or keys are: llama.cpp rotates neighbours, transformers the halves of a head."""
+    """Where the rows of queries or keys are: llama.cpp rotates neighbours,
+    transformers the halves of a head.
+    """
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
@@ -257,11 +315,14 @@ class _Architecture:
 
     model_type: str  # of transformers
     permuted: bool = False  # rows of queries and keys are in another order
-    centred: bool = False  # norms multiply by one more than their weights, and files hold what they multiply by
+    # norms multiply by one more than their weights, and files hold what they multiply by
+    centred: bool = False
     partial: bool = False  # a share of each head may be turned
     two_rotaries: bool = False  # layers with windows have rotary embeddings of their own
-    halved: int = 0  # layers of the model whose queries are scaled by another size than a head's; 0 for no such rule
-    fields: Mapping[str, str] = field(default_factory=dict)  # of the configuration, beside ``_FIELDS``
+    # layers of the model whose queries are scaled by another size than a head's; 0 for no such rule
+    halved: int = 0
+    # of the configuration, beside ``_FIELDS``
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 _FIELDS = {  # of the configuration: the name in the metadata, after the architecture's
@@ -275,12 +336,18 @@ _FIELDS = {  # of the configuration: the name in the metadata, after the archite
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
 }
-_REQUIRED = ("max_position_embeddings", "num_hidden_layers", "intermediate_size", "hidden_size", "num_attention_heads")
+_REQUIRED = (
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "intermediate_size",
+    "hidden_size",
+    "num_attention_heads",
+)
 _WINDOW = {"sliding_window": "attention.sliding_window"}
 _CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _NEAR = 10_000.0  # base of the rotary embeddings of Gemma 3's windows, where a file does not say
-# Mistral's files say that they are of Llama. What an architecture is comes from llama.cpp's converter: those whose
-# neighbouring pairs are rotated there are permuted.
+# Mistral's files say that they are of Llama. What an architecture is comes from llama.cpp's
+# converter: those whose neighbouring pairs are rotated there are permuted.
 ARCHITECTURES = {
     "llama": _Architecture("llama", permuted=True),
     "qwen2": _Architecture("qwen2"),
@@ -289,7 +356,9 @@ ARCHITECTURES = {
     "olmo2": _Architecture("olmo2"),
     "phi3": _Architecture("phi3", partial=True, fields=_WINDOW),
     "gemma2": _Architecture("gemma2", centred=True, halved=46, fields={**_WINDOW, **_CAPS}),
-    "gemma3": _Architecture("gemma3_text", centred=True, two_rotaries=True, halved=62, fields={**_WINDOW, **_CAPS}),
+    "gemma3": _Architecture(
+        "gemma3_text", centred=True, two_rotaries=True, halved=62, fields={**_WINDOW, **_CAPS}
+    ),
     "granite": _Architecture(
         "granite",
         permuted=True,
@@ -314,7 +383,9 @@ class _Header:
     """The header of a file, read from its beginning on."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, len(_MAGIC)
+        self.path = path
+        self.data = data
+        self.at = len(_MAGIC)
 
     def broken(self, reason: str) -> InputError:
         """An error about the file."""
@@ -364,17 +435,26 @@ class _Header:
         return int(count)
 
     def tensor(self) -> StoredWeight:
-        """Name, type, shape and place of a tensor; the place counts from where the first one begins."""
-        name, dimensions = self.text(), self.number("I")
+        """Name, type, shape and place of a tensor;
+        the place counts from where the first one begins.
+        """
+        name = self.text()
+        dimensions = self.number("I")
         if not 0 < dimensions <= _MAX_DIMENSIONS:
             raise self.broken(f"{name!r:.60} has {dimensions:,} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         kind, start = self.number("I"), self.number("Q")
         known = [each for each in (*_NUMBER_TYPES, *_DECODERS) if each == kind]
         if not known:
-            named = GGMLQuantizationType(kind).name if kind in [*GGMLQuantizationType] else f"number {kind}"
+            named = (
+                GGMLQuantizationType(kind).name
+                if kind in [*GGMLQuantizationType]
+                else f"number {kind}"
+            )
             readable = ", ".join(each.name for each in (*_NUMBER_TYPES, *_DECODERS))
-            reason = f"has {name:.60} of type {named}, which tswift does not read; it reads {readable}"
+            reason = (
+                f"has {name:.60} of type {named}, which tswift does not read; it reads {readable}"
+            )
             raise InputError(f"{self.path} {reason}", "model")
         if shape[-1] % GGML_QUANT_SIZES[known[0]][0] or 0 in shape:
             raise self.broken(f"{name!r:.60} of type {known[0].name} has the shape {list(shape)}")
@@ -385,7 +465,8 @@ def read_gguf(path: Path) -> GGUFFile:
     """What the header of a file says; its tensors are not read.
 
     Raises:
-        InputError: the file is damaged, truncated, of another version, or has tensors of a type that is not read.
+        InputError: the file is damaged, truncated, of another version, or has tensors of a type
+            that is not read.
     """
     try:
         status = path.stat()
@@ -404,14 +485,17 @@ def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
         header = _Header(path, data)
         if data[: len(_MAGIC)] != _MAGIC:
             raise header.broken(f"it does not begin with {_MAGIC.decode()}")
-        version, tensor_count, value_count = header.number("I"), header.number("Q"), header.number("Q")
+        version = header.number("I")
+        tensor_count = header.number("Q")
+        value_count = header.number("Q")
         if version not in _VERSIONS:
             known = " and ".join(map(str, _VERSIONS))
             raise InputError(f"{path} is GGUF of version {version}; tswift reads {known}", "model")
         metadata: dict[str, Value] = {}
         lengths: dict[str, int] = {}
         for _ in range(value_count):
-            name, kind = header.text(), header.number("I")
+            name = header.text()
+            kind = header.number("I")
             if name in metadata or name in lengths:
                 raise header.broken(f"it has {name!r:.60} twice")
             if kind == _ARRAY:
@@ -421,13 +505,16 @@ def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
         parts = metadata.get("split.count", 1)
         if parts != 1:
             raise InputError(
-                f"{path} is one of {parts} parts; llama-gguf-split --merge makes one file of them", "model"
+                f"{path} is one of {parts} parts; llama-gguf-split --merge makes one file of them",
+                "model",
             )
         tensors = _placed(header, [header.tensor() for _ in range(tensor_count)], metadata)
     return GGUFFile(path, metadata, lengths, tensors)
 
 
-def _placed(header: _Header, tensors: list[StoredWeight], metadata: Mapping[str, Value]) -> dict[str, StoredWeight]:
+def _placed(
+    header: _Header, tensors: list[StoredWeight], metadata: Mapping[str, Value]
+) -> dict[str, StoredWeight]:
     """Tensors by name with their places in the file, all of them within it."""
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
@@ -437,7 +524,10 @@ def _placed(header: _Header, tensors: list[StoredWeight], metadata: Mapping[str,
     for tensor in tensors:
         there = StoredWeight(tensor.name, tensor.kind, tensor.shape, first + tensor.start)
         if there.start + there.bytes > len(header.data):
-            ends = f"{tensor.name} ends at byte {there.start + there.bytes:,}, the file at {len(header.data):,}"
+            ends = (
+                f"{tensor.name} ends at byte {there.start + there.bytes:,}, the file at "
+                f"{len(header.data):,}"
+            )
             raise InputError(f"{header.path} is truncated: {ends}", "model")
         if tensor.name in placed:
             raise header.broken(f"it has {tensor.name!r:.60} twice")
@@ -445,14 +535,17 @@ def _placed(header: _Header, tensors: list[StoredWeight], metadata: Mapping[str,
     return placed
 
 
-# From here on: blocks of bytes to codes, scales and minima. Names are those of llama.cpp's C structures: ``d`` is a
-# scale, ``m`` or ``dmin`` a minimum, ``qs`` are codes or their low bits, ``qh`` their high bits.
+# From here on: blocks of bytes to codes, scales and minima. Names are those of llama.cpp's C
+# structures: ``d`` is a scale, ``m`` or ``dmin`` a minimum, ``qs`` are codes or their low bits,
+# ``qh`` their high bits.
 
 Decoded = tuple[Bytes, Floats, Floats]
 
 
 def _fields(packed: Bytes, bits: int, width: int) -> Bytes:
-    """Numbers of a few bits: of each ``width`` bytes the lowest bits of all come first, then the next bits of all."""
+    """Numbers of a few bits: of each ``width`` bytes the lowest bits of all come first,
+    then the next bits of all.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     parts = packed.reshape(len(packed), -1, 1, width) >> shifts & np.uint8(2**bits - 1)
     return parts.reshape(len(packed), -1)
@@ -491,12 +584,18 @@ def _q8_0(blocks: Bytes) -> Decoded:
 
 
 def _q2_k(blocks: Bytes) -> Decoded:
-    scales, qs, d, dmin = blocks[:, :16], blocks[:, 16:80], _half(blocks, 80), _half(blocks, 82)
+    scales = blocks[:, :16]
+    qs = blocks[:, 16:80]
+    d = _half(blocks, 80)
+    dmin = _half(blocks, 82)
     return _fields(qs, 2, 32), d * (scales & 15), -(dmin * (scales >> 4))
 
 
 def _q3_k(blocks: Bytes) -> Decoded:
-    hmask, qs, scales, d = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108], _half(blocks, 108)
+    hmask = blocks[:, :32]
+    qs = blocks[:, 32:96]
+    scales = blocks[:, 96:108]
+    d = _half(blocks, 108)
     sixth = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
     scale = d * (sixth.astype(np.float32) - 32)
     return _fields(qs, 2, 32) | _fields(hmask, 1, 32) << np.uint8(2), scale, -4 * scale
@@ -504,7 +603,9 @@ def _q3_k(blocks: Bytes) -> Decoded:
 
 def _scales_of_k(scales: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of six bits, from 12 bytes."""
-    low, middle, high = scales[:, :4], scales[:, 4:8], scales[:, 8:]
+    low = scales[:, :4]
+    middle = scales[:, 4:8]
+    high = scales[:, 8:]
     scale = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
     minimum = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
     return scale, minimum
@@ -517,18 +618,22 @@ def _q4_k(blocks: Bytes) -> Decoded:
 
 def _q5_k(blocks: Bytes) -> Decoded:
     scale, minimum = _scales_of_k(blocks[:, 4:16])
-    qh, qs = blocks[:, 16:48], blocks[:, 48:]
+    qh = blocks[:, 16:48]
+    qs = blocks[:, 48:]
     codes = _fields(qs, 4, 32) | _fields(qh, 1, 32) << np.uint8(4)
     return codes, _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
 
 
 def _q6_k(blocks: Bytes) -> Decoded:
-    ql, qh, scales = blocks[:, :128], blocks[:, 128:192], np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    ql = blocks[:, :128]
+    qh = blocks[:, 128:192]
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
     scale = _half(blocks, 208) * scales.astype(np.float32)
     return _fields(ql, 4, 64) | _fields(qh, 2, 32) << np.uint8(4), scale, -32 * scale
 
 
-_DECODERS: dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Decoded]]] = {  # bits of a code here
+# bits of a code here
+_DECODERS: dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Decoded]]] = {
     GGMLQuantizationType.Q4_0: (4, _q4_0),
     GGMLQuantizationType.Q4_1: (4, _q4_1),
     GGMLQuantizationType.Q5_0: (8, _q5_0),

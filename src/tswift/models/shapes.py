@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-RECURRENT = ("conv", "linear_attention")  # types of layers that have a state in the place of keys and values
+# types of layers that have a state in the place of keys and values
+RECURRENT = ("conv", "linear_attention")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Shape:
     """The sizes that decide the cost of a pass over a model."""
 
     parameters: int  # number of all weights
-    read: int  # weights that a pass reads: all but the input embeddings, unless the LM head is tied to them
+    # weights that a pass reads: all but the input embeddings, unless the LM head is tied to them
+    read: int
     hidden_size: int
     layers: int
     query_heads: int
@@ -40,12 +42,14 @@ class Shape:
     head_dim: int
     itemsize: int  # bytes of a weight
     lm_head: int = 0  # weights of the LM head, which are among those read
-    kv_itemsize: int | None = None  # bytes of an element of the KV cache; None for those of a weight
+    # bytes of an element of the KV cache; None for those of a weight
+    kv_itemsize: int | None = None
     # numbers of a token's keys, and of its queries, over all layers; None where these are alike
     key_numbers: int | None = None
     query_numbers: int | None = None
     states: StateShape | None = None  # of recurrent layers, which are none of ``layers``
-    coded_bytes: int | None = None  # of the weights that a pass reads, where they are codes; None where they are not
+    # of the weights that a pass reads, where they are codes; None where they are not
+    coded_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -54,7 +58,9 @@ class Shape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent layers' states that a pass reads and writes, however many nodes it has."""
+        """Bytes of recurrent layers' states that a pass reads and writes,
+        however many nodes it has.
+        """
         return 0 if self.states is None else 2 * self.states.nbytes
 
     @property
@@ -65,29 +71,38 @@ class Shape:
 
     @property
     def narrowest_bits(self) -> int:
-        """Bits of the narrowest numbers that a pass multiplies: codes of weights, cached keys and values, or floats."""
+        """Bits of the narrowest numbers that a pass multiplies: codes of weights,
+        cached keys and values, or floats.
+        """
         narrowest = min(self.itemsize, self.kv_itemsize or self.itemsize)
         return 8 if self.coded_bytes is not None else 8 * narrowest
 
     def spared_bytes(self, bits: int) -> int:
-        """Bytes saved per pass if all weights but the LM head's take ``bits`` bits; scales are not counted."""
+        """Bytes saved per pass if all weights but the LM head's take ``bits`` bits;
+        scales are not counted.
+        """
         return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
 
     def flops(self, context: Any) -> Any:
         """Operations of one node that attends to ``context`` tokens (a number or an array).
 
-        Two per weight; four per element of a query head and token: multiply and add, with key and with value. Seven per
+        Two per weight; four per element of a query head and token: multiply and add, with key and
+        with value. Seven per
         element of a state: it decays, is read by the key, added to, and read by the query.
         """
-        states, queries = self.states, self.query_numbers or self.query_heads * self.head_dim * self.layers
-        own = 0 if states is None else 7 * states.layers * states.heads * states.keys * states.values
+        states = self.states
+        queries = self.query_numbers or self.query_heads * self.head_dim * self.layers
+        own = (
+            0 if states is None else 7 * states.layers * states.heads * states.keys * states.values
+        )
         return 2 * self.read + own + 4 * context * queries
 
 
 def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
     """What each layer of a configuration keeps of a token, as far as it says."""
     text = config.get_text_config()
-    count, heads = text.num_hidden_layers, text.num_attention_heads
+    count = text.num_hidden_layers
+    heads = text.num_attention_heads
     differ = getattr(text, "is_heterogeneous", False)
     layers = text.per_layer_config if differ else [text] * count
     types = getattr(text, "layer_types", None) or [""] * count
@@ -99,7 +114,11 @@ def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
         if layer < own:
             sources[kind] = layer
         size = getattr(part, "head_dim", None) or part.hidden_size // heads
-        kept.append(LayerKV(getattr(part, "num_key_value_heads", None) or heads, size, sources.get(kind, layer)))
+        kept.append(
+            LayerKV(
+                getattr(part, "num_key_value_heads", None) or heads, size, sources.get(kind, layer)
+            )
+        )
     return kept
 
 
@@ -107,15 +126,20 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
     if holds_packed(network):
-        return replace(shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network))
+        return replace(
+            shape_of(skeleton(config), itemsize, kv_itemsize), coded_bytes=read_bytes(network)
+        )
     lm_head = network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
-    heads, kept = config.num_attention_heads, dict(enumerate(kept_by_layer(config)))
+    heads = config.num_attention_heads
+    kept = dict(enumerate(kept_by_layer(config)))
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind in RECURRENT:
             del kept[layer]
     # a row of each table is read, unless it is the LM head's
-    tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {lm_head}
+    tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {
+        lm_head
+    }
     states = state_shape(config, network.dtype, network.device)
     first = next(iter(kept.values()))
     return Shape(
@@ -126,7 +150,9 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
         query_heads=heads,
         kv_heads=first.heads,
         head_dim=first.head_dim,
-        key_numbers=sum(each.heads * each.head_dim for layer, each in kept.items() if each.source == layer),
+        key_numbers=sum(
+            each.heads * each.head_dim for layer, each in kept.items() if each.source == layer
+        ),
         query_numbers=sum(heads * each.head_dim for each in kept.values()),
         itemsize=itemsize,
         lm_head=lm_head.numel(),
@@ -135,20 +161,28 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     )
 
 
-def state_shape(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> StateShape | None:
+def state_shape(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> StateShape | None:
     """Shape of the states of a model's recurrent layers; None if it has no such layers."""
     text = config.get_text_config()
     types = list(getattr(text, "layer_types", None) or ())
-    kind = partial(StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device)
+    kind = partial(
+        StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device
+    )
     conv, delta = RECURRENT
     if conv in types:
         return kind(types.count(conv), text.hidden_size, text.conv_L_cache, 0, 0, 0)
     if delta in types and hasattr(text, "mamba_n_heads"):
-        heads, keys, values = text.mamba_n_heads, text.mamba_d_state, text.mamba_d_head
+        heads = text.mamba_n_heads
+        keys = text.mamba_d_state
+        values = text.mamba_d_head
         channels = heads * values + 2 * text.mamba_n_groups * keys
         return kind(types.count(delta), channels, text.mamba_d_conv, heads, keys, values)
     if delta in types:
-        heads, keys, values = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+        heads = text.linear_num_value_heads
+        keys = text.linear_key_head_dim
+        values = text.linear_value_head_dim
         channels = 2 * text.linear_num_key_heads * keys + heads * values
         return kind(types.count(delta), channels, text.linear_conv_kernel_dim, heads, keys, values)
     return None
@@ -172,10 +206,15 @@ class StandInTokenizer:
         return f"[{len(ids):,} tokens of random weights]"
 
 
-def random_weights(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, model: str) -> PreTrainedModel:
-    """A model with random weights: the same ones everywhere, made on the device in the dtype, without a copy."""
+def random_weights(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, model: str
+) -> PreTrainedModel:
+    """A model with random weights: the same ones everywhere, made on the device in the dtype,
+    without a copy.
+    """
     weights = sum(weight.numel() for weight in skeleton(config).parameters())
-    needed, free = (weights + HEADS * config.hidden_size**2) * dtype.itemsize, available_bytes(device)
+    needed = (weights + HEADS * config.hidden_size**2) * dtype.itemsize
+    free = available_bytes(device)
     if free is not None and needed > free:
         reason = f"needs {gigabytes(needed)}, {device.type} has {gigabytes(free)} free"
         raise InputError(f"{model} in {dtype_name(dtype)} {reason}", "model")
@@ -198,8 +237,8 @@ def fill_randomly(network: nn.Module) -> None:
 class Noise:
     """Values for the weights of a network, which are to be filled one after the other.
 
-    The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there, and other devices
-    would draw other numbers.
+    The noise is drawn once, on the CPU, and repeated: billions of draws would take minutes there,
+    and other devices would draw other numbers.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,6 @@
-"""Sampling as transformers' ``GenerationConfig`` asks for it: of a call to ``generate``, or of a model's own file."""
+"""Sampling as transformers' ``GenerationConfig`` asks for it: of a call to ``generate``,
+or of a model's own file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tswift.sampling.parameters import ALL, SamplingParams
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-NAMES = {"penalty": "repetition_penalty", "eta": "eta_cutoff", "banned": "suppress_tokens"}  # there, by ours
+# there, by ours
+NAMES = {"penalty": "repetition_penalty", "eta": "eta_cutoff", "banned": "suppress_tokens"}
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta": 0.0, "penalty": 1.0}
 _ORDER = "top_k,top_p,min_p,eta"  # of transformers
 
@@ -27,26 +30,36 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     if not config.do_sample:
         asked = {"temperature": 0.0, "penalty": asked["penalty"]}
     elif asked["temperature"] == 0:
-        raise InputError("must be above 0 with do_sample; without it the most likely token is taken", "temperature")
-    values: dict[str, Any] = {**_NEUTRAL, **{name: value for name, value in asked.items() if value is not None}}
+        raise InputError(
+            "must be above 0 with do_sample; without it the most likely token is taken",
+            "temperature",
+        )
+    values: dict[str, Any] = {
+        **_NEUTRAL,
+        **{name: value for name, value in asked.items() if value is not None},
+    }
     params = SamplingParams(**values, window=ALL, banned=tuple(config.suppress_tokens or ()))
     on = {*params.filters}
-    # elsewhere the order makes no difference: min-p and top-k take what they take whatever the other leaves
+    # elsewhere the order makes no difference: min-p and top-k take what they take whatever the
+    # other leaves
     matters = {"eta", "top_k"} <= on or ("top_p" in on and bool(on & {"min_p", "eta"}))
     return replace(params, order=_ORDER) if matters else params
 
 
 def recommends(config: GenerationConfig) -> bool:
     """Whether a model's ``generation_config.json`` says anything of how tokens are drawn."""
-    named = (getattr(config, NAMES.get(ours, ours)) not in (None, value) for ours, value in _NEUTRAL.items())
+    named = (
+        getattr(config, NAMES.get(ours, ours)) not in (None, value)
+        for ours, value in _NEUTRAL.items()
+    )
     return bool(config.do_sample) or any(named)
 
 
 def own_params(config: GenerationConfig, model: str) -> SamplingParams:
     """The sampling that a model's authors recommend, as its ``generation_config.json`` has it.
 
-    As vLLM reads it: where the file names no value, the model's distribution is left as it is, and what does not say
-    ``do_sample`` samples.
+    As vLLM reads it: where the file names no value, the model's distribution is left as it is, and
+    what does not say ``do_sample`` samples.
 
     Raises:
         InputError: a value that cannot be had.
@@ -57,5 +70,8 @@ def own_params(config: GenerationConfig, model: str) -> SamplingParams:
         return sampling_params(asked)
     except InputError as error:
         name = NAMES.get(str(error.field), error.field)
-        reason = f"{model} asks in its generation_config.json for what cannot be had ({name} {error.message})"
+        reason = (
+            f"{model} asks in its generation_config.json for what cannot be had ({name} "
+            f"{error.message})"
+        )
         raise InputError(f"{reason}", "sampling_from") from None

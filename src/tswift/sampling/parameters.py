@@ -1,6 +1,7 @@
 """How the next token is drawn: the sampling parameters, and what they do to logits, in float64.
 
-A new filter touches this file alone: a field with the value that turns it off, and an entry in ``_FILTERS``.
+A new filter touches this file alone: a field with the value that turns it off, and an entry in
+    ``_FILTERS``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _MAX_BIAS = 100.0  # as in OpenAI's interface; in float64 it leaves the logits t
 
 
 class LogitBias(dict[int, float]):
-    """What is added to the logits of some tokens, by token id. It is hashed, so it must not be changed."""
+    """What is added to the logits of some tokens, by token id.
+
+    It is hashed, so it must not be changed.
+    """
 
     def __init__(self, bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()) -> None:
         super().__init__(bias)
@@ -35,20 +39,30 @@ class LogitBias(dict[int, float]):
 
     @classmethod
     def checked(cls, bias: object) -> LogitBias:
-        """From a mapping of ids, which may be in decimal digits as in JSON, to numbers of -100 to 100, in order."""
+        """From a mapping of ids, which may be in decimal digits as in JSON,
+        to numbers of -100 to 100, in order.
+        """
         if not isinstance(bias, Mapping):
             raise InputError(f"must map token ids to numbers, got {bias!r:.60}", "logit_bias")
         found: dict[int, float] = {}
         for token, value in bias.items():
             number = isinstance(token, Integral) and not isinstance(token, bool)
-            if not number and not (isinstance(token, str) and token.isdecimal() and len(token) < 20):
+            if not number and not (
+                isinstance(token, str) and token.isdecimal() and len(token) < 20
+            ):
                 raise InputError(f"must map token ids to numbers, got {token!r:.60}", "logit_bias")
             if int(token) < 0 or int(token) in found:
-                raise InputError(f"{token} is {'given twice' if int(token) in found else 'no token id'}", "logit_bias")
+                raise InputError(
+                    f"{token} is {'given twice' if int(token) in found else 'no token id'}",
+                    "logit_bias",
+                )
             number = isinstance(value, Real) and not isinstance(value, bool)
             if not number or not -_MAX_BIAS <= value <= _MAX_BIAS:
                 most = f"{_MAX_BIAS:g}"
-                raise InputError(f"must be between -{most} and {most}, got {value!r:.60} for {token}", "logit_bias")
+                raise InputError(
+                    f"must be between -{most} and {most}, got {value!r:.60} for {token}",
+                    "logit_bias",
+                )
             found[int(token)] = float(value)
         return cls(sorted(found.items()))
 
@@ -79,10 +93,12 @@ class SamplingParams:
         eta: epsilon of eta sampling (Hewitt et al., 2022); 0 drops none.
         penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing.
         window: how many of the last tokens, prompt included, are penalised.
-        presence_penalty: taken off the logit of every token in the generated text, as in OpenAI's interface.
+        presence_penalty: taken off the logit of every token in the generated text, as in OpenAI's
+            interface.
         frequency_penalty: likewise, as often as the token is there.
         banned: token ids that are never drawn.
-        order: names of filters with commas between, in the order in which they are applied; the others come after them.
+        order: names of filters with commas between, in the order in which they are applied; the
+            others come after them.
         logit_bias: numbers added to the logits of token ids before anything else, -100 to 100.
 
     Raises:
@@ -90,9 +106,15 @@ class SamplingParams:
     """
 
     # beyond 1e100, warped logits overflow, and what is drawn means nothing
-    temperature: float = option(1.0, "0 takes the most likely token.", panel=_PANEL, least=0, most=1e100)
-    top_k: int = option(0, "Keep the K most likely; 0 keeps all.", panel=_PANEL, off=0, least=0, most=1 << 40)
-    top_p: float = option(1.0, "Keep the likeliest up to this probability.", panel=_PANEL, off=1.0, above=0, most=1)
+    temperature: float = option(
+        1.0, "0 takes the most likely token.", panel=_PANEL, least=0, most=1e100
+    )
+    top_k: int = option(
+        0, "Keep the K most likely; 0 keeps all.", panel=_PANEL, off=0, least=0, most=1 << 40
+    )
+    top_p: float = option(
+        1.0, "Keep the likeliest up to this probability.", panel=_PANEL, off=1.0, above=0, most=1
+    )
     min_p: float = option(
         0.1,
         "Drop tokens below this fraction of the top probability; 0 drops none.",
@@ -101,9 +123,15 @@ class SamplingParams:
         least=0,
         most=1,
     )
-    eta: float = option(0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1)
-    penalty: float = option(1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100)
-    window: int = option(1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=ALL)
+    eta: float = option(
+        0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1
+    )
+    penalty: float = option(
+        1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100
+    )
+    window: int = option(
+        1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=ALL
+    )
     presence_penalty: float = option(
         0.0, "Taken off the logits of generated tokens, -2 to 2.", panel=_PANEL, least=-2, most=2
     )
@@ -113,9 +141,14 @@ class SamplingParams:
     banned: tuple[int, ...] = ()
     order: str = ""
     logit_bias: Mapping[int, float] = option(
-        LogitBias(), "Added to a token's logit, -100 to 100; repeatable, or with commas.", panel=_PANEL, shown="",
-        parse=parse_bias, metavar="ID=VALUE", repeat=True,
-    )  # fmt: skip
+        LogitBias(),
+        "Added to a token's logit, -100 to 100; repeatable, or with commas.",
+        panel=_PANEL,
+        shown="",
+        parse=parse_bias,
+        metavar="ID=VALUE",
+        repeat=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -123,15 +156,22 @@ class SamplingParams:
         if 0 < self.temperature < 1e-100:
             raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
         ids = self.banned
-        if not isinstance(ids, tuple) or not all(isinstance(token, Integral) and token >= 0 for token in ids):
+        if not isinstance(ids, tuple) or not all(
+            isinstance(token, Integral) and token >= 0 for token in ids
+        ):
             raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
         named = str(self.order).split(",") if self.order else []
         if len({*named}) < len(named) or not {*named} <= _FILTERS.keys():
-            raise InputError(f"must be of {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}", "order")
+            raise InputError(
+                f"must be of {', '.join(_FILTERS)}, with commas between, got {self.order!r:.60}",
+                "order",
+            )
 
     def __str__(self) -> str:
         """How a token is drawn, in words; token ids that are never drawn are left out."""
-        said = [f"temperature {self.temperature:g}" if self.temperature else "the most likely token"]
+        said = [
+            f"temperature {self.temperature:g}" if self.temperature else "the most likely token"
+        ]
         said += [f"{name.replace('_', '-')} {getattr(self, name):g}" for name in self.filters]
         if self.penalises:
             text = "all of the text" if self.window >= ALL else f"{self.window:,} tokens"
@@ -155,9 +195,13 @@ class SamplingParams:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """Names of the filters that may drop tokens, in the order in which they are applied; none at temperature 0."""
+        """Names of the filters that may drop tokens, in the order in which they are applied;
+        none at temperature 0.
+        """
         names = dict.fromkeys([*(self.order.split(",") if self.order else ()), *_FILTERS])
-        return tuple(name for name in names if self.temperature and getattr(self, name) != OFF[name])
+        return tuple(
+            name for name in names if self.temperature and getattr(self, name) != OFF[name]
+        )
 
     def unfiltered(self) -> SamplingParams:
         """The same parameters with all filters off."""
@@ -165,21 +209,31 @@ class SamplingParams:
 
 
 OFF: dict[str, Any] = {
-    each.name: carried.off for each, carried in options_of(SamplingParams) if carried.off is not None
+    each.name: carried.off
+    for each, carried in options_of(SamplingParams)
+    if carried.off is not None
 }
 
 
 def constants(params: SamplingParams, device: device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`warp` reads: biased token ids (int64), their biases (float64), and banned ids (int64)."""
+    """What :func:`warp` reads: biased token ids (int64), their biases (float64), and banned ids
+    (int64).
+    """
     import torch
 
-    ids, banned = (torch.tensor([*given], dtype=torch.int64) for given in (params.logit_bias, params.banned))
+    ids, banned = (
+        torch.tensor([*given], dtype=torch.int64) for given in (params.logit_bias, params.banned)
+    )
     biases = torch.tensor([*params.logit_bias.values()], dtype=torch.float64)
     return tuple(held.to(device, non_blocking=True) for held in (ids, biases, banned))  # type: ignore[return-value]
 
 
-def bias(logits: Tensor, params: SamplingParams, held: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-    """Add the biases to logits ``[n, V]`` and drop the banned ids, in place; ``held`` as for :func:`warp`."""
+def bias(
+    logits: Tensor, params: SamplingParams, held: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """Add the biases to logits ``[n, V]`` and drop the banned ids, in place;
+    ``held`` as for :func:`warp`.
+    """
     if params.logit_bias or params.banned:
         ids, biases, banned = held or constants(params, logits.device)
         logits.index_add_(-1, ids, biases.to(logits.dtype).expand(len(logits), -1))
@@ -188,29 +242,36 @@ def bias(logits: Tensor, params: SamplingParams, held: tuple[Tensor, Tensor, Ten
 
 
 def warp(
-    logits: Tensor, seen: Tensor | None, params: SamplingParams, held: tuple[Tensor, Tensor, Tensor] | None = None
+    logits: Tensor,
+    seen: Tensor | None,
+    params: SamplingParams,
+    held: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Apply biases, filters and the penalty to rows of logits.
 
-    Order, as in the reference: biases, banned ids, temperature, contextual penalty, min-p, eta, top-k, top-p;
-    ``params.order`` may name another of the filters. At temperature 0 only what can change the most likely token is
-    applied.
+    Order, as in the reference: biases, banned ids, temperature, contextual penalty, min-p, eta,
+    top-k, top-p; ``params.order`` may name another of the filters. At temperature 0 only what can
+    change the most likely token is applied.
 
     Args:
         logits: ``[n, V]`` float64; changed in place.
         seen: ``[n, V]`` bool, the tokens in each row's penalty window; None to penalise nothing.
         params: the sampling parameters.
-        held: the :func:`constants` on the logits' device; where they are not given, they are copied there.
+        held: the :func:`constants` on the logits' device; where they are not given, they are copied
+            there.
 
     Returns:
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     bias(logits, params, held)
-    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal, which rounds otherwise
+    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal,
+    # which rounds otherwise
     if params.temperature not in (0, 1):
         logits /= logits.new_full((), params.temperature)
     if seen is not None:
-        lower = (logits / logits.new_full((), params.penalty)).where(logits > 0, logits * params.penalty)
+        lower = (logits / logits.new_full((), params.penalty)).where(
+            logits > 0, logits * params.penalty
+        )
         logits = lower.where(seen, logits)
     if params.temperature == 0:
         return logits
@@ -240,14 +301,18 @@ def _keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     probs = logits.softmax(-1)
-    # on the CPU only as many are sorted as it takes; elsewhere to find that out would be a wait for the device
+    # on the CPU only as many are sorted as it takes; elsewhere to find that out would be a wait for
+    # the device
     best = _enough(probs, top_p) if probs.device.type == "cpu" else _sorted(probs)
     return logits.masked_fill(_too_much(probs, top_p, best), -math.inf)
 
 
 def _too_much(probs: Tensor, top_p: float, best: Tensor) -> Tensor:
-    """Which tokens go: those whose more likely ones (``best``, in order) together reach ``top_p`` without them."""
-    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)  # of a row with NaN none reaches it
+    """Which tokens go: those whose more likely ones (``best``, in order) together reach ``top_p``
+    without them.
+    """
+    # of a row with NaN none reaches it
+    kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)
     return probs < best.gather(-1, kept - 1)
 
 
@@ -256,7 +321,9 @@ def _sorted(probs: Tensor) -> Tensor:
 
 
 def _enough(probs: Tensor, top_p: float) -> Tensor:
-    """The largest probabilities of each row in order, as many as it takes for ``top_p`` in all of them."""
+    """The largest probabilities of each row in order,
+    as many as it takes for ``top_p`` in all of them.
+    """
     vocab = probs.shape[-1]
     count = min(128, vocab)
     while True:

@@ -1,8 +1,10 @@
-"""The sampling rule: one token from one row of logits, as a pure function of (logits, text so far, seed, position).
+"""The sampling rule: one token from one row of logits,
+as a pure function of (logits, text so far, seed, position).
 
-``next = argmax over kept tokens of (warped logit + gumbel(seed, position, token))``; no noise at temperature 0. The
-Gumbel-max trick makes this an exact draw from the warped distribution. Everything after the model's logits is float64.
-Noise is a pure function of (seed, position, token): the same bits on any device, in any order, for any subset.
+``next = argmax over kept tokens of (warped logit + gumbel(seed, position, token))``; no noise at
+temperature 0. The Gumbel-max trick makes this an exact draw from the warped distribution.
+Everything after the model's logits is float64. Noise is a pure function of (seed, position, token):
+the same bits on any device, in any order, for any subset.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
-NO_TOKEN = -1  # drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
+# drawn where there is nothing to draw; in a draft tree, a candidate that does not exist
+NO_TOKEN = -1
 FAR = -(1 << 62)  # position of a token that is not in the text
 _BLOCK = 16  # positions that noise is computed for at a time
 
@@ -65,13 +68,16 @@ def seed_stream(seed: int) -> int:
 
 
 def noise_bits(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tensor:
-    """64 random bits for each of ``n`` positions and each token id: ``[n, m]`` int64, of the three integers alone.
+    """64 random bits for each of ``n`` positions and each token id: ``[n, m]`` int64,
+    of the three integers alone.
 
-    Positions in an int64 tensor on the tokens' device are not copied to it. ``tokens`` are ``[m]`` int64, or ``[n, m]``
-    for others at each position.
+    Positions in an int64 tensor on the tokens' device are not copied to it. ``tokens`` are ``[m]``
+    int64, or ``[n, m]`` for others at each position.
     """
     if not isinstance(positions, Tensor):
-        positions = torch.tensor(list(positions), dtype=torch.int64).to(tokens.device, non_blocking=True)
+        positions = torch.tensor(list(positions), dtype=torch.int64).to(
+            tokens.device, non_blocking=True
+        )
     start = _mixed((positions + 1) * _signed(_GOLDEN) + seed_stream(seed))
     return _mixed(start[:, None] + tokens * _signed(_GOLDEN))
 
@@ -84,7 +90,9 @@ def gumbel(seed: int, positions: Sequence[int] | Tensor, tokens: Tensor) -> Tens
 
 
 class NoTokenLeft(Exception):
-    """There is nothing to draw from the logits ``[V]`` after the root; the text and the cache are as they were."""
+    """There is nothing to draw from the logits ``[V]`` after the root;
+    the text and the cache are as they were.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__("nothing to draw")
@@ -92,13 +100,18 @@ class NoTokenLeft(Exception):
 
 
 class _Rule:
-    """What drawing with some parameters takes, made once: a sampler and its copies come back to it."""
+    """What drawing with some parameters takes, made once:
+    a sampler and its copies come back to it.
+    """
 
     def __init__(self, params: SamplingParams, seed: int, tokens: Tensor) -> None:
-        self.params, self._seed, self._tokens = params, seed, tokens
+        self.params = params
+        self._seed = seed
+        self._tokens = tokens
         self.penalises = params.penalises
         self.constants = constants(params, tokens.device)
-        self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}  # by candidates of a row, 0: draws
+        # by candidates of a row, 0: draws
+        self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}
 
     @functools.cached_property
     def program(self) -> CSampler | None:
@@ -107,24 +120,35 @@ class _Rule:
 
 
 class Sampler:
-    """The sampling rule bound to its parameters and seed (any integer), with the penalty window of a growing text.
+    """The sampling rule bound to its parameters and seed (any integer),
+    with the penalty window of a growing text.
 
-    ``vocab_size`` is ``V``, ``device`` where logits will be, ``prompt`` how many tokens of the text were not generated.
-    ValueError for a banned or biased id outside of ``V``.
+    ``vocab_size`` is ``V``, ``device`` where logits will be, ``prompt`` how many tokens of the text
+    were not generated. ValueError for a banned or biased id outside of ``V``.
 
     Attributes:
-        newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if tokens are penalised;
-            changed in place.
-        counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed in place.
+        newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if
+            tokens are penalised; changed in place.
+        counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed
+            in place.
         length: tokens in the text so far.
         fault: why :meth:`fuse` has left drawing or ranking to PyTorch; None if it has not.
     """
 
     def __init__(
-        self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device, prompt: int = 0
+        self,
+        params: SamplingParams,
+        seed: int,
+        vocab_size: int,
+        device: torch.device,
+        prompt: int = 0,
     ) -> None:
-        self.seed, self.length, self.prompt = seed, 0, prompt
-        self.counts = torch.zeros(vocab_size if params.counts else 0, dtype=torch.float64, device=device)
+        self.seed = seed
+        self.length = 0
+        self.prompt = prompt
+        self.counts = torch.zeros(
+            vocab_size if params.counts else 0, dtype=torch.float64, device=device
+        )
         self._tokens = torch.arange(vocab_size, device=device)
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
@@ -142,7 +166,9 @@ class Sampler:
         vocab_size = len(self._tokens)
         for name, ids in (("banned", params.banned), ("biased", params.logit_bias)):
             if any(not 0 <= token < vocab_size for token in ids):
-                raise ValueError(f"{name} ids must be below the vocabulary's size {vocab_size}, got {[*ids]}")
+                raise ValueError(
+                    f"{name} ids must be below the vocabulary's size {vocab_size}, got {[*ids]}"
+                )
         if params not in self._rules:
             self._rules[params] = _Rule(params, self.seed, self._tokens)
         self._rule = self._rules[params]
@@ -155,15 +181,18 @@ class Sampler:
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
         twin = copy(self)
-        twin.newest, twin.counts = self.newest.clone(), self.counts.clone()
+        twin.newest = self.newest.clone()
+        twin.counts = self.counts.clone()
         return twin
 
     def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
-        """Use Triton kernels on CUDA in :meth:`draw_rows`, for logits of this dtype and the parameters as they are.
+        """Use Triton kernels on CUDA in :meth:`draw_rows`, for logits of this dtype and the
+        parameters as they are.
 
-        They are used if they draw the same on this device, which is tried once, and waited for: not while a CUDA graph
-        is captured. Otherwise ``fault`` says why not. :meth:`candidates` uses them, too, if it is asked for as many;
-        ``interpreted`` ones run without CUDA, in Triton's interpreter.
+        They are used if they draw the same on this device, which is tried once, and waited for: not
+        while a CUDA graph is captured. Otherwise ``fault`` says why not. :meth:`candidates` uses
+        them, too, if it is asked for as many; ``interpreted`` ones run without CUDA, in Triton's
+        interpreter.
         """
         device = self._tokens.device
         if device.type != "cuda" and not interpreted:
@@ -179,7 +208,9 @@ class Sampler:
             fault = triton_sampler_fault(*about, count)
             if fault is None and (dtype, count) not in self._rule.fused:
                 # never replaced: what a captured graph reads has to stay where it is
-                self._rule.fused[dtype, count] = TritonSampler(self.params, self.seed, len(self._tokens), device)
+                self._rule.fused[dtype, count] = TritonSampler(
+                    self.params, self.seed, len(self._tokens), device
+                )
             self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -190,7 +221,9 @@ class Sampler:
                 newest[token] = position
         elif self.penalises and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
-            positions = torch.arange(self.length, self.length + len(tokens), device=self.newest.device)
+            positions = torch.arange(
+                self.length, self.length + len(tokens), device=self.newest.device
+            )
             self.newest.scatter_reduce_(0, ids, positions, "amax")
         generated = tokens[max(0, self.prompt - self.length) :]
         if self.params.counts and generated:
@@ -199,26 +232,32 @@ class Sampler:
         self.length += len(tokens)
 
     def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor) -> None:
-        """As :meth:`extend`, of the first ``count`` (0-d int64) tokens ``[m]`` on the device, at positions ``[m]``.
+        """As :meth:`extend`, of the first ``count`` (0-d int64) tokens ``[m]`` on the device, at
+        positions ``[m]``.
 
-        Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be ``NO_TOKEN``.
+        Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be
+        ``NO_TOKEN``.
         """
         if self.penalises:
             appended = torch.arange(len(tokens), device=tokens.device) < count
-            self.newest.scatter_reduce_(0, self._ids(tokens), positions.where(appended, FAR), "amax")
+            self.newest.scatter_reduce_(
+                0, self._ids(tokens), positions.where(appended, FAR), "amax"
+            )
 
     def _ids(self, tokens: Tensor) -> Tensor:
         """Token ids to index with."""
         return tokens.clamp(0, len(self._tokens) - 1)
 
     def seen(self, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor | None:
-        """Which tokens each draft node penalises: those among the last ``window`` up to and including the node.
+        """Which tokens each draft node penalises: those among the last ``window`` up to and
+        including the node.
 
         Args:
-            tokens: ``[n]`` token of each node, the root (the text's last token) first. Of a node that is ``NO_TOKEN``
-                and of those below it, the result means nothing.
+            tokens: ``[n]`` token of each node, the root (the text's last token) first. Of a node
+                that is ``NO_TOKEN`` and of those below it, the result means nothing.
             positions: ``[n]`` position of each node's token in the text.
-            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row itself.
+            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row
+                itself.
 
         Returns:
             ``[n, V]`` bool, or None if nothing is penalised.
@@ -230,14 +269,17 @@ class Sampler:
         if len(tokens) > 1:
             tokens = self._ids(tokens)
             near = ancestors & (positions[:, None] - positions < window)
-            # what is not near is replaced by the node's own token, so that nothing has to be counted
+            # what is not near is replaced by the node's own token, so that nothing has to be
+            # counted
             seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
         return seen
 
     def lowered(self, logits: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """Logits ``[n, V]`` after the nodes of a draft tree, less what presence and frequency take off: in float64.
+        """Logits ``[n, V]`` after the nodes of a draft tree,
+        less what presence and frequency take off: in float64.
 
-        Nodes are as for :meth:`seen`. Of the generated text the root is a part, and each node's drafted ancestors are.
+        Nodes are as for :meth:`seen`. Of the generated text the root is a part, and each node's
+        drafted ancestors are.
         """
         if not self.params.counts:
             return logits
@@ -245,14 +287,18 @@ class Sampler:
         drafted = ancestors[:, 1:].to(torch.float64)
         counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
         own = self.params
-        return logits.double() - (own.frequency_penalty * counts + own.presence_penalty * (counts > 0))
+        return logits.double() - (
+            own.frequency_penalty * counts + own.presence_penalty * (counts > 0)
+        )
 
     def along(self, logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`lowered` and :meth:`seen`, after each of ``tokens``, the first of which ends the text.
+        """As :meth:`lowered` and :meth:`seen`, after each of ``tokens``,
+        the first of which ends the text.
 
         The text is extended by the others.
         """
-        device, count = self._tokens.device, len(tokens)
+        device = self._tokens.device
+        count = len(tokens)
         positions = torch.arange(self.length - 1, self.length - 1 + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
         ids = torch.tensor(tokens, device=device)
@@ -261,7 +307,8 @@ class Sampler:
         return found
 
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
-        """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions; zero at temperature 0.
+        """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions;
+        zero at temperature 0.
 
         For positions in a tensor it is computed without a wait; for others it is kept, by blocks.
         """
@@ -269,32 +316,51 @@ class Sampler:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
             return gumbel(self.seed, positions, self._tokens)
-        return torch.stack([self._noise(position // _BLOCK)[position % _BLOCK] for position in positions])
+        return torch.stack(
+            [self._noise(position // _BLOCK)[position % _BLOCK] for position in positions]
+        )
 
     def warp(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """What the filters and the penalty leave of logits ``[n, V]`` of any dtype: ``[n, V]`` float64."""
+        """What the filters and the penalty leave of logits ``[n, V]`` of any dtype:
+        ``[n, V]`` float64.
+        """
         return warp(logits.to(torch.float64, copy=True), seen, self.params, self._rule.constants)
 
-    def scores(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Tensor:
-        """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at ``positions``."""
+    def scores(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
+    ) -> Tensor:
+        """What the rule takes the argmax of: ``[n, V]`` float64 from logits ``[n, V]`` of tokens at
+        ``positions``.
+        """
         return self.warp(logits, seen) + self.noise(positions)
 
-    def draw(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> list[int]:
+    def draw(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
+    ) -> list[int]:
         """The tokens at ``positions``, one for each row of ``logits`` ``[n, V]``.
 
-        A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's logit does not count.
-        Whatever the filters, the best score is not finite then, so that no other check (and wait) is needed.
+        A row with NaN or infinity, or with no token left, draws ``NO_TOKEN``; a banned token's
+        logit does not count. Whatever the filters, the best score is not finite then, so that no
+        other check (and wait) is needed.
         """
         ranked = self._ranked(logits, 1, positions, seen)
-        return _best(self.scores(logits, seen, positions)).tolist() if ranked is None else _drawn(*ranked)
+        return (
+            _best(self.scores(logits, seen, positions)).tolist()
+            if ranked is None
+            else _drawn(*ranked)
+        )
 
     def draw_nodes(
-        self, logits: Tensor, nodes: Nodes, parents: list[int] | None = None, with_runner_up: bool = False
+        self,
+        logits: Tensor,
+        nodes: Nodes,
+        parents: list[int] | None = None,
+        with_runner_up: bool = False,
     ) -> Drawn:
         """The tokens drawn after the nodes of a draft tree, for the host, which waits for them.
 
-        With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out: they draw
-        ``NO_TOKEN`` then. All else is as for :meth:`CSampler.follow`.
+        With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out:
+        they draw ``NO_TOKEN`` then. All else is as for :meth:`CSampler.follow`.
         """
         logits = self.lowered(logits, nodes[0], nodes[2])
         if parents is not None and self.program(logits.dtype) is not None:
@@ -303,7 +369,8 @@ class Sampler:
                 return followed
         if not with_runner_up and (logits.dtype, 0) in self._rule.fused:
             return self.draw_rows(logits, *nodes).tolist(), []
-        seen, places = self.seen(*nodes), nodes[1] + 1
+        seen = self.seen(*nodes)
+        places = nodes[1] + 1
         if with_runner_up:
             return self.draw_with_runner_up(logits, seen, places)
         return self.draw(logits, seen, places.tolist()), []
@@ -322,8 +389,11 @@ class Sampler:
         newest = self.newest if self.penalises else None
         return program.follow(logits, nodes, parents, newest, verification, with_runner_up)
 
-    def draw_with_runner_up(self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor) -> Drawn:
-        """As :meth:`draw`, and for each row the runner-up and the lead over it in score: for drafts.
+    def draw_with_runner_up(
+        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
+    ) -> Drawn:
+        """As :meth:`draw`, and for each row the runner-up and the lead over it in score: for
+        drafts.
 
         Triton's kernels may swap two tokens whose scores differ in the last place.
         """
@@ -332,13 +402,16 @@ class Sampler:
             tokens, scores = self.candidates(logits, seen, positions, 2)
             # together, as each tolist waits for the device; float64 holds every token id
             ranked = torch.stack([tokens.double(), scores]).tolist()
-        leads = [(int(pair[1]), first - second) for pair, (first, second) in zip(*ranked, strict=True)]
+        leads = [
+            (int(pair[1]), first - second) for pair, (first, second) in zip(*ranked, strict=True)
+        ]
         return _drawn(*ranked), leads
 
     def _ranked(
         self, logits: Tensor, count: int, positions: Sequence[int] | Tensor, seen: Tensor | None
     ) -> list[list[list[float]]] | None:
-        """The best ``count`` tokens of each row and their scores, by the C program; None if it does not take these.
+        """The best ``count`` tokens of each row and their scores, by the C program;
+        None if it does not take these.
 
         PyTorch ranks rows of whose best token the program is unsure.
         """
@@ -351,7 +424,8 @@ class Sampler:
         for row in unsure:
             own = seen[row : row + 1] if seen is not None and len(seen) > 1 else seen
             best = self.scores(logits[row : row + 1], own, places[row : row + 1]).topk(count)
-            ranked[0][row], ranked[1][row] = best.indices[0].tolist(), best.values[0].tolist()
+            ranked[0][row] = best.indices[0].tolist()
+            ranked[1][row] = best.values[0].tolist()
         return ranked
 
     def program(self, dtype: torch.dtype) -> CSampler | None:
@@ -360,11 +434,14 @@ class Sampler:
             return None
         return self._rule.program
 
-    def draw_rows(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor) -> Tensor:
+    def draw_rows(
+        self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor
+    ) -> Tensor:
         """As :meth:`draw`, the token drawn after every node of a draft tree, without a wait.
 
-        All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured of it and replayed.
-        Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn come next. ``[n]`` int64.
+        All that is read is on the logits' device, ``newest`` too, so a CUDA graph can be captured
+        of it and replayed. Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn
+        come next. ``[n]`` int64.
         """
         logits = self.lowered(logits, tokens, ancestors)
         fused = self._rule.fused.get((logits.dtype, 0))
@@ -373,24 +450,31 @@ class Sampler:
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
 
     def candidates(
-        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor | None, count: int
+        self,
+        logits: Tensor,
+        seen: Tensor | None,
+        positions: Sequence[int] | Tensor | None,
+        count: int,
     ) -> tuple[Tensor, Tensor]:
         """The tokens most likely to be drawn, as guessed from a draft's logits, without a wait.
 
         Args:
             logits: ``[n, V]``.
-            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens in the penalty window; None for none.
-            positions: ``[n]``, where the tokens will be drawn: ranked with the noise of that place. None ranks them
-                without noise.
+            seen: ``[n, V]`` bool, or ``[1, V]`` for all rows: the tokens in the penalty window;
+                None for none.
+            positions: ``[n]``, where the tokens will be drawn: ranked with the noise of that place.
+                None ranks them without noise.
             count: number of each row.
 
         Returns:
-            ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that is never drawn.
-            Fewer columns where the vocabulary has no more.
+            ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that
+            is never drawn. Fewer columns where the vocabulary has no more.
         """
         count = min(count, logits.shape[-1])
         fused = self._rule.fused.get((logits.dtype, count))
-        alike = (seen is None or len(seen) in (1, len(logits))) and (positions is None or len(positions) == len(logits))
+        alike = (seen is None or len(seen) in (1, len(logits))) and (
+            positions is None or len(positions) == len(logits)
+        )
         if fused is not None and alike and not isinstance(positions, Sequence):
             return fused.candidates(logits, seen, positions, count)
         program = self.program(logits.dtype) if alike and count <= MOST else None
@@ -398,22 +482,30 @@ class Sampler:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
             tokens, found, _ = program.rank(logits, count, places, seen)
             return tokens, found
-        scores = self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
+        scores = (
+            self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
+        )
         best = scores.topk(count)
         return best.indices, best.values
 
 
 def _noise_blocks(seed: int, tokens: Tensor) -> Callable[[int], Tensor]:
     """Noise of so many positions at a time; the blocks near the newest position are kept."""
-    return functools.lru_cache(5)(lambda index: gumbel(seed, range(index * _BLOCK, (index + 1) * _BLOCK), tokens))
+    return functools.lru_cache(5)(
+        lambda index: gumbel(seed, range(index * _BLOCK, (index + 1) * _BLOCK), tokens)
+    )
 
 
 def _drawn(tokens: list[list[float]], scores: list[list[float]]) -> list[int]:
-    return [int(row[0]) if math.isfinite(best[0]) else NO_TOKEN for row, best in zip(tokens, scores, strict=True)]
+    return [
+        int(row[0]) if math.isfinite(best[0]) else NO_TOKEN
+        for row, best in zip(tokens, scores, strict=True)
+    ]
 
 
 def _best(scores: Tensor) -> Tensor:
-    # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and not for argmax
+    # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and
+    # not for argmax
     drawn = scores.argmax(-1, keepdim=True)
     best = scores.gather(-1, drawn)
     return torch.where(best.abs() < math.inf, drawn, NO_TOKEN).squeeze(-1)
@@ -422,30 +514,48 @@ def _best(scores: Tensor) -> Tensor:
 def row_type(top: int) -> np.dtype[np.void]:
     """A token's log-probabilities (natural logarithms, float64), as arrays and files hold them.
 
-    ``raw`` is by the model's own distribution; ``warped`` by that which the token is drawn from, after biases, penalty,
-    temperature and filters; at temperature 0, where nothing is drawn, after biases and penalty. Then the ``top``
-    likeliest tokens by each: ``raw_ids`` and ``raw_top``, ``warped_ids`` and ``warped_top``, ``-inf`` where the filters
-    leave fewer.
+    ``raw`` is by the model's own distribution; ``warped`` by that which the token is drawn from,
+    after biases, penalty, temperature and filters; at temperature 0, where nothing is drawn, after
+    biases and penalty. Then the ``top``
+    likeliest tokens by each: ``raw_ids`` and ``raw_top``, ``warped_ids`` and ``warped_top``,
+    ``-inf`` where the filters leave fewer.
     """
-    ids, logs = ("<u4", (top,)), ("<f8", (top,))
-    fields = {"raw": "<f8", "warped": "<f8", "raw_ids": ids, "raw_top": logs, "warped_ids": ids, "warped_top": logs}
+    ids = ("<u4", (top,))
+    logs = ("<f8", (top,))
+    fields = {
+        "raw": "<f8",
+        "warped": "<f8",
+        "raw_ids": ids,
+        "raw_top": logs,
+        "warped_ids": ids,
+        "warped_top": logs,
+    }
     return np.dtype(list(fields.items())[: 6 if top else 2])  # type: ignore[arg-type]
 
 
 class LogprobRecorder:
-    """Log-probabilities of a text's tokens and of ``top`` likeliest ones; ``sampler`` knows the text up to ``last``."""
+    """Log-probabilities of a text's tokens and of ``top`` likeliest ones;
+    ``sampler`` knows the text up to ``last``.
+    """
 
     def __init__(self, sampler: Sampler, last: int, top: int) -> None:
-        self._sampler, self._last, self._top = sampler.copy(), last, top
+        self._sampler = sampler.copy()
+        self._last = last
+        self._top = top
 
     def record(self, logits: Tensor, tokens: Sequence[int]) -> NDArray[np.void]:
-        """The rows ``[n]`` of :func:`row_type` of the text's next tokens, which were drawn from logits ``[n, V]``."""
+        """The rows ``[n]`` of :func:`row_type` of the text's next tokens, which were drawn from
+        logits ``[n, V]``.
+        """
         lowered, seen = self._sampler.along(logits, [self._last, *tokens[:-1]])
         self._sampler.extend(tokens[-1:])
         self._last = tokens[-1]
         rows = np.empty(len(tokens), row_type(self._top))
         drawn = torch.tensor(tokens).to(logits.device)[:, None]
-        for name, scores in (("raw", logits.double()), ("warped", self._sampler.warp(lowered, seen))):
+        for name, scores in (
+            ("raw", logits.double()),
+            ("warped", self._sampler.warp(lowered, seen)),
+        ):
             logs = scores.log_softmax(-1)
             rows[name] = logs.gather(1, drawn).squeeze(1).numpy(force=True)
             if self._top:

@@ -1,15 +1,17 @@
 """The sampling rule as two or three Triton kernels, and the check that they draw the same tokens.
 
-The rule itself, in float64 by PyTorch, stays :meth:`~tswift.sampling.rule.Sampler.draw_rows`. The kernels draw the
-same tokens from logits read in the model's dtype, without a float64 copy of them in memory. Only the sampler imports
+The rule itself, in float64 by PyTorch, stays :meth:`~tswift.sampling.rule.Sampler.draw_rows`. The
+kernels draw the same tokens from logits read in the model's dtype, without a float64 copy of them
+in memory. Only the sampler imports
 this module, where it is asked to: triton may not be installed.
 
-A program works on some rows of logits (nodes of a draft tree) and one part of the vocabulary: rows that share a part
-read its newest positions once, and one row's parts fill the device. Arithmetic is that of
-:mod:`tswift.sampling.parameters` and :mod:`tswift.sampling.rule`, in float64 and in the same order. NaN is carried as
-infinity: both draw nothing. ``reals`` is float64: temperature, penalty, log(min-p); ``integers`` is int64: the seed's
-stream, the window. Which tokens are penalised, ``PENALTY`` says: 0 none, 1 those in the text's window, 2 those on the
-node's path in the draft tree, too, 3 those of a mask.
+A program works on some rows of logits (nodes of a draft tree) and one part of the vocabulary: rows
+that share a part read its newest positions once, and one row's parts fill the device. Arithmetic is
+that of :mod:`tswift.sampling.parameters` and :mod:`tswift.sampling.rule`, in float64 and in the
+same order. NaN is carried as
+infinity: both draw nothing. ``reals`` is float64: temperature, penalty, log(min-p); ``integers`` is
+int64: the seed's stream, the window. Which tokens are penalised, ``PENALTY`` says: 0 none, 1 those
+in the text's window, 2 those on the node's path in the draft tree, too, 3 those of a mask.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ from tswift.sampling.parameters import SamplingParams, constants
 from tswift.sampling.rule import FAR, NO_TOKEN, Sampler, seed_stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)  # nodes of the trees with which the kernels are tried on a device
+# nodes of the trees with which the kernels are tried on a device
+TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)
 RANKED = (1, 1, 1, 4, 4, 16)  # rows with which the ranking of candidates is
 _CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
 @triton.jit
 def _mixed(value):
-    """SplitMix64's output function on int64, which wraps; after a shift the sign's copies are masked out."""
+    """SplitMix64's output function on int64, which wraps;
+    after a shift the sign's copies are masked out.
+    """
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
@@ -57,7 +62,9 @@ def _warped(
     BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
     SCALED: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
-    """Warped logits ``[rows, block]`` before any filter; ``-inf`` outside the rows and the vocabulary."""
+    """Warped logits ``[rows, block]`` before any filter;
+    ``-inf`` outside the rows and the vocabulary.
+    """
     ids = first + tl.arange(0, BLOCK)
     used = row < rows
     held = ids < vocab
@@ -88,7 +95,9 @@ def _warped(
             inside = (token >= first) & (token < first + BLOCK) & (node < rows)
             mask = used[:, None] & inside[None, :]
             near = tl.load(ancestors + row[:, None] * rows + node[None, :], mask=mask, other=0) != 0
-            behind = position[:, None] - tl.load(positions + node, mask=node < rows, other=0)[None, :]
+            behind = (
+                position[:, None] - tl.load(positions + node, mask=node < rows, other=0)[None, :]
+            )
             left = tl.where(mask & near & (behind < window), token[None, :], -1)
             # few of a path's tokens are in this part, so they are taken out one by one
             some = tl.max(left, 1)
@@ -108,7 +117,9 @@ def top_logits(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
     SCALED: tl.constexpr, PENALTY: tl.constexpr,
 ):  # fmt: skip
-    """The largest warped logit of each row in each part, ``tops`` ``[rows, parts]``; grid ``(row blocks, parts)``."""
+    """The largest warped logit of each row in each part, ``tops`` ``[rows, parts]``;
+    grid ``(row blocks, parts)``.
+    """
     part = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     logit = _warped(
@@ -126,7 +137,8 @@ def rank_parts(
     SCALED: tl.constexpr, PENALTY: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr, MIN_P: tl.constexpr,
     NOISY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The best ``COUNT`` tokens of each row in each part, and their scores: both ``[rows, parts, COUNT]``.
+    """The best ``COUNT`` tokens of each row in each part, and their scores:
+    both ``[rows, parts, COUNT]``.
 
     Noise is that of ``AHEAD`` places after ``positions``; grid ``(row blocks, parts)``.
     """
@@ -140,7 +152,9 @@ def rank_parts(
     if MIN_P:
         other = tl.arange(0, PARTS)
         mask = used[:, None] & (other < parts)[None, :]
-        every = tl.load(tops + row[:, None] * parts + other[None, :], mask=mask, other=float("-inf"))
+        every = tl.load(
+            tops + row[:, None] * parts + other[None, :], mask=mask, other=float("-inf")
+        )
         limit = tl.max(every, 1) + tl.load(reals + 2)
         top = tl.load(tops + row * parts + part, mask=used, other=float("-inf"))
     at = (row * parts + part) * COUNT
@@ -174,10 +188,11 @@ def rank_rows(
     scores, ranked, best_scores, best_tokens, rows, found,
     ROWS: tl.constexpr, FOUND: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """A row's best tokens and their scores, both ``[rows, COUNT]``, from the ``found`` ones of its parts.
+    """A row's best tokens and their scores, both ``[rows, COUNT]``,
+    from the ``found`` ones of its parts.
 
-    Of equal ones the lowest comes first. Where it is tokens drawn that are wanted, -1 stands for none, and no score is
-    stored; grid ``(row blocks,)``.
+    Of equal ones the lowest comes first. Where it is tokens drawn that are wanted, -1 stands for
+    none, and no score is stored; grid ``(row blocks,)``.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     each = tl.arange(0, FOUND)
@@ -199,29 +214,47 @@ _INTERPRETED = not isinstance(rank_rows, triton.JITFunction)
 
 
 class TritonSampler:
-    """The sampling rule in Triton kernels: draws what :meth:`Sampler.draw_rows` draws, and ranks candidates.
+    """The sampling rule in Triton kernels: draws what :meth:`Sampler.draw_rows` draws, and ranks
+    candidates.
 
-    It serves parameters with no filter but min-p, and logits of one of :data:`DTYPES`; made as a :class:`Sampler` is.
+    It serves parameters with no filter but min-p, and logits of one of :data:`DTYPES`; made as a
+    :class:`Sampler` is.
     """
 
     MAX_NODES: ClassVar[int] = 128  # of a draft tree
     MAX_CANDIDATES: ClassVar[int] = 16  # of a row; they are looked for one after the other
     BLOCK: ClassVar[int] = 1024  # tokens of a part
 
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device) -> None:
-        self._params, self._min_p, self._noisy = params, "min_p" in params.filters, params.temperature > 0
+    def __init__(
+        self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self._params = params
+        self._min_p = "min_p" in params.filters
+        self._noisy = params.temperature > 0
         reals = [params.temperature, params.penalty, math.log(params.min_p) if self._min_p else 0.0]
         self._reals = torch.tensor(reals, dtype=torch.float64).to(device)
-        self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(device)
+        self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(
+            device
+        )
         self._bias = self._banned = None
         biased, biases, banned = constants(params, "cpu")
         if params.logit_bias:
-            self._bias = torch.zeros(vocab_size, dtype=torch.float64).index_copy_(0, biased, biases).to(device)
+            self._bias = (
+                torch.zeros(vocab_size, dtype=torch.float64)
+                .index_copy_(0, biased, biases)
+                .to(device)
+            )
         if params.banned:
-            self._banned = torch.zeros(vocab_size, dtype=torch.int8).index_fill_(0, banned, 1).to(device)
+            self._banned = (
+                torch.zeros(vocab_size, dtype=torch.int8).index_fill_(0, banned, 1).to(device)
+            )
 
-    def draw(self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor) -> Tensor:
-        """As :meth:`Sampler.draw_rows`, for at most ``MAX_NODES`` nodes; ``newest`` is the sampler's."""
+    def draw(
+        self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor, newest: Tensor
+    ) -> Tensor:
+        """As :meth:`Sampler.draw_rows`, for at most ``MAX_NODES`` nodes; ``newest`` is the
+        sampler's.
+        """
         penalty = 1 + (len(tokens) > 1) if self._params.penalises else 0
         nodes = tokens, positions, ancestors.contiguous().view(torch.int8), newest, None
         return self._best(logits, nodes, penalty, self._noisy, 1, drawn=True)[0].squeeze(1)
@@ -229,10 +262,15 @@ class TritonSampler:
     def candidates(
         self, logits: Tensor, seen: Tensor | None, positions: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`Sampler.candidates`. Of equal ones the lowest comes first; a NaN's score is infinity."""
+        """As :meth:`Sampler.candidates`.
+
+        Of equal ones the lowest comes first; a NaN's score is infinity.
+        """
         mask = None if seen is None else seen.contiguous().view(torch.int8)
         nodes = None, positions, None, None, mask
-        return self._best(logits, nodes, 0 if mask is None else 3, self._noisy and positions is not None, count)
+        return self._best(
+            logits, nodes, 0 if mask is None else 3, self._noisy and positions is not None, count
+        )
 
     def _best(
         self,
@@ -269,13 +307,15 @@ class TritonSampler:
             # a product and a sum rounded once would not be what PyTorch's two operators give
             "enable_fp_fusion": False,
         }
-        # rows of a program: of the first kernel four where there are several, as its rows share what they read; an
-        # interpreter wants few programs
+        # rows of a program: of the first kernel four where there are several, as its rows share
+        # what they read; an interpreter wants few programs
         block = triton.next_power_of_2(rows) if _INTERPRETED else 1
         shared, warps = (block, 4) if _INTERPRETED or rows == 1 else (4, 8)
         with torch.cuda.device_of(logits):
             if self._min_p:
-                top_logits[triton.cdiv(rows, shared), parts](*arguments, ROWS=shared, num_warps=warps, **options)
+                top_logits[triton.cdiv(rows, shared), parts](
+                    *arguments, ROWS=shared, num_warps=warps, **options
+                )
             rank_parts[triton.cdiv(rows, block), parts](
                 *arguments, scores, ranked, ROWS=block, PARTS=triton.next_power_of_2(parts), COUNT=count,
                 MIN_P=self._min_p, NOISY=noisy, AHEAD=int(drawn), num_warps=4, **options,
@@ -288,13 +328,18 @@ class TritonSampler:
 
 
 def triton_sampler_fault(
-    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int = 0
+    params: SamplingParams,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    candidates: int = 0,
 ) -> str | None:
     """Why the kernels are not to be used for such parameters; None if they are.
 
-    They are compared with the rule in PyTorch on the device itself, on random rows with all that is odd; once for
-    every dtype, vocabulary, and set of kernels that parameters need. It takes as long as they take to compile. The
-    drawing is tried, or the ranking of so many ``candidates`` of a row, with noise and without.
+    They are compared with the rule in PyTorch on the device itself, on random rows with all that is
+    odd; once for every dtype, vocabulary, and set of kernels that parameters need. It takes as long
+    as they take to compile. The drawing is tried, or the ranking of so many ``candidates`` of a
+    row, with noise and without.
     """
     unserved = [name for name in params.filters if name != "min_p"]
     if unserved:
@@ -304,7 +349,15 @@ def triton_sampler_fault(
     if candidates > TritonSampler.MAX_CANDIDATES:
         return f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates"
     kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
-    key = (candidates, dtype, vocab_size, device, *kernels, bool(params.logit_bias), bool(params.banned))
+    key = (
+        candidates,
+        dtype,
+        vocab_size,
+        device,
+        *kernels,
+        bool(params.logit_bias),
+        bool(params.banned),
+    )
     if key not in _CHECKED:
         try:
             _CHECKED[key] = _disagreement(params, vocab_size, dtype, device, candidates)
@@ -314,25 +367,46 @@ def triton_sampler_fault(
 
 
 def _disagreement(
-    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, candidates: int
+    params: SamplingParams,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    candidates: int,
 ) -> str | None:
     random = Random(0)
     if candidates:
-        wrong = sum(misranked(params, vocab_size, rows, dtype, device, candidates, random) for rows in RANKED)
-        return f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule" if wrong else None
+        wrong = sum(
+            misranked(params, vocab_size, rows, dtype, device, candidates, random)
+            for rows in RANKED
+        )
+        return (
+            f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule"
+            if wrong
+            else None
+        )
     wrong = 0
     for index, nodes in enumerate(TRIED):
-        short = replace(params, window=random.randint(1, 5)) if params.penalises and index % 2 else params
+        short = (
+            replace(params, window=random.randint(1, 5))
+            if params.penalises and index % 2
+            else params
+        )
         wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
     return f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
 
 
 def mismatches(
-    params: SamplingParams, vocab_size: int, nodes: int, dtype: torch.dtype, device: torch.device, random: Random
+    params: SamplingParams,
+    vocab_size: int,
+    nodes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    random: Random,
 ) -> int:
     """Number of nodes of a random draft tree after which kernels and rule draw different tokens."""
     seed = random.getrandbits(64)
-    sampler, fused = Sampler(params, seed, vocab_size, device), TritonSampler(params, seed, vocab_size, device)
+    sampler = Sampler(params, seed, vocab_size, device)
+    fused = TritonSampler(params, seed, vocab_size, device)
     logits = odd_rows(nodes, vocab_size, dtype, random)
     tree = _random_tree(sampler, logits, random)
     rows, tokens, positions, ancestors = (each.to(device) for each in (logits, *tree))
@@ -344,27 +418,39 @@ def misranked(
     params: SamplingParams, vocab_size: int, rows: int, dtype: torch.dtype, device: torch.device, count: int,
     random: Random,
 ) -> int:  # fmt: skip
-    """Number of random rows whose candidates by the kernels are not those by the rule, with noise or without.
+    """Number of random rows whose candidates by the kernels are not those by the rule,
+    with noise or without.
 
-    What is equal may come in any order, and a score may be off by its last place: candidates are but guesses.
+    What is equal may come in any order, and a score may be off by its last place: candidates are
+    but guesses.
     """
     seed = random.getrandbits(64)
-    sampler, fused = Sampler(params, seed, vocab_size, device), TritonSampler(params, seed, vocab_size, device)
+    sampler = Sampler(params, seed, vocab_size, device)
+    fused = TritonSampler(params, seed, vocab_size, device)
     logits = odd_rows(rows, vocab_size, dtype, random).to(device)
     generator = torch.Generator().manual_seed(random.getrandbits(63))
-    seen = torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device) < random.random()
+    seen = (
+        torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device)
+        < random.random()
+    )
     penalised = seen if params.penalises else None
     place = random.choice((0, 7, 5000, 1 << 40))
     count = min(count, vocab_size)
     wrong = torch.zeros(rows, dtype=torch.bool, device=device)
     for places in (None, torch.arange(place, place + rows, device=device)):
-        scores = sampler.warp(logits, penalised) if places is None else sampler.scores(logits, penalised, places)
+        scores = (
+            sampler.warp(logits, penalised)
+            if places is None
+            else sampler.scores(logits, penalised, places)
+        )
         best = scores.topk(count).values
         tokens, theirs = fused.candidates(logits, penalised, places, count)
-        own, real = scores.gather(1, tokens), best > -math.inf
+        own = scores.gather(1, tokens)
+        real = best > -math.inf
         alone = ((tokens[:, :, None] == tokens[:, None]) & real[:, None]).sum(-1) == 1
         same = _close(theirs, best) & (~real | (_close(own, best) & alone))
-        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)  # a row with NaN or infinity has no candidates
+        # a row with NaN or infinity has no candidates
+        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)
     return int(wrong.sum())
 
 
@@ -373,10 +459,14 @@ def _close(one: Tensor, other: Tensor) -> Tensor:
 
 
 def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> Tensor:
-    """Logits ``[rows, V]``, peaked and flat, some with ties, impossible tokens, NaN, infinity, or huge or tiny ones."""
+    """Logits ``[rows, V]``, peaked and flat, some with ties, impossible tokens, NaN, infinity,
+    or huge or tiny ones.
+    """
     generator = torch.Generator().manual_seed(random.getrandbits(63))
     # some tokens are likely everywhere, so that it matters which are penalised along a path
-    logits = torch.randn(rows, vocab_size, generator=generator) + 2 * torch.randn(vocab_size, generator=generator)
+    logits = torch.randn(rows, vocab_size, generator=generator) + 2 * torch.randn(
+        vocab_size, generator=generator
+    )
     # subnormal numbers, but those of bfloat16 in Triton's interpreter, which misreads them
     tiny = 1e-30 if _INTERPRETED and dtype == torch.bfloat16 else torch.finfo(dtype).tiny / 100
     for row in logits:
@@ -403,22 +493,29 @@ def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> 
 
 
 def _random_tree(sampler: Sampler, logits: Tensor, random: Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, positions and ancestors of a draft tree, at whose nodes ``logits`` are, after a text for the sampler."""
+    """Tokens, positions and ancestors of a draft tree, at whose nodes ``logits`` are,
+    after a text for the sampler.
+    """
     nodes, vocab = logits.shape
     generator = torch.Generator().manual_seed(random.getrandbits(63))
     place = random.choice((0, 7, 5000, 1 << 40))
     span = min(2 * sampler.params.window + 2, 5000)
     ages = torch.randint(span, (vocab,), generator=generator)
-    newest = (place - ages).masked_fill_(torch.rand(vocab, generator=generator) < random.random(), FAR)
+    newest = (place - ages).masked_fill_(
+        torch.rand(vocab, generator=generator) < random.random(), FAR
+    )
     likely = logits.float().argmax(-1).tolist()
     ancestors = torch.eye(nodes, dtype=torch.bool)
-    depths, tokens = [0] * nodes, [random.randrange(vocab)]
+    depths = [0] * nodes
+    tokens = [random.randrange(vocab)]
     deep = random.random() < 0.2
     for node in range(1, nodes):
         parent = max(0, node - random.randint(1, 3)) if deep else random.randrange(node)
         ancestors[node] |= ancestors[parent]
         depths[node] = depths[parent] + 1
-        tokens.append(random.choice((likely[parent], likely[node], random.randrange(vocab), NO_TOKEN)))
+        tokens.append(
+            random.choice((likely[parent], likely[node], random.randrange(vocab), NO_TOKEN))
+        )
     newest[tokens[0]] = place
     sampler.newest.copy_(newest)
     return torch.tensor(tokens), torch.tensor(depths) + place, ancestors

@@ -1,4 +1,6 @@
-"""The HTTP interface: OpenAI's completions, chat completions and models, and runs that outlive their connections."""
+"""The HTTP interface: OpenAI's completions, chat completions and models,
+and runs that outlive their connections.
+"""
 
 from __future__ import annotations
 
@@ -57,21 +59,27 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 def _error_body(error: Refused) -> dict[str, object]:
     """An error in OpenAI's format."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    kind = _TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "server_error"
+    )
+    return {
+        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    }
 
 
 def _error(error: Refused, headers: Mapping[str, str] | None = None) -> Response:
     of_a_run = _NO_RETRY if error.status == 409 else {}
-    return JSONResponse(_error_body(error), error.status, {**error.headers, **of_a_run, **(headers or {})})
+    return JSONResponse(
+        _error_body(error), error.status, {**error.headers, **of_a_run, **(headers or {})}
+    )
 
 
 def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
     """Let requests in that come to a name of this server, with its key if it has one.
 
-    Without a key the server listens on this machine only. A page of the web could still let a browser ask there, as
-    another site or under a name of its own that leads to 127.0.0.1; so only names of this machine are answered, and
-    no page of another site.
+    Without a key the server listens on this machine only. A page of the web could still let a
+    browser ask there, as another site or under a name of its own that leads to 127.0.0.1; so only
+    names of this machine are answered, and no page of another site.
     """
     names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
 
@@ -84,10 +92,16 @@ def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
             origin = request.headers.get("origin")
             elsewhere = origin is not None and origin.partition("://")[2] != asked
             if elsewhere or request.headers.get("sec-fetch-site") == "cross-site":
-                return Refused(403, "a page of another site cannot ask a server without a key", code="wrong_origin")
+                return Refused(
+                    403,
+                    "a page of another site cannot ask a server without a key",
+                    code="wrong_origin",
+                )
         elif request.scope["path"] not in ("/health", "/"):
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode(), key.encode()
+            ):
                 message = "a wrong API key, or none; it is sent as Authorization: Bearer KEY"
                 return Refused(401, message, code="invalid_api_key")
         return None
@@ -100,7 +114,9 @@ def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
 
 
 def share(app: ASGIApp) -> ASGIApp:
-    """Let a client have so many requests in progress, and no more, so that others are served; ``/health`` is exempt."""
+    """Let a client have so many requests in progress, and no more, so that others are served;
+    ``/health`` is exempt.
+    """
     busy: Counter[str] = Counter()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,12 +140,15 @@ def share(app: ASGIApp) -> ASGIApp:
 def linger(app: ASGIApp) -> ASGIApp:
     """Where the connection is closed after an answer, read the body first, whatever the answer is.
 
-    A connection that is closed while its client still sends is reset, and the client never sees the answer.
+    A connection that is closed while its client still sends is reset, and the client never sees the
+    answer.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        closes = scope.get("http_version") == "1.0" or headers.get("connection", "").lower() == "close"
+        closes = (
+            scope.get("http_version") == "1.0" or headers.get("connection", "").lower() == "close"
+        )
         more = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
         async def read() -> Message:
@@ -157,7 +176,9 @@ class Api:
     """The routes; with a demo page, ``/`` shows a text being written."""
 
     def __init__(self, service: Service, config: ServeConfig, demo_page: bool) -> None:
-        self._service, self._model, self._started = service, service.model, int(time.time())
+        self._service = service
+        self._model = service.model
+        self._started = int(time.time())
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
@@ -172,7 +193,9 @@ class Api:
         ]
         if demo_page:
             routes.append(Route("/", self._page))
-        handlers: Any = dict.fromkeys((Refused, HTTPException, ClientDisconnect, Exception), _failed)
+        handlers: Any = dict.fromkeys(
+            (Refused, HTTPException, ClientDisconnect, Exception), _failed
+        )
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = linger(share(authorize(app, config.host, config.api_key)))
 
@@ -180,30 +203,48 @@ class Api:
 
     async def _health(self, request: HttpRequest) -> Response:
         decodes = self._service.thread.is_alive()
-        about = {"status": "ok" if decodes else "the thread that decodes has ended", "model": self._service.model_id}
+        about = {
+            "status": "ok" if decodes else "the thread that decodes has ended",
+            "model": self._service.model_id,
+        }
         return JSONResponse({**about, "version": tswift.__version__}, 200 if decodes else 503)
 
     def _page(self, request: HttpRequest) -> Response:
-        policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+        policy = (
+            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+            "connect-src 'self'"
+        )
         return HTMLResponse(_PAGE.read_text(), headers={"Content-Security-Policy": policy})
 
     async def _models(self, request: HttpRequest) -> Response:
-        about = {"id": self._service.model_id, "object": "model", "created": self._started, "owned_by": "tswift"}
+        about = {
+            "id": self._service.model_id,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "tswift",
+        }
         about["max_model_len"] = self._model.target.max_positions
         name = request.path_params.get("name")
         if name not in (None, self._service.model_id):
-            raise Refused(404, f"the model {name!r:.80} is not served here", "model", "model_not_found")
+            raise Refused(
+                404, f"the model {name!r:.80} is not served here", "model", "model_not_found"
+            )
         return JSONResponse({"object": "list", "data": [about]} if name is None else about)
 
     # --- texts
 
     async def _create(self, request: HttpRequest, chat: bool) -> Response:
         if "last-event-id" in request.headers:
-            message = "goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new run"
+            message = (
+                "goes with GET /v1/runs/ID/events or POST /v1/runs/ID/resume: this would be a new "
+                "run"
+            )
             raise Refused(400, f"Last-Event-ID {message}", "Last-Event-ID")
         body = await run_in_threadpool(parse_body, await _body(request))
         run = await run_in_threadpool(self._service.accept, body, chat)
-        return await self._answer(request, run, run.wants("stream"), leaving=run.wants("cancel_on_disconnect"))
+        return await self._answer(
+            request, run, run.wants("stream"), leaving=run.wants("cancel_on_disconnect")
+        )
 
     async def _answer(
         self,
@@ -213,14 +254,19 @@ class Api:
         have: tuple[int, int] | None = None,
         leaving: bool = False,
     ) -> Response:
-        """Follow a run to its end, or to the end of the connection; which, ``leaving``, cancels the run.
+        """Follow a run to its end, or to the end of the connection; which, ``leaving``,
+        cancels the run.
 
-        Where it is not streamed it comes whole. A reader who comes again says what they ``have``: tokens and bytes.
+        Where it is not streamed it comes whole. A reader who comes again says what they ``have``:
+        tokens and bytes.
         """
         if stream:
-            then = BackgroundTask(self._service.cancel, run) if leaving else None  # a run that is done stays done
+            # a run that is done stays done
+            then = BackgroundTask(self._service.cancel, run) if leaving else None
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Run-Id": run.id}
-            return StreamingResponse(self._events(run, have), 200, headers, "text/event-stream", then)
+            return StreamingResponse(
+                self._events(run, have), 200, headers, "text/event-stream", then
+            )
         gone = asyncio.ensure_future(_gone(request.receive))
         try:
             while run.open and not gone.done():
@@ -243,10 +289,14 @@ class Api:
         return JSONResponse(whole, headers={"X-Run-Id": run.id})
 
     async def _events(self, run: Run, have: tuple[int, int] | None) -> AsyncIterator[str]:
-        """A run's text as server-sent events; an event's id says how many tokens and bytes came so far."""
+        """A run's text as server-sent events; an event's id says how many tokens and bytes came so
+        far.
+        """
         tokens, start = have or (0, 0)
         logprobs = Logprobs(run, self._model.tokenizer, tokens)
-        head, chat, usage = self._head(run, ".chunk"), run.wants("chat"), run.wants("include_usage")
+        head = self._head(run, ".chunk")
+        chat = run.wants("chat")
+        usage = run.wants("include_usage")
         # lines without an empty one behind them: clients may take that for an event without data
         yield "retry: 1000\n"
 
@@ -254,11 +304,16 @@ class Api:
             chunk = {**head, "choices": choices, **({"usage": None} if usage else {}), **others}
             return f"id: {tokens}:{start}\ndata: {json.dumps(chunk)}\n\n"
 
-        def choice(text: str | None, reason: str | None = None, role: bool = False) -> list[dict[str, object]]:
+        def choice(
+            text: str | None, reason: str | None = None, role: bool = False
+        ) -> list[dict[str, object]]:
             rest: dict[str, object] = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
             if not chat:
                 return [{"index": 0, "text": text or "", **rest}]
-            delta = {**({"role": "assistant"} if role else {}), **({} if text is None else {"content": text})}
+            delta = {
+                **({"role": "assistant"} if role else {}),
+                **({} if text is None else {"content": text}),
+            }
             return [{"index": 0, "delta": delta, **rest}]
 
         if chat and have is None:
@@ -288,11 +343,17 @@ class Api:
 
     def _head(self, run: Run, part: str = "") -> dict[str, object]:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
-        return {"id": run.id, "object": kind, "created": run.created, "model": self._service.model_id}
+        return {
+            "id": run.id,
+            "object": kind,
+            "created": run.created,
+            "model": self._service.model_id,
+        }
 
     # --- runs
 
-    def _list(self, request: HttpRequest) -> Response:  # in a thread of its own, as all that are not async
+    def _list(self, request: HttpRequest) -> Response:
+        # in a thread of its own, as all that are not async
         limit = request.query_params.get("limit", "100")
         if not re.fullmatch(r"\d{1,4}", limit) or not 1 <= int(limit) <= 1000:
             raise Refused(400, "limit must be between 1 and 1,000", "limit")
@@ -324,11 +385,17 @@ class Api:
         body = await run_in_threadpool(parse_body, data) if data else {}
         for name in body:
             if name not in ("stream", "max_tokens"):
-                raise Refused(400, f"there is no field {name!r:.60}; there are stream and max_tokens", name[:60])
+                raise Refused(
+                    400,
+                    f"there is no field {name!r:.60}; there are stream and max_tokens",
+                    name[:60],
+                )
         stream = body.get("stream")
         if stream is not None and not isinstance(stream, bool):
             raise Refused(400, "stream must be true or false", "stream")
-        run = await run_in_threadpool(self._service.resume, request.path_params["id"], body.get("max_tokens"))
+        run = await run_in_threadpool(
+            self._service.resume, request.path_params["id"], body.get("max_tokens")
+        )
         if stream is None:
             stream = have is not None or run.wants("stream")
         return await self._answer(request, run, stream, have)
@@ -344,27 +411,36 @@ class Api:
 class Logprobs:
     """Log-probabilities of a run's tokens, but those ``given`` before, in OpenAI's format.
 
-    They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was drawn from.
+    They are by the model's own distribution; ``drawn_logprob`` is by the one that the token was
+    drawn from.
     """
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, given: int) -> None:
-        self._run, self._tokenizer, self._given = run, tokenizer, given
+        self._run = run
+        self._tokenizer = tokenizer
+        self._given = given
         self._stream = TextStream(tokenizer)
         self._offset: int | None = None  # of the first token to give, once it is made
 
     def up_to(self, tokens: int) -> dict[str, Any] | None:
         """Those of the tokens that were not given yet; None if there are none."""
-        config, ids = self._run.config, self._run.ids[self._given : tokens].tolist()
+        config = self._run.config
+        ids = self._run.ids[self._given : tokens].tolist()
         if self._run.request is None or config.logprobs is None or not ids:
             return None
         if self._offset is None:
             self._offset = len(self._stream.add(self._run.ids[: self._given].tolist()))
         kind = row_type(config.logprobs)
         held = self._run.rows[self._given * kind.itemsize : tokens * kind.itemsize]
-        rows, self._given = np.frombuffer(bytes(held), kind), tokens
+        rows = np.frombuffer(bytes(held), kind)
+        self._given = tokens
         content = []
         for token, row in zip(ids, rows, strict=True):
-            near = zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True) if config.logprobs else ()
+            near = (
+                zip(row["raw_ids"].tolist(), row["raw_top"].tolist(), strict=True)
+                if config.logprobs
+                else ()
+            )
             others = [self._entry(*each) for each in near]
             own = {**self._entry(token, float(row["raw"])), "drawn_logprob": float(row["warped"])}
             content.append({**own, "top_logprobs": others})
@@ -390,7 +466,9 @@ class Logprobs:
 
 
 def _likeliest(near: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters, the likeliest."""
+    """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters,
+    the likeliest.
+    """
     found: dict[str, float] = {}
     for each in near:
         found.setdefault(each["token"], each["logprob"])
@@ -411,7 +489,9 @@ def _figures(run: Run) -> dict[str, object]:
 
 def _usage(run: Run) -> dict[str, Any]:
     """Tokens as OpenAI counts them; predicted ones are those that were drafted."""
-    figures, prompt, made = run.figures(), run.prompt_tokens, run.stats.tokens
+    figures = run.figures()
+    prompt = run.prompt_tokens
+    made = run.stats.tokens
     details = {
         "accepted_prediction_tokens": figures["accepted"],
         "rejected_prediction_tokens": max(0, figures["drafted"] - figures["accepted"]),
@@ -437,7 +517,11 @@ def _have(request: HttpRequest) -> tuple[int, int] | None:
         return None
     found = _EVENT_ID.fullmatch(name)
     if found is None:
-        raise Refused(400, f"Last-Event-ID must be the id of an event, TOKENS:BYTES, got {name!r:.40}", "Last-Event-ID")
+        raise Refused(
+            400,
+            f"Last-Event-ID must be the id of an event, TOKENS:BYTES, got {name!r:.40}",
+            "Last-Event-ID",
+        )
     return int(found[1]), int(found[2])
 
 
@@ -448,7 +532,9 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not empty:
         raise Refused(
-            415, f"the body must be application/json, got {kind or 'nothing'!r:.60}", code="unsupported_media_type"
+            415,
+            f"the body must be application/json, got {kind or 'nothing'!r:.60}",
+            code="unsupported_media_type",
         )
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "a compressed body is not served", code="unsupported_media_type")
@@ -467,7 +553,9 @@ async def _body(request: HttpRequest, optional: bool = False) -> bytes:
     try:
         return await asyncio.wait_for(read(), _BODY_SECONDS)
     except TimeoutError:
-        raise Refused(408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout") from None
+        raise Refused(
+            408, f"the body did not come within {_BODY_SECONDS:g} seconds", code="timeout"
+        ) from None
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
@@ -483,25 +571,34 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """HTTP of a connection, which is closed if for a while no request comes, whole, or nothing is read.
+    """HTTP of a connection, which is closed if for a while no request comes, whole,
+    or nothing is read.
 
-    Where there are too many of a client, or of all, those go first that have waited longest for a request.
+    Where there are too many of a client, or of all, those go first that have waited longest for a
+    request.
     """
 
     _waits_since: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing pauses whenever something is left to be read
+        # writing pauses whenever something is left to be read
+        transport.set_write_buffer_limits(high=0)
         self._waits_since = self.loop.time()
         self.loop.call_later(_IDLE_SECONDS, self._close_idle, None)
-        every = [each for each in self.connections if isinstance(each, _Protocol) and not each.transport.is_closing()]
+        every = [
+            each
+            for each in self.connections
+            if isinstance(each, _Protocol) and not each.transport.is_closing()
+        ]
         self._make_room(every, _MAX_CONNECTIONS)
         own = self.client and self.client[0]
         self._make_room([each for each in every if each.client and each.client[0] == own], _SHARE)
 
     def _make_room(self, connections: Sequence[_Protocol], most: int) -> None:
-        """Close another one of these connections, if there are too many and one of them does nothing."""
+        """Close another one of these connections, if there are too many and one of them does
+        nothing.
+        """
         idle = [each for each in connections if each.idle and each is not self]
         if len(connections) > most and idle:
             min(idle, key=lambda each: each._waits_since).transport.abort()
@@ -519,7 +616,11 @@ class _Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP."""
         content = json.dumps(_error_body(Refused(400, msg))).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(content))), ("connection", "close")]
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(content))),
+            ("connection", "close"),
+        ]
         answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
         for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -552,7 +653,9 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """The server; what it is asked to stop by stops the decoding first, so that readers are told."""
+    """The server; what it is asked to stop by stops the decoding first,
+    so that readers are told.
+    """
 
     service: Service
 

@@ -1,7 +1,8 @@
-"""Requests as runs: a bounded queue, one thread that decodes, and texts that any number of readers follow.
+"""Requests as runs: a bounded queue, one thread that decodes,
+and texts that any number of readers follow.
 
-Every request is a run's folder, written and resumed by the code of ``tswift generate``. The thread knows no reader: it
-appends to a run's text, and readers look there as often as they like.
+Every request is a run's folder, written and resumed by the code of ``tswift generate``. The thread
+knows no reader: it appends to a run's text, and readers look there as often as they like.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ class _Stop(KeyboardInterrupt):
 class Run:
     """A request, or a run's folder, and its text so far.
 
-    The text only grows, ``ends`` says how many of its bytes each step completed, and ``tokens`` how many tokens there
-    were then; so readers need no lock, and one that is slow or gone costs nothing.
+    The text only grows, ``ends`` says how many of its bytes each step completed, and ``tokens`` how
+    many tokens there were then; so readers need no lock, and one that is slow or gone costs
+    nothing.
     """
 
     path: Path
@@ -86,12 +88,14 @@ class Run:
     reason: str = ""  # why it failed
     refusal: bool = False  # it failed for what was asked
     stopping: str = ""  # the state in which it is to stop
-    end: str | None = None  # how a finished text ended: length, eos (which is no part of the text) or stop
+    # how a finished text ended: length, eos (which is no part of the text) or stop
+    end: str | None = None
     stats: DecodeStats = field(default_factory=lambda: DecodeStats(0))
     text: bytearray = field(default_factory=bytearray)
     tokens: array[int] = field(default_factory=lambda: array("Q"))
     ends: array[int] = field(default_factory=lambda: array("Q"))
-    ids: array[int] = field(default_factory=lambda: array("I"))  # the tokens, where log-probabilities are asked for
+    # the tokens, where log-probabilities are asked for
+    ids: array[int] = field(default_factory=lambda: array("I"))
     rows: bytearray = field(default_factory=bytearray)  # and those, as in ``logprobs.bin``
 
     @property
@@ -109,7 +113,9 @@ class Run:
         return self.state in (QUEUED, RUNNING)
 
     def read(self, tokens: int, start: int) -> tuple[str, int, int] | None:
-        """For a reader who has ``tokens`` and ``start`` bytes: the text after them, and how many of both that makes."""
+        """For a reader who has ``tokens`` and ``start`` bytes: the text after them,
+        and how many of both that makes.
+        """
         last = len(self.ends) - 1
         if last < 0 or self.ends[last] <= start:
             return None
@@ -161,7 +167,8 @@ class Run:
 
     def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
         """What a job is to call after every step; ``text_of`` gives the text of a token id."""
-        ends, held = frozenset(job.generation.stop), ""
+        ends = frozenset(job.generation.stop)
+        held = ""
         self.stats = job.stats.copy()
         wanted = job.config.logprobs is not None
         if wanted and job.tokens:
@@ -173,8 +180,11 @@ class Run:
             nonlocal held
             if job.state == FINISHED:
                 self.end = job.end()["reason"]
-                piece = (held + piece).removesuffix(text_of(job.tokens[-1]) if self.end == _EOS else "")
-            elif job.state != RUNNING:  # a character or a stop string that was begun may be another when it goes on
+                piece = (held + piece).removesuffix(
+                    text_of(job.tokens[-1]) if self.end == _EOS else ""
+                )
+            elif job.state != RUNNING:
+                # a character or a stop string that was begun may be another when it goes on
                 piece = ""
             elif job.tokens[-1:] and job.tokens[-1] in ends:
                 held, piece = piece, ""
@@ -194,14 +204,19 @@ class Run:
             raise _Stop
 
     def store(self, state: str = "") -> None:
-        """Write what was asked to its folder; with a ``state``, it is not to go on by itself. OSError if it fails."""
+        """Write what was asked to its folder; with a ``state``, it is not to go on by itself.
+
+        OSError if it fails.
+        """
         if (request := self.request) is not None:
             content = {
                 "chat": "chat" in request.wants,
                 "created": self.created,
                 "model": request.model,
                 "length": self.config.text.length,
-                "typed": {name: value for name, value in request.typed.items() if name not in _OF_MODEL},
+                "typed": {
+                    name: value for name, value in request.typed.items() if name not in _OF_MODEL
+                },
                 **({"state": state, "reason": self.reason} if state else {}),
                 "body": request.body,
             }
@@ -211,20 +226,24 @@ class Run:
 class Service:
     """The model, the runs' folder, whose lock the caller has, and the thread that decodes.
 
-    ``typed`` are options that were typed, as which the model was loaded: the defaults of requests. ``say`` prints a
-    line for people.
+    ``typed`` are options that were typed, as which the model was loaded: the defaults of requests.
+    ``say`` prints a line for people.
     """
 
-    def __init__(self, model: LoadedModel, config: ServeConfig, typed: Values, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: LoadedModel, config: ServeConfig, typed: Values, say: Callable[[str], None]
+    ) -> None:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
         self.model_id = config.model_id(model.name)
         self._config, self._say = config, say
         # as other servers do, requests get the model's own sampling
         usual = MODELS_OWN if recommends(model.target.model.generation_config) else PAPERS
         self._typed = dict(typed) if "preset" in typed else {"sampling_from": usual, **typed}
-        self.sampling = sampling_of(job_of(self._typed, {}, "-", chat=False), model)  # of a request that says nothing
+        # of a request that says nothing
+        self.sampling = sampling_of(job_of(self._typed, {}, "-", chat=False), model)
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
-        self._guard, self._accepting = threading.Lock(), threading.Lock()
+        self._guard = threading.Lock()
+        self._accepting = threading.Lock()
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
         self._closing, self._speed = False, 0.0  # of the last run, in tokens/s
@@ -233,7 +252,10 @@ class Service:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop the run that decodes, with everything saved. What is open goes on when a server starts again."""
+        """Stop the run that decodes, with everything saved.
+
+        What is open goes on when a server starts again.
+        """
         with self._guard:
             self._closing = True
             for run in self._runs.values():
@@ -250,7 +272,13 @@ class Service:
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
             config, prompt = self._fitted(request)
-            run = Run(default_path(config.method, self._config.runs), config, request, int(time.time()), prompt)
+            run = Run(
+                default_path(config.method, self._config.runs),
+                config,
+                request,
+                int(time.time()),
+                prompt,
+            )
             run.prompt_tokens = len(prompt)
             with self._guard:
                 self._refuse_full()
@@ -267,7 +295,8 @@ class Service:
 
     def find(self, name: str) -> Run:
         """The run of an id."""
-        run, path = self._runs.get(name), self._config.runs / name
+        run = self._runs.get(name)
+        path = self._config.runs / name
         if run is not None:
             return run
         reason = ""
@@ -299,12 +328,18 @@ class Service:
             return {"id": path.name, "object": "run", "state": BROKEN, "tokens": 0, **rest}
 
     def resume(self, name: str, length: int | None = None) -> Run:
-        """Go on with a run, or follow it if it is open already; a larger length goes on with a finished one."""
+        """Go on with a run, or follow it if it is open already;
+        a larger length goes on with a finished one.
+        """
         run = self.find(name)
         if run.state == IN_USE:
             raise Refused(409, f"another process is writing {name}", "id", IN_USE)
         if run.open and length is not None:
-            raise Refused(409, f"{name} is {run.state}; max_tokens can be raised when it is done", "max_tokens")
+            raise Refused(
+                409,
+                f"{name} is {run.state}; max_tokens can be raised when it is done",
+                "max_tokens",
+            )
         if run.open or (run.state == FINISHED and length is None):
             return run
         if length is not None:
@@ -352,7 +387,11 @@ class Service:
     def _refuse_length(self, run: Run, length: object) -> None:
         """Refuse a length that a run cannot be given."""
         if type(length) is not int or length < max(1, run.stats.tokens):
-            raise Refused(400, f"max_tokens must be an integer, at least {max(1, run.stats.tokens):,}", "max_tokens")
+            raise Refused(
+                400,
+                f"max_tokens must be an integer, at least {max(1, run.stats.tokens):,}",
+                "max_tokens",
+            )
         if run.state == FINISHED and run.end != "length":
             ended = "an end-of-text token" if run.end == _EOS else "a stop string"
             message = f"{run.id} ended at {ended}: max_tokens cannot make it longer"
@@ -365,30 +404,45 @@ class Service:
 
     def _refuse_excess(self, prompt: int, length: int, param: str) -> None:
         if prompt + length > (most := self.model.target.max_positions):
-            sizes = f"{prompt:,} prompt tokens and {length:,} new ones need more than the model's {most:,} positions"
+            sizes = (
+                f"{prompt:,} prompt tokens and {length:,} new ones need more than the model's "
+                f"{most:,} positions"
+            )
             raise Refused(400, f"{param}: {sizes}", param, "context_length_exceeded")
 
     def _fitted(self, request: Request) -> tuple[RunConfig, Sequence[int]]:
         """A request's job, of a length that the model has room for, and its prompt's token ids."""
-        target, model, config = self.model.target, self.model, request.config
+        target = self.model.target
+        model = self.model
+        config = request.config
         chat = "chat" in request.wants
         try:
             if chat:
                 text = render_chat(model.tokenizer, model.name, request.prompt)
                 ids: Sequence[int] = model.encode(text, bare=True)
             else:
-                ids = model.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+                ids = (
+                    model.encode(request.prompt)
+                    if isinstance(request.prompt, str)
+                    else request.prompt
+                )
             if not ids or not all(0 <= token < target.vocab_size for token in ids):
-                raise InputError(f"must have tokens, all of them below {target.vocab_size:,}", "prompt")
+                raise InputError(
+                    f"must have tokens, all of them below {target.vocab_size:,}", "prompt"
+                )
             self._refuse_excess(len(ids), 1, "prompt")
             if request.limit is not None:
                 self._refuse_excess(len(ids), config.text.length, request.limit)
             for token in config.sampling.logit_bias:
                 if token >= target.vocab_size:
-                    raise InputError(f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias")
+                    raise InputError(
+                        f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias"
+                    )
             resolve(config.method, target, model.heads, config.drafting)
             if find_method(config.method).draft and model.draft is None:
-                raise InputError(f"{config.method} drafts with a smaller model, and none is loaded", "method")
+                raise InputError(
+                    f"{config.method} drafts with a smaller model, and none is loaded", "method"
+                )
         except InputError as error:
             raise refused(error, {}, "messages" if chat else "prompt") from None
         length = min(config.text.length, target.max_positions - len(ids))
@@ -417,12 +471,17 @@ class Service:
         """Make a run's text, all of it; returns its state."""
         try:
             if (run.path / RECORD).exists():
-                job = resume(run.path, {"length": run.config.text.length}, False, _COMMAND, loaded=self.model)
+                job = resume(
+                    run.path, {"length": run.config.text.length}, False, _COMMAND, loaded=self.model
+                )
             else:
                 assert run.request is not None
                 if run.request.model != self.model_id:
                     asked, served = run.request.model, self.model_id
-                    raise InputError(f"this run was requested for model {asked}; this server serves {served}", "model")
+                    raise InputError(
+                        f"this run was requested for model {asked}; this server serves {served}",
+                        "model",
+                    )
                 # a server that was killed accepted it
                 ids = run.prompt or self._fitted(run.request)[1]
                 job = start(replace(run.config, out=run.path), _COMMAND, loaded=self.model, ids=ids)
@@ -437,13 +496,19 @@ class Service:
         except _Stop:
             return run.stopping
         except (InputError, Refused) as error:
-            run.refusal, run.reason = True, str(error)
-            if isinstance(error, InputError) and error.field == "model":  # it waits for a server of its own model
+            run.refusal = True
+            run.reason = str(error)
+            if isinstance(error, InputError) and error.field == "model":
+                # it waits for a server of its own model
                 return INTERRUPTED
         except DecodeError as error:
             run.reason = str(error)
         except Exception as error:
-            run.reason = "no memory is left" if ran_out(error) else f"unexpected {type(error).__name__}: {error}"
+            run.reason = (
+                "no memory is left"
+                if ran_out(error)
+                else f"unexpected {type(error).__name__}: {error}"
+            )
         return FAILED
 
     def _note(self, run: Run, state: str = "") -> None:
@@ -465,25 +530,39 @@ class Service:
             except InputError as error:
                 self._say(f"{path.name} is left alone: {error}")
                 continue
-            longer = run.state == FINISHED and run.end == "length" and run.stats.tokens < run.config.text.length
+            longer = (
+                run.state == FINISHED
+                and run.end == "length"
+                and run.stats.tokens < run.config.text.length
+            )
             if longer or run.state in (INTERRUPTED, KILLED):
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
                 self._again(run)
 
     def _requested(self, path: Path) -> Run | None:
-        """A run as ``request.json`` in its folder says, with the state that this says; None if there is none."""
+        """A run as ``request.json`` in its folder says, with the state that this says;
+        None if there is none.
+        """
         file = path / REQUEST
         if not file.exists():
             return None
         content = parse_json(read_own(file, MAX_RECORD), file)
         try:
-            listed = {name: tuple(value) for name, value in content["typed"].items() if isinstance(value, list)}
+            listed = {
+                name: tuple(value)
+                for name, value in content["typed"].items()
+                if isinstance(value, list)
+            }
             typed = {**self._typed_model, **content["typed"], **listed}
             request = parse(content["body"], content["chat"], typed, content["model"])
             run = Run(
-                path, changed(request.config, {"length": int(content["length"])}), request, int(content["created"])
+                path,
+                changed(request.config, {"length": int(content["length"])}),
+                request,
+                int(content["created"]),
             )
-            run.state, run.reason = str(content.get("state", "")), str(content.get("reason", ""))
+            run.state = str(content.get("state", ""))
+            run.reason = str(content.get("reason", ""))
         except (KeyError, TypeError, ValueError, AttributeError, Refused) as error:
             raise InputError(f"{file} is broken: {error!r:.200}") from None
         return run
@@ -493,9 +572,11 @@ class Service:
 
         InputError if there is none, or its files are broken.
         """
-        run, ended = self._requested(path), ""
+        run = self._requested(path)
+        ended = ""
         if run is not None:
-            ended, run.state = run.state, run.state or INTERRUPTED
+            ended = run.state
+            run.state = run.state or INTERRUPTED
         if not (path / RECORD).exists():
             if run is None:
                 raise InputError(f"{path.name} holds no run")
@@ -505,14 +586,19 @@ class Service:
             raise InputError(entry.reason)
         try:
             config = RunConfig.from_record(record)
-            run = run or Run(path, config, created=int(datetime.fromisoformat(record["started"]).timestamp()))
+            run = run or Run(
+                path, config, created=int(datetime.fromisoformat(record["started"]).timestamp())
+            )
             run.prompt_tokens = int(record["prompt"]["tokens"])
             depth = int(record.get("figures", {}).get("drafted_per_path", 0))
             run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
-            run.end = record.get(END, {}).get("reason", "length") if entry.state == FINISHED else None
+            run.end = (
+                record.get(END, {}).get("reason", "length") if entry.state == FINISHED else None
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
-        if ended or run.stats.tokens > run.config.text.length:  # else it is to come to what was asked last
+        if ended or run.stats.tokens > run.config.text.length:
+            # else it is to come to what was asked last
             run.config = config
         stopped = ended and entry.state in (INTERRUPTED, KILLED)
         run.state = ended if stopped else IN_USE if entry.state == RUNNING else entry.state
@@ -520,7 +606,8 @@ class Service:
         if not whole:
             return run
         saved = read_saved(path, read_tokens(path / PROMPT), row_bytes(config))
-        ids, fault = saved.tokens[: run.stats.tokens], saved.damage
+        ids = saved.tokens[: run.stats.tokens]
+        fault = saved.damage
         if entry.state == FINISHED and not fault:
             fault = text_fault(path, entry.state, self.model.tokenizer, config.stop)
         if fault:

@@ -1,6 +1,8 @@
-"""The LM head that heads draft by: rows of the model's, as codes of 8 bits where a C function multiplies them.
+"""The LM head that heads draft by: rows of the model's,
+as codes of 8 bits where a C function multiplies them.
 
-It decides what is drafted, and never what is drawn: the target draws from all tokens, by its own LM head.
+It decides what is drafted, and never what is drawn: the target draws from all tokens, by its own LM
+head.
 """
 
 from __future__ import annotations
@@ -29,16 +31,23 @@ class DraftHead:
         ids: ``[N]`` int32, ascending: the draft vocabulary; None for all tokens.
 
     Attributes:
-        c: the layer as products.c has it, with outputs for what is drafted alone; None if PyTorch computes it.
+        c: the layer as products.c has it, with outputs for what is drafted alone; None if PyTorch
+            computes it.
     """
 
     def __init__(self, target: Target, ids: Tensor | None) -> None:
-        self.target, self.ids, self.program = target, ids, target.program
+        self.target = target
+        self.ids = ids
+        self.program = target.program
         self._places = None if ids is None else ids.to(target.device, torch.int64)
         own = None if self.program is None else self.program.lm_head_c
         self._linear: Any = None  # None to ask the model for the logits of all tokens
-        if ids is not None or (own is not None and not own.bits and own.inputs * own.outputs <= _COPIED):
-            self._linear = lm_head_rows(target.model.get_output_embeddings(), self._places, target.dtype)
+        if ids is not None or (
+            own is not None and not own.bits and own.inputs * own.outputs <= _COPIED
+        ):
+            self._linear = lm_head_rows(
+                target.model.get_output_embeddings(), self._places, target.dtype
+            )
         self.c: Any = own if ids is None else None
         if self._linear is not None and own is not None:
             self._linear = rounded_linear(self._linear)
@@ -47,7 +56,9 @@ class DraftHead:
             self.c.scale, self.c.softcap = own.scale, own.softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` logits of hidden states ``[..., H]``: minus infinity for tokens that are not drafted."""
+        """``[..., V]`` logits of hidden states ``[..., H]``:
+        minus infinity for tokens that are not drafted.
+        """
         if self._linear is None:
             found = self.target.open_logits(hidden)
             drafted = found if self._places is None else found[..., self._places]
@@ -62,7 +73,9 @@ class DraftHead:
 
 
 def lm_head_rows(lm_head: Any, ids: Tensor | None, dtype: torch.dtype) -> nn.Linear | None:
-    """Rows of an LM head as a layer, ``ids`` None for all; None if its weights are not plain numbers."""
+    """Rows of an LM head as a layer, ``ids`` None for all;
+    None if its weights are not plain numbers.
+    """
     packed, weight, bias = (getattr(lm_head, name, None) for name in ("packed", "weight", "bias"))
     if isinstance(packed, Packed):
         rows = packed.rows(torch.arange(packed.outputs) if ids is None else ids)

@@ -1,8 +1,9 @@
-"""Folders of published drafters: which kind, told by the configuration; every tensor accounted for before any is read.
+"""Folders of published drafters: which kind, told by the configuration;
+every tensor accounted for before any is read.
 
-DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others ``DSparkDraftModel``), z-lab DFlash
-(``DFlashDraftModel``), speculators both; SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators
-and DeepSpec in another.
+DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others
+``DSparkDraftModel``), z-lab DFlash (``DFlashDraftModel``), speculators both; SafeAILab, SpecForge
+and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
 """
 
 from __future__ import annotations
@@ -60,20 +61,26 @@ _COMPARED = 64  # rows of a copy that are compared with the target's own
 NATIVE = "the model's own"
 _NATIVE_LAYER = "mtp.layers.0."
 _DRAFTED = 32_768  # tokens that it drafts from: the first rows of the LM head
-_OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")  # of a rotary embedding; others are text's
+# of a rotary embedding; others are text's
+_OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _SPECULATORS_BLOCK = "speculators, blocks"
-_EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}  # before its parameters
+# before its parameters
+_EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}
 _ARCHITECTURES = {
     **{"Qwen3DSparkModel": _DEEPSPEC, "DSparkDraftModel": _DEEPSPEC},
     **{"DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE},
 }
-# objects within a configuration, from what counts least to what counts most; None is the configuration itself
+# objects within a configuration, from what counts least to what counts most; None is the
+# configuration itself
 _NESTED = ("eagle_config", "transformer_layer_config", None, "dflash_config")
 _TAPS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _CAUSAL = ("is_causal", "causal")
-_NORMS = {"norm_before_fc": "input_norm", **{name: name for name in ("norm_before_residual", "norm_output", "fc_norm")}}
+_NORMS = {
+    "norm_before_fc": "input_norm",
+    **{name: name for name in ("norm_before_residual", "norm_output", "fc_norm")},
+}
 
 
 @dataclass(frozen=True)
@@ -83,20 +90,26 @@ class SpeculatorFile:
     path: Path  # the folder
     layout: str  # who writes drafters so
     spec: SpeculatorSpec
-    tensors: Mapping[str, StoredTensor]  # by the name of the parameter in the module; empty for random weights
-    copies: Mapping[str, StoredTensor]  # the target's embeddings and LM head, which some layouts carry along
-    unused: tuple[str, ...]  # names of what no decoding reads: a confidence head, the inverse of ``d2t``
+    # by the name of the parameter in the module; empty for random weights
+    tensors: Mapping[str, StoredTensor]
+    # the target's embeddings and LM head, which some layouts carry along
+    copies: Mapping[str, StoredTensor]
+    # names of what no decoding reads: a confidence head, the inverse of ``d2t``
+    unused: tuple[str, ...]
 
     def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Refuse a drafter that was made for another target, by sizes alone."""
         spec = self.spec
         own = spec.tap_size if spec.kind == EAGLE3 and spec.embeds else spec.hidden_size
-        taps, reason = spec.tapped(layers), ""
+        taps = spec.tapped(layers)
+        reason = ""
         if {spec.tap_size, own} != {hidden_size}:
             wrong = own if spec.tap_size == hidden_size else spec.tap_size
             reason = f"was made for hidden size {wrong:,}, the model has {hidden_size:,}"
         elif spec.vocab_size != vocab_size:
-            reason = f"was made for a vocabulary of {spec.vocab_size:,}, the model has {vocab_size:,}"
+            reason = (
+                f"was made for a vocabulary of {spec.vocab_size:,}, the model has {vocab_size:,}"
+            )
         elif spec.target_layers not in (None, layers):
             reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
         elif len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
@@ -106,31 +119,42 @@ class SpeculatorFile:
             raise _refused(self.path, reason)
 
     def load(self, target: Target, any_model: bool = False) -> DraftNetwork:
-        """Read the weights, in the target's dtype and on its device; its passes give the taps from now on.
+        """Read the weights, in the target's dtype and on its device;
+        its passes give the taps from now on.
 
         Args:
             target: the model.
             any_model: whether copies of another model's weights will do, as for random ones.
 
         Raises:
-            InputError: some are not finite numbers, or the copies of the target's weights are another model's.
+            InputError: some are not finite numbers, or the copies of the target's weights are
+                another model's.
         """
         if not self.tensors:
             with torch.device(target.device), no_init_weights():
                 network = build(self.spec, target).to(target.dtype)
             fill_randomly(network)
             return attached(network)
-        quantised = getattr(target.model.config, "quantization_config", None) or holds_codes(target.model)
+        quantised = getattr(target.model.config, "quantization_config", None) or holds_codes(
+            target.model
+        )
         if not (any_model or quantised):
             for name, stored in self.copies.items():
                 layer = getattr(target.model, _COPIED[name])()
                 packed = getattr(layer, "packed", None)
-                ours = layer.weight[:_COMPARED] if packed is None else packed.rows(torch.arange(_COMPARED))
+                ours = (
+                    layer.weight[:_COMPARED]
+                    if packed is None
+                    else packed.rows(torch.arange(_COMPARED))
+                )
                 own = ours.detach().float().cpu()
                 with safe_open(stored.path, framework="pt") as file:
                     rows = file.get_slice(stored.name)[:_COMPARED].float()
                 if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):
-                    raise _refused(self.path, f"was made for another model: its {stored.name} is not the model's")
+                    raise _refused(
+                        self.path,
+                        f"was made for another model: its {stored.name} is not the model's",
+                    )
         with torch.device("meta"):
             network = build(self.spec, target)
         read_into(network, self.tensors, target.dtype, target.device, OPTION)
@@ -168,7 +192,11 @@ def _folder(name: str) -> Path:
 
     with hub(), as_input_error(name):
         wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
-        return Path(snapshot_download(source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE))
+        return Path(
+            snapshot_download(
+                source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE
+            )
+        )
 
 
 def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> SpeculatorFile:
@@ -191,14 +219,16 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
 
 
 def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
-    """The head for multi-token prediction in a model's own checkpoint; None if it has none that is served.
+    """The head for multi-token prediction in a model's own checkpoint;
+    None if it has none that is served.
 
     Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
     """
     text = config.get_text_config()
     if not text.model_type.startswith("qwen3_5") or is_moe(config) or gguf_of(model) is not None:
         return None
-    rope, size = dict(text.rope_parameters), text.head_dim
+    rope = dict(text.rope_parameters)
+    size = text.head_dim
     spec = SpeculatorSpec(
         kind=MTP,
         hidden_size=text.hidden_size,
@@ -221,7 +251,9 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     if folder is None:
         said = getattr(text, "mtp_num_hidden_layers", 0)
         return SpeculatorFile(Path(model), NATIVE, spec, {}, {}, ()) if said else None
-    stored = {name: each for name, each in stored_tensors(folder).items() if name.startswith("mtp.")}
+    stored = {
+        name: each for name, each in stored_tensors(folder).items() if name.startswith("mtp.")
+    }
     if not stored:
         return None
     with torch.device("meta"):
@@ -229,7 +261,9 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     published = {name: f"mtp.{name}".replace("mtp.midlayer.", _NATIVE_LAYER) for name in shapes}
     wanted = {published[name]: shape for name, shape in shapes.items()}
     check_tensors(folder, stored, wanted, (), "MTP head of the configuration", "model")
-    return SpeculatorFile(folder, NATIVE, spec, {name: stored[published[name]] for name in shapes}, {}, ())
+    return SpeculatorFile(
+        folder, NATIVE, spec, {name: stored[published[name]] for name in shapes}, {}, ()
+    )
 
 
 def is_drafter(folder: Path) -> bool:
@@ -241,7 +275,8 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     """The drafter in a folder; no weights are read.
 
     Raises:
-        InputError: there is none, or its tensors are not those of its configuration: the first is named.
+        InputError: there is none, or its tensors are not those of its configuration: the first is
+            named.
     """
     path = Path(folder)
     if not (path / CONFIG).is_file():
@@ -249,13 +284,17 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     config = read_object(path / CONFIG, OPTION)
     layout = _layout(config)
     if layout is None:
-        raise _refused(path, f"holds no drafter of a known kind ({', '.join(KINDS)}) by its {CONFIG}")
+        raise _refused(
+            path, f"holds no drafter of a known kind ({', '.join(KINDS)}) by its {CONFIG}"
+        )
     with renaming(model=OPTION):
         stored = stored_tensors(path)
     spec = _read_spec(path, config, stored, layout)
     try:
         with torch.device("meta"):
-            parameters = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+            parameters = {
+                name: tuple(each.shape) for name, each in build(spec).state_dict().items()
+            }
     except Exception as error:  # rotary embeddings of a known type may lack something, in many ways
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
@@ -264,16 +303,25 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     copies: dict[str, tuple[int, ...]] = {}
     unused: dict[str, tuple[int, ...]] = {}
     if spec.kind == EAGLE3:
-        unused = {"t2d": (spec.vocab_size,), **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)})}
+        unused = {
+            "t2d": (spec.vocab_size,),
+            **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)}),
+        }
     elif layout in (_DEEPSPEC, _SPECULATORS_BLOCK):
         copies = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
         if spec.draft_vocab:
             del copies["lm_head.weight"]
         if layout == _SPECULATORS_BLOCK:
-            unused = {"t2d": (spec.vocab_size,), **({} if spec.draft_vocab else {"d2t": (spec.vocab_size,)})}
+            unused = {
+                "t2d": (spec.vocab_size,),
+                **({} if spec.draft_vocab else {"d2t": (spec.vocab_size,)}),
+            }
         told = spec.rank if config.get("confidence_head_with_markov", True) else 0
         if config.get("enable_confidence_head", layout == _SPECULATORS_BLOCK and spec.rank > 0):
-            unused |= {"confidence_head.proj.weight": (1, spec.hidden_size + told), "confidence_head.proj.bias": (1,)}
+            unused |= {
+                "confidence_head.proj.weight": (1, spec.hidden_size + told),
+                "confidence_head.proj.bias": (1,),
+            }
     shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
     optional = {**unused, **copies} if layout != _DEEPSPEC else copies
     owner = f"{spec.kind} drafter of its configuration"
@@ -293,7 +341,13 @@ def _layout(config: Mapping[str, object]) -> str | None:
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if config.get("speculators_model_type") is not None:
         block = config["speculators_model_type"] in (DSPARK, DFLASH)
-        return _SPECULATORS_BLOCK if block else _SPECULATORS if config["speculators_model_type"] == EAGLE3 else None
+        return (
+            _SPECULATORS_BLOCK
+            if block
+            else _SPECULATORS
+            if config["speculators_model_type"] == EAGLE3
+            else None
+        )
     if isinstance(named, str) and named in _ARCHITECTURES:
         return _ARCHITECTURES[named]
     return _SAFEAI if "draft_vocab_size" in config else None
@@ -315,19 +369,35 @@ def _read_spec(
         if value is None:
             raise _refused(path, f"says nothing of {name} in its {CONFIG}")
         if type(value) is not int or not least <= value <= most:
-            raise _refused(path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}")
+            raise _refused(
+                path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}"
+            )
         return value
 
-    eagle, prefix = layout in _EAGLE_LAYER, _EAGLE_LAYER.get(layout, "layers.0.")
-    hidden, heads, vocab = integer("hidden_size"), integer("num_attention_heads"), integer("vocab_size")
-    kv_heads, layers = integer("num_key_value_heads", heads, most=heads), integer("num_hidden_layers", 1, most=1000)
+    eagle = layout in _EAGLE_LAYER
+    prefix = _EAGLE_LAYER.get(layout, "layers.0.")
+    hidden = integer("hidden_size")
+    heads = integer("num_attention_heads")
+    vocab = integer("vocab_size")
+    kv_heads = integer("num_key_value_heads", heads, most=heads)
+    layers = integer("num_hidden_layers", 1, most=1000)
     queries = stored.get(f"{prefix}self_attn.q_proj.weight")
-    kinds, eps, act = said.get("layer_types", []), said.get("rms_norm_eps", 1e-6), said.get("hidden_act", "silu")
+    kinds = said.get("layer_types", [])
+    eps = said.get("rms_norm_eps", 1e-6)
+    act = said.get("hidden_act", "silu")
     known = ("full_attention",) if eagle else ("full_attention", "sliding_attention")
     listed = isinstance(kinds, list) and all(each in known for each in kinds)
-    sliding = tuple(index for index, each in enumerate(kinds) if each == "sliding_attention") if listed else ()
+    sliding = (
+        tuple(index for index, each in enumerate(kinds) if each == "sliding_attention")
+        if listed
+        else ()
+    )
     listed = listed and (not sliding or len(kinds) == layers)
-    if layout == _SPECULATORS_BLOCK and said.get("model_type") == "qwen3" and not said.get("use_sliding_window"):
+    if (
+        layout == _SPECULATORS_BLOCK
+        and said.get("model_type") == "qwen3"
+        and not said.get("use_sliding_window")
+    ):
         sliding = ()  # as transformers' configuration of Qwen3 drops the window then
     sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
     rank = integer("markov_rank", 0 if layout == _DEEPSPEC else 256, least=0) if sparks else 0
@@ -342,9 +412,14 @@ def _read_spec(
     elif queries is None:
         reason = f"lacks {prefix}self_attn.q_proj.weight"
     elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
-        reason = f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot share"
+        reason = (
+            f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot "
+            "share"
+        )
     elif not listed or (said.get("use_sliding_window") and not kinds):
-        reason = "has layers of sliding attention, which tswift does not serve; --budget makes windows"
+        reason = (
+            "has layers of sliding attention, which tswift does not serve; --budget makes windows"
+        )
     elif type(eps) not in (int, float) or not 0 <= eps < 1:
         reason = f"has rms_norm_eps {eps!r:.40}"
     elif heads % kv_heads:
@@ -368,7 +443,9 @@ def _read_spec(
     if not fine and not (eagle and taps is None):
         raise _refused(path, f"has target_layer_ids {taps!r:.60}, which are no layers")
     own: dict[str, Any]
-    own_vocab = integer("draft_vocab_size", vocab, most=vocab) if layout == _SPECULATORS_BLOCK else vocab
+    own_vocab = (
+        integer("draft_vocab_size", vocab, most=vocab) if layout == _SPECULATORS_BLOCK else vocab
+    )
     if eagle:
         own = {
             "kind": EAGLE3,
@@ -390,7 +467,10 @@ def _read_spec(
             or (layout == _SPECULATORS_BLOCK and not said.get("sample_from_anchor", sparks)),
             "sliding": sliding,
             "window": integer("sliding_window") if sliding else 0,
-            "causal": not (said.get("sliding_window_non_causal") or False in (said.get(name) for name in _CAUSAL)),
+            "causal": not (
+                said.get("sliding_window_non_causal")
+                or False in (said.get(name) for name in _CAUSAL)
+            ),
             "draft_vocab": own_vocab % vocab,
             "markov": markov,
             "rank": rank,
@@ -415,7 +495,11 @@ def _rope(path: Path, said: Mapping[str, object]) -> dict[str, object]:
     given = said.get("rope_parameters") or said.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise _refused(path, f"has rope_parameters {given!r:.40}")
-    rope = {"rope_type": given.get("type", "default"), "rope_theta": said.get("rope_theta", 10_000.0), **given}
+    rope = {
+        "rope_type": given.get("type", "default"),
+        "rope_theta": said.get("rope_theta", 10_000.0),
+        **given,
+    }
     numbers = [value for name, value in rope.items() if name not in ("rope_type", "type")]
     if rope["rope_type"] not in _ROPES:
         raise _refused(path, f"has rotary embeddings of type {rope['rope_type']!r:.40}")
@@ -436,9 +520,19 @@ def _spread(layers: int, count: int) -> list[int]:
 def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
     """The sizes with which a kind of drafter is published, for the model of a configuration."""
     taps = tuple(_spread(config.num_hidden_layers, 5))
-    block: dict[str, Any] = {"layers": 5, "taps": taps, "tap_count": 5, "mask": config.vocab_size - 1}
+    block: dict[str, Any] = {
+        "layers": 5,
+        "taps": taps,
+        "tap_count": 5,
+        "mask": config.vocab_size - 1,
+    }
     own = {
-        EAGLE3: {"layers": 1, "tap_count": 3, "draft_vocab": min(32_000, config.vocab_size), "qk_norm": False},
+        EAGLE3: {
+            "layers": 1,
+            "tap_count": 3,
+            "draft_vocab": min(32_000, config.vocab_size),
+            "qk_norm": False,
+        },
         DFLASH: {**block, "block": 16, "in_place": True},
         DSPARK: {**block, "block": 7, "markov": "vanilla", "rank": 256},
     }
@@ -486,7 +580,9 @@ def published_config(spec: SpeculatorSpec) -> dict[str, Any]:
 
 
 def describe_drafter(folder: Path) -> dict[str, object]:
-    """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has; no weights are read."""
+    """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has;
+    no weights are read.
+    """
     found = find_drafter(folder)
     spec = found.spec
     return {
@@ -498,7 +594,8 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "vocab_size": spec.vocab_size,
         "draft_vocab": spec.draft_vocab or spec.vocab_size,  # tokens that it can guess
         "layers": spec.layers,
-        "taps": spec.taps,  # layers of the model, from 0, whose states it reads; None for SafeAILab's three
+        # layers of the model, from 0, whose states it reads; None for SafeAILab's three
+        "taps": spec.taps,
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
         "markov": f"{spec.markov}, rank {spec.rank}" if spec.markov else None,

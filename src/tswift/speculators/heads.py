@@ -1,8 +1,9 @@
-"""Heads: small networks that draft the tokens after the next one from one hidden state of the model; and their files.
+"""Heads: small networks that draft the tokens after the next one from one hidden state of the
+model; and their files.
 
-Chained and conditioned heads refine one state step by step and share the model's LM head; conditioned ones also read
-the token drafted before. Medusa's heads are independent, and each has an LM head of its own. Files are tswift's own, or
-in the layouts that others publish.
+Chained and conditioned heads refine one state step by step and share the model's LM head;
+conditioned ones also read the token drafted before. Medusa's heads are independent, and each has an
+LM head of its own. Files are tswift's own, or in the layouts that others publish.
 """
 
 from __future__ import annotations
@@ -55,28 +56,35 @@ _LARGEST = 1 << 31
 
 
 class Heads(nn.Module):
-    """Heads of one kind for a model; head i (from 0) drafts the token i+2 places after the state's own.
+    """Heads of one kind for a model; head i (from 0) drafts the token i+2 places after the state's
+    own.
 
     Args:
         hidden_size: width of the model's hidden states.
         heads: their modules.
-        pre_norm: whether they start from the state before the model's final norm, not after it; ``raw`` in files.
+        pre_norm: whether they start from the state before the model's final norm, not after it;
+            ``raw`` in files.
     """
 
     kind: str  # name in the heads file
-    fields: tuple[str, ...]  # what else about() says and the class is made from, after hidden size and count
+    # what else about() says and the class is made from, after hidden size and count
+    fields: tuple[str, ...]
     conditioned = False  # whether a head reads the token drafted just before its own
-    draft_ids: Tensor | None  # int32, ascending: the draft vocabulary, of which all drafted tokens are; None for any
+    # int32, ascending: the draft vocabulary, of which all drafted tokens are; None for any
+    draft_ids: Tensor | None
     base: str | None = None  # fingerprint of the model that they were made for; None if unknown
     program: HeadProgram | None = None  # C functions of their steps; None if PyTorch computes them
     _draft_head: DraftHead | None = None
 
-    def __init__(self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False
+    ) -> None:
         super().__init__()
         self.hidden_size, self.pre_norm = hidden_size, pre_norm
         self.heads: Any = nn.ModuleList(heads)
         self.count = len(self.heads)
-        self.register_buffer(_DRAFT_IDS, None, persistent=False)  # no weight: state_dict() is what is trained
+        # no weight: state_dict() is what is trained
+        self.register_buffer(_DRAFT_IDS, None, persistent=False)
 
     def __getstate__(self) -> dict[str, object]:
         """Without what was made of weights: a copy's may change."""
@@ -86,26 +94,36 @@ class Heads(nn.Module):
         """The LM head that they draft by for a model, made when it is first asked for."""
         known = self._draft_head
         now = target, self.draft_ids, target.program
-        if known is None or any(x is not y for x, y in zip((known.target, known.ids, known.program), now, strict=True)):
+        if known is None or any(
+            x is not y for x, y in zip((known.target, known.ids, known.program), now, strict=True)
+        ):
             self._draft_head = known = DraftHead(target, self.draft_ids)
         return known
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None
+    ) -> Tensor:
         """``[count, ..., H]`` states to feed to the LM head.
 
         Args:
             hidden: ``[..., H]``.
-            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those drafted; for conditioned heads.
+            embeddings: ``[count, ..., H]`` input embeddings of the tokens before those drafted; for
+                conditioned heads.
             count: number of heads to run; None for all.
         """
         states = []
         for index in range(self.count if count is None else count):
-            hidden, out = self.step(index, hidden, None if embeddings is None else embeddings[index])
+            hidden, out = self.step(
+                index, hidden, None if embeddings is None else embeddings[index]
+            )
             states.append(out)
         return torch.stack(states)
 
-    def step(self, index: int, hidden: Tensor, embedding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run one head of a chain: from ``[..., H]`` to the refined state and the one to feed to the LM head.
+    def step(
+        self, index: int, hidden: Tensor, embedding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one head of a chain: from ``[..., H]`` to the refined state and the one to feed to
+        the LM head.
 
         Args:
             index: of the head.
@@ -131,7 +149,8 @@ class Heads(nn.Module):
         Args:
             hidden: ``[H]`` state that they start from.
             lm_head: the model's; called once, as it is large and has to be read.
-            first: ``[H]`` state whose logits by the model's LM head come before those of the heads; None for none.
+            first: ``[H]`` state whose logits by the model's LM head come before those of the heads;
+                None for none.
             levels: how many; None for all.
         """
         before = [] if first is None else [first.unsqueeze(0)]
@@ -140,26 +159,36 @@ class Heads(nn.Module):
 
     def about(self) -> dict[str, Any]:
         """What :func:`build` needs to rebuild them, for a file."""
-        about = {"kind": self.kind, "count": self.count, "hidden_size": self.hidden_size, "raw": self.pre_norm}
+        about = {
+            "kind": self.kind,
+            "count": self.count,
+            "hidden_size": self.hidden_size,
+            "raw": self.pre_norm,
+        }
         if self.draft_ids is not None:
             about["draft_vocabulary"] = len(self.draft_ids)
         return about | {name: getattr(self, name) for name in self.fields}
 
-    def save(self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None) -> None:
+    def save(
+        self, path: Path, dtype: torch.dtype = torch.bfloat16, base: str | None = None
+    ) -> None:
         """Write :meth:`about`, the weights in ``dtype``, and the draft vocabulary into one file.
 
         ``base`` None keeps what is known.
         """
         base = self.base if base is None else base
         about = {"format": FORMAT, **self.about(), **({} if base is None else {"base": base})}
-        tensors = {name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()}
+        tensors = {
+            name: value.detach().to(dtype).contiguous() for name, value in self.state_dict().items()
+        }
         if self.draft_ids is not None:
             tensors[_DRAFT_IDS] = self.draft_ids.to(torch.int32).contiguous()
         save_file(tensors, path, metadata={_OWN: json.dumps(about)})
 
 
 class RefiningHead(nn.Module):
-    """One residual step from the state for token t+i to the one for t+i+1, perhaps by the token drafted before.
+    """One residual step from the state for token t+i to the one for t+i+1,
+    perhaps by the token drafted before.
 
     It is ``h <- h + B norm(h)``, or ``h <- h + B silu(A [norm(h); norm(e)])``.
     """
@@ -179,16 +208,21 @@ class RefiningHead(nn.Module):
         """The refined state, same shape as ``hidden``."""
         inner = self.input_layernorm(hidden)
         if embedding is not None:
-            inner = nn.functional.silu(self.mix(torch.cat([inner, self.embedding_layernorm(embedding)], dim=-1)))
+            inner = nn.functional.silu(
+                self.mix(torch.cat([inner, self.embedding_layernorm(embedding)], dim=-1))
+            )
         return hidden + self.linear(inner)
 
 
 class ChainedHeads(Heads):
     """TokenSwift's heads: each refines the state of the one before, and reads no drafted token."""
 
-    kind, fields = "chained", ("eps",)
+    kind = "chained"
+    fields = ("eps",)
 
-    def __init__(self, hidden_size: int, count: int = HEADS, eps: float = 1e-5, pre_norm: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, count: int = HEADS, eps: float = 1e-5, pre_norm: bool = False
+    ) -> None:
         heads = (RefiningHead(hidden_size, eps, self.conditioned) for _ in range(count))
         super().__init__(hidden_size, heads, pre_norm)
         self.eps = eps
@@ -197,7 +231,8 @@ class ChainedHeads(Heads):
 class ConditionedHeads(ChainedHeads):
     """Heads that also read the token drafted before theirs.
 
-    With shared noise a drafter almost always knows that token, and need not average over what it might have been.
+    With shared noise a drafter almost always knows that token, and need not average over what it
+    might have been.
     """
 
     kind, conditioned = "conditioned", True
@@ -221,13 +256,18 @@ class MedusaHead(nn.Module):
 class MedusaHeads(Heads):
     """Medusa's heads: independent of each other, with LM heads of their own."""
 
-    kind, fields = "medusa", ("vocab_size", "layers")
+    kind = "medusa"
+    fields = ("vocab_size", "layers")
 
     def __init__(self, hidden_size: int, count: int, vocab_size: int, layers: int = 1) -> None:
-        super().__init__(hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count)))
+        super().__init__(
+            hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count))
+        )
         self.vocab_size, self.layers = vocab_size, layers
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None
+    ) -> Tensor:
         """As :meth:`Heads.forward`; a state is for its head's own LM head."""
         return torch.stack([head(hidden) for head in self.heads[:count]])
 
@@ -245,14 +285,18 @@ class MedusaHeads(Heads):
 
 
 # Those that can be made for any model: they need its LM head and nothing of their own.
-HEAD_TYPES: dict[str, type[ChainedHeads]] = {heads.kind: heads for heads in (ChainedHeads, ConditionedHeads)}
+HEAD_TYPES: dict[str, type[ChainedHeads]] = {
+    heads.kind: heads for heads in (ChainedHeads, ConditionedHeads)
+}
 _KINDS: dict[str, type[Any]] = {**HEAD_TYPES, MedusaHeads.kind: MedusaHeads}
 
 
 def build(about: Mapping[str, Any]) -> Heads:
     """Heads with uninitialised weights and draft vocabulary, from :meth:`Heads.about`."""
     kind = _KINDS[about["kind"]]
-    heads: Heads = kind(about["hidden_size"], about["count"], *(about[name] for name in kind.fields))
+    heads: Heads = kind(
+        about["hidden_size"], about["count"], *(about[name] for name in kind.fields)
+    )
     heads.pre_norm = about.get("raw", False)
     if drafted := about.get("draft_vocabulary"):
         heads.draft_ids = torch.empty(drafted, dtype=torch.int32)
@@ -271,7 +315,9 @@ def prepare(heads: Heads) -> Heads:
     return heads
 
 
-def random_heads(kind: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Heads:
+def random_heads(
+    kind: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> Heads:
     """Heads of a kind in ``HEAD_TYPES`` with random weights, for the model of a configuration."""
     with torch.device(device):
         heads = HEAD_TYPES[kind](config.hidden_size, HEADS, config.rms_norm_eps)
@@ -293,9 +339,11 @@ class HeadsFile:
     tensors: Mapping[str, StoredTensor]  # by the name of the parameter
 
     def __post_init__(self) -> None:
-        about, most = self.about, len(self.tensors) + 1
+        about = self.about
+        most = len(self.tensors) + 1
         medusa = about["kind"] == MedusaHeads.kind  # with LM heads of their own, and no norms
-        # numbers that describe no heads are refused before anything of the size that they state is made
+        # numbers that describe no heads are refused before anything of the size that they state is
+        # made
         for name, default, least, end in (
             ("hidden_size", None, 1, _LARGEST),
             ("count", None, 1, most),
@@ -313,7 +361,9 @@ class HeadsFile:
                 raise _no_heads(self.path, f"its {name} is {about[name]!r:.40}")
         try:
             with torch.device("meta"):
-                shapes = {name: tuple(weight.shape) for name, weight in build(about).named_parameters()}
+                shapes = {
+                    name: tuple(weight.shape) for name, weight in build(about).named_parameters()
+                }
         except (TypeError, ValueError, RuntimeError) as error:
             raise _no_heads(self.path, " ".join(str(error).split())[:200]) from None
         if drafted := about.get("draft_vocabulary"):
@@ -341,7 +391,8 @@ class HeadsFile:
         ids = self.tensors[_DRAFT_IDS].read()
         if ids.dtype != torch.int32:
             raise _refused(
-                self.path, f"has {_DRAFT_IDS} of {str(ids.dtype).removeprefix('torch.')}, where int32 belongs"
+                self.path,
+                f"has {_DRAFT_IDS} of {str(ids.dtype).removeprefix('torch.')}, where int32 belongs",
             )
         if ids[0] < 0 or (ids[1:] <= ids[:-1]).any():
             raise _refused(self.path, f"is broken: its {_DRAFT_IDS} are no ascending ids of tokens")
@@ -349,14 +400,21 @@ class HeadsFile:
 
     def refuse_misfit(self, hidden_size: int, vocab_size: int | None = None) -> None:
         """Refuse heads made for another hidden size or vocabulary."""
-        made, own = self.about["hidden_size"], self.about.get("vocab_size", vocab_size)
+        made = self.about["hidden_size"]
+        own = self.about.get("vocab_size", vocab_size)
         if made != hidden_size:
-            raise _refused(self.path, f"was made for hidden size {made}, the model has {hidden_size}")
+            raise _refused(
+                self.path, f"was made for hidden size {made}, the model has {hidden_size}"
+            )
         if vocab_size not in (None, own):
-            raise _refused(self.path, f"was made for a vocabulary of {own:,}, the model has {vocab_size:,}")
+            raise _refused(
+                self.path, f"was made for a vocabulary of {own:,}, the model has {vocab_size:,}"
+            )
         drafted = self.draft_ids()
         if vocab_size is not None and drafted is not None and drafted[-1] >= vocab_size:
-            raise _refused(self.path, f"drafts token {int(drafted[-1]):,}, the model has {vocab_size:,} tokens")
+            raise _refused(
+                self.path, f"drafts token {int(drafted[-1]):,}, the model has {vocab_size:,} tokens"
+            )
 
     def load(self, dtype: torch.dtype, device: torch.device) -> Heads:
         """Read the weights.
@@ -377,13 +435,18 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
     """The file of a model's heads, or a folder that others publish them in; None if there are none.
 
     Args:
-        heads: a file, a folder, or a kind; None for tswift's own file beside the model, if there is one.
+        heads: a file, a folder, or a kind; None for tswift's own file beside the model, if there is
+            one.
         folder: the model's.
     """
     if heads is None:
         own = folder / _FILE if folder else None
         return own if own and own.is_file() else None
-    path = folder / f"heads-{heads}.safetensors" if folder and str(heads) in HEAD_TYPES else find_path(heads, OPTION)
+    path = (
+        folder / f"heads-{heads}.safetensors"
+        if folder and str(heads) in HEAD_TYPES
+        else find_path(heads, OPTION)
+    )
     if not path.exists():
         raise InputError(f"there is no file {path}{close_name(path, '*', HEAD_TYPES)}", OPTION)
     if not (path.is_file() or path.is_dir()):  # to open a pipe or a device could take forever
@@ -392,16 +455,22 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
 
 
 def find_heads(path: Path) -> HeadsFile:
-    """The heads in a safetensors file, or in a folder: of heads, or of a model that carries some."""
+    """The heads in a safetensors file, or in a folder: of heads,
+    or of a model that carries some.
+    """
     if path.suffix in _PICKLES:
-        raise _refused(path, "is a pickle, which could run code when it is read; convert it to safetensors")
+        raise _refused(
+            path, "is a pickle, which could run code when it is read; convert it to safetensors"
+        )
     folder = path if path.is_dir() else path.parent
     stored, metadata = (_folder_tensors(path), {}) if path.is_dir() else read_header(path, OPTION)
     if _OWN in metadata:
         return HeadsFile(path, _OWN, _own_about(path, metadata[_OWN]), stored)
     config = read_object(folder / CONFIG, OPTION) if (folder / CONFIG).exists() else {}
     for layout, (pattern, read) in _PUBLISHED.items():
-        matches = [(match, tensor) for name, tensor in stored.items() if (match := pattern.fullmatch(name))]
+        matches = [
+            (match, tensor) for name, tensor in stored.items() if (match := pattern.fullmatch(name))
+        ]
         if matches:
             try:
                 about, tensors = read(matches, config)
@@ -409,7 +478,11 @@ def find_heads(path: Path) -> HeadsFile:
                 raise _refused(path, str(error)) from None
             return HeadsFile(path, layout, about, tensors)
     if path.is_dir() and (path / _MEDUSA_FILE).with_suffix(".pt").exists():
-        raise _refused(path, f"has its heads in {Path(_MEDUSA_FILE).stem}.pt, a pickle, which could run code when read")
+        raise _refused(
+            path,
+            f"has its heads in {Path(_MEDUSA_FILE).stem}.pt, a pickle, which could run code when "
+            "read",
+        )
     raise InputError(f"there are no heads in {path}", OPTION)
 
 
@@ -425,14 +498,17 @@ def attach_heads(path: Path, target: Target, any_model: bool = False) -> Heads:
 
     Args:
         path: as :func:`heads_path` finds it.
-        target: the model; if the heads start from the states before its final norm, its passes give those from now on.
+        target: the model; if the heads start from the states before its final norm, its passes give
+            those from now on.
         any_model: whether heads of any model will do, as for random weights.
     """
     file = find_heads(path)
     file.refuse_misfit(target.hidden_size, target.vocab_size)
     heads = file.load(target.dtype, target.device)
     # codes cannot be told from others
-    known = heads.base is not None and getattr(target.model.config, "quantization_config", None) is None
+    known = (
+        heads.base is not None and getattr(target.model.config, "quantization_config", None) is None
+    )
     known = known and not holds_codes(target.model)
     if known and not any_model and heads.base != fingerprint_in_any_dtype(target.model):
         raise _refused(path, "was made for another model: the fingerprints differ")
@@ -451,7 +527,9 @@ def carries_heads(config: object) -> bool:
 
 @renaming(heads="FILE", drafter="FILE")
 def describe(path: Path) -> dict[str, Any]:
-    """What ``tswift heads inspect`` tells of heads, or of a drafter, and its JSON has; no weights are read."""
+    """What ``tswift heads inspect`` tells of heads, or of a drafter, and its JSON has;
+    no weights are read.
+    """
     if path.is_dir() and is_drafter(path):
         return describe_drafter(path)
     file = find_heads(heads_path(path, None) or path)
@@ -462,12 +540,16 @@ def describe(path: Path) -> dict[str, Any]:
         "kind": about["kind"],
         "count": about["count"],
         "hidden_size": about["hidden_size"],
-        "vocab_size": about.get("vocab_size"),  # of their own LM heads; None where they share the model's
-        "raw": about.get("raw", False),  # whether they start from the state before the model's final norm
-        "draft_vocabulary": about.get("draft_vocabulary"),  # how many tokens they draft; None for all
+        # of their own LM heads; None where they share the model's
+        "vocab_size": about.get("vocab_size"),
+        # whether they start from the state before the model's final norm
+        "raw": about.get("raw", False),
+        # how many tokens they draft; None for all
+        "draft_vocabulary": about.get("draft_vocabulary"),
         "parameters": file.parameters,
         "dtypes": sorted({tensor.dtype for tensor in file.weights.values()}),
-        "base": about.get("base"),  # fingerprint of the model that they were made for; None if unknown
+        # fingerprint of the model that they were made for; None if unknown
+        "base": about.get("base"),
     }
 
 
@@ -489,27 +571,52 @@ _Read = tuple[dict[str, Any], dict[str, StoredTensor]]  # as HeadsFile has them
 def _tokenswift(matches: _Matches, config: Mapping[str, object]) -> _Read:
     """TokenSwift's chained heads, among the weights of their model."""
     count = len({match[1] for match, _ in matches})
-    stated, eps = config.get("medusa_heads", count), config.get("rms_norm_eps")
+    stated = config.get("medusa_heads", count)
+    eps = config.get("rms_norm_eps")
     if stated != count:
         raise ValueError(f"has {count} heads, its configuration says {stated}")
     if type(eps) not in (int, float):
         raise ValueError("has no rms_norm_eps in the configuration beside it, which its heads need")
-    hidden = next((tensor.shape[0] for match, tensor in matches if match[2] == "linear.weight" and tensor.shape), 1)
+    hidden = next(
+        (
+            tensor.shape[0]
+            for match, tensor in matches
+            if match[2] == "linear.weight" and tensor.shape
+        ),
+        1,
+    )
     tensors = {f"heads.{match[1]}.{match[2]}": tensor for match, tensor in matches}
-    return {"kind": "chained", "count": count, "hidden_size": hidden, "eps": eps, "raw": True}, tensors
+    return {
+        "kind": "chained",
+        "count": count,
+        "hidden_size": hidden,
+        "eps": eps,
+        "raw": True,
+    }, tensors
 
 
 def _medusa(matches: _Matches, config: Mapping[str, object]) -> _Read:
     """Medusa's heads: in a file of their own, or among the weights of their model."""
-    count, layers = len({match[1] for match, _ in matches}), max(int(match[2]) for match, _ in matches)
+    count = len({match[1] for match, _ in matches})
+    layers = max(int(match[2]) for match, _ in matches)
     # the first published configurations name fewer heads than there are, so that more is no mistake
-    stated, blocks = config.get("medusa_num_heads", count), config.get("medusa_num_layers", layers)
+    stated = config.get("medusa_num_heads", count)
+    blocks = config.get("medusa_num_layers", layers)
     if not isinstance(stated, int) or stated > count or blocks != layers:
-        raise ValueError(f"has {count} heads with {layers} blocks, its configuration says {stated} with {blocks}")
-    tensors, shape = {}, (1, 1)
+        raise ValueError(
+            f"has {count} heads with {layers} blocks, its configuration says {stated} with {blocks}"
+        )
+    tensors = {}
+    shape = (1, 1)
     for match, tensor in matches:
         head, block, linear, part = match.groups()
-        name = f"blocks.{block}.{part}" if linear else f"lm_head.{part}" if int(block) == layers else match[0]
+        name = (
+            f"blocks.{block}.{part}"
+            if linear
+            else f"lm_head.{part}"
+            if int(block) == layers
+            else match[0]
+        )
         tensors[f"heads.{head}.{name}"] = tensor
         if name == "lm_head.weight" and len(tensor.shape) == 2:
             shape = tensor.shape
@@ -517,26 +624,39 @@ def _medusa(matches: _Matches, config: Mapping[str, object]) -> _Read:
     return {**about, "vocab_size": shape[0], "layers": layers}, tensors
 
 
-# Layouts that others publish heads in: names of their tensors, and what reads them; a ValueError says what is wrong.
+# Layouts that others publish heads in: names of their tensors, and what reads them; a ValueError
+# says what is wrong.
 _PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, object]], _Read]]] = {
     "TokenSwift": (
-        re.compile(r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)"),
+        re.compile(
+            r"(?:model\.)?medusa_layers\.(\d+)\.((?:input_layernorm|linear|post_layernorm)\.weight)"
+        ),
         _tokenswift,
     ),
-    "Medusa": (re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)"), _medusa),
+    "Medusa": (
+        re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)"),
+        _medusa,
+    ),
 }
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a model's files and of a file of Medusa's heads beside them."""
     index = folder / INDEX
-    shards: object = read_object(index, OPTION).get("weight_map") if index.exists() else {"": WEIGHTS}
+    shards: object = (
+        read_object(index, OPTION).get("weight_map") if index.exists() else {"": WEIGHTS}
+    )
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise _refused(index, "has no weight_map that says which file a tensor is in")
     # a file of another folder is none of the model's
     names = sorted({name for name in shards.values() if Path(name).name == name})
     paths = [folder / name for name in names] + [folder / _MEDUSA_FILE]
-    return {n: tensor for path in paths if path.is_file() for n, tensor in read_header(path, OPTION)[0].items()}
+    return {
+        n: tensor
+        for path in paths
+        if path.is_file()
+        for n, tensor in read_header(path, OPTION)[0].items()
+    }
 
 
 def _refused(path: Path, reason: str) -> InputError:

@@ -1,7 +1,9 @@
-"""Published drafters as modules: block drafters (DSpark, DFlash), EAGLE-3 and a model's own MTP head, over a window.
+"""Published drafters as modules: block drafters (DSpark, DFlash),
+EAGLE-3 and a model's own MTP head, over a window.
 
-They read the target's states after some of its layers (taps), an MTP head those after its final norm. A block drafter
-guesses a whole block in one pass; the others guess token by token, fed with their own. Either way a round is a few
+They read the target's states after some of its layers (taps), an MTP head those after its final
+norm. A block drafter guesses a whole block in one pass; the others guess token by token, fed with
+their own. Either way a round is a few
 passes of known sizes: nothing in it waits for the device, so that one CUDA graph can hold it.
 """
 
@@ -22,7 +24,8 @@ from tswift.forward.target import Target
 
 DSPARK, DFLASH, EAGLE3, MTP = "dspark", "dflash", "eagle3", "mtp"
 _EAGLE_LEVELS = 6  # as many as a pass each is worth
-_EXCLUDED = -1e4  # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
+# logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
+_EXCLUDED = -1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +44,26 @@ class SpeculatorSpec:
     rope: Mapping[str, object]  # transformers' ``rope_parameters``
     tap_size: int  # hidden size of the target
     tap_count: int  # how many of its states are read
-    taps: tuple[int, ...] | None = None  # after which of its layers, from 0; None for EAGLE-3's usual three
+    # after which of its layers, from 0; None for EAGLE-3's usual three
+    taps: tuple[int, ...] | None = None
     target_layers: int | None = None  # how many layers the target has; None where that is not said
     qk_norm: bool = True  # whether queries and keys are normalised
     block: int = 0  # tokens of a block; EAGLE-3 has none
     mask: int = 0  # token id of the positions to be guessed
-    in_place: bool = False  # a slot guesses the token at its own position (DFlash), not the next one
-    markov: str = ""  # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
+    # a slot guesses the token at its own position (DFlash), not the next one
+    in_place: bool = False
+    # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
+    markov: str = ""
     rank: int = 0  # of that bias
     draft_vocab: int = 0  # tokens that it can guess; 0 for all, by the target's LM head
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
-    norm_before_residual: bool = False  # this and the next three: which of its norms EAGLE-3 applies where
+    # this and the next three: which of its norms EAGLE-3 applies where
+    norm_before_residual: bool = False
     norm_output: bool = False
     input_norm: bool = False
     fc_norm: bool = False
-    sliding: tuple[int, ...] = ()  # layers of a block drafter that see a window, and not all of the text
+    # layers of a block drafter that see a window, and not all of the text
+    sliding: tuple[int, ...] = ()
     window: int = 0  # tokens of the text that those see
     causal: bool = False  # whether a slot of the block sees none after it there
     gated: bool = False  # whether a gate beside each query decides what attention gives
@@ -67,7 +75,9 @@ class SpeculatorSpec:
         return "block" if self.block else "mtp" if self.kind == MTP else "eagle"
 
     def tapped(self, layers: int) -> tuple[int, ...]:
-        """After which layers of a target with so many the states are read (the three are SafeAILab's)."""
+        """After which layers of a target with so many the states are read (the three are
+        SafeAILab's).
+        """
         return (1, layers // 2 - 1, layers - 4) if self.taps is None else self.taps
 
     @property
@@ -76,7 +86,9 @@ class SpeculatorSpec:
         return self.block - self.in_place if self.block else _EAGLE_LEVELS
 
     def slots(self, levels: int, beam: int) -> int:
-        """Scratch slots of a round: the whole block, even to use less of it; or the tokens that are fed back."""
+        """Scratch slots of a round: the whole block, even to use less of it;
+        or the tokens that are fed back.
+        """
         return self.block or (levels - 1) * beam
 
     def weights(self) -> dict[str, int]:
@@ -94,21 +106,32 @@ class SpeculatorSpec:
             lm_head: weights of the target's LM head, which all but EAGLE-3 share.
         """
         sizes = self.weights()
-        read = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "markov_w1" not in name)
-        window, again = 2 * self.layers * self.kv_heads * self.head_dim * budget, levels - 1
+        read = sum(
+            size
+            for name, size in sizes.items()
+            if "embed_tokens" not in name and "markov_w1" not in name
+        )
+        window = 2 * self.layers * self.kv_heads * self.head_dim * budget
+        again = levels - 1
         if self.kind == MTP:
-            return itemsize * levels * (read + window + lm_head * self.draft_vocab // self.vocab_size)
+            return (
+                itemsize * levels * (read + window + lm_head * self.draft_vocab // self.vocab_size)
+            )
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
             return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
         lm_head = 0 if "lm_head.weight" in sizes else lm_head
-        return itemsize * (read + window + lm_head + again * self.rank * (self.draft_vocab or self.vocab_size))
+        return itemsize * (
+            read + window + lm_head + again * self.rank * (self.draft_vocab or self.vocab_size)
+        )
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
         return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)
 
     def llama(self) -> LlamaConfig:
-        """What transformers' modules are made of: the MLP's sizes and the rotary embeddings of a head."""
+        """What transformers' modules are made of: the MLP's sizes and the rotary embeddings of a
+        head.
+        """
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.inner_size,
@@ -125,7 +148,8 @@ class Rotary(nn.Module):
         super().__init__()
         with torch.device("cpu"):
             made = LlamaRotaryEmbedding(spec.llama())
-        self.rates, self.scale = made.inv_freq.float(), float(made.attention_scaling)
+        self.rates = made.inv_freq.float()
+        self.scale = float(made.attention_scaling)
 
     def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``[heads, n, d]``, or the first numbers of each head, to ``positions`` ``[n]``."""
@@ -138,7 +162,9 @@ class Rotary(nn.Module):
 
 
 class LayerKV(Protocol):
-    """Keys and values ``[kv heads, slots, head_dim]`` of a drafter's layers: a window, or rows that are trained on."""
+    """Keys and values ``[kv heads, slots, head_dim]`` of a drafter's layers: a window,
+    or rows that are trained on.
+    """
 
     keys: Any
     values: Any
@@ -152,28 +178,51 @@ class DrafterAttention(nn.Module):
 
     def __init__(self, spec: SpeculatorSpec, width: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, size = spec.heads, spec.kv_heads, spec.head_dim
+        self.heads = spec.heads
+        self.kv_heads = spec.kv_heads
+        size = spec.head_dim
         self.gated = spec.gated
         self.q_proj = nn.Linear(width, spec.heads * size * (1 + spec.gated), bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (
+            nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2)
+        )
         self.o_proj = nn.Linear(spec.heads * size, spec.hidden_size, bias=False)
-        self.q_norm, self.k_norm = (nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(size, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2)
+        )
 
-    def remember(self, index: int, rows: Tensor, positions: Tensor, slots: Tensor, rotary: Rotary, kv: LayerKV) -> None:
+    def remember(
+        self,
+        index: int,
+        rows: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rotary: Rotary,
+        kv: LayerKV,
+    ) -> None:
         """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
         keys, values = (
-            proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1) for proj in (self.k_proj, self.v_proj)
+            proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1)
+            for proj in (self.k_proj, self.v_proj)
         )
         kv.put(index, slots, rotary(self.k_norm(keys), positions), values)
 
-    def forward(self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor) -> Tensor:
-        """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n or 1, slots]``."""
-        queries, *gates = self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
+    def forward(
+        self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor
+    ) -> Tensor:
+        """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n
+        or 1, slots]``.
+        """
+        queries, *gates = (
+            self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
+        )
         queries = rotary(self.q_norm(queries.transpose(0, 1)), positions)
         # the query heads of a KV head are its rows: keys and values are not repeated
         packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
         mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
-        out = F.scaled_dot_product_attention(packed[None], kv.keys[index][None], kv.values[index][None], mask)[0]
+        out = F.scaled_dot_product_attention(
+            packed[None], kv.keys[index][None], kv.values[index][None], mask
+        )[0]
         mixed = out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1)
         for gate in gates:
             mixed = mixed * torch.sigmoid(gate)
@@ -181,15 +230,21 @@ class DrafterAttention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A layer as Qwen3's; the attention of EAGLE-3's only one reads a token's embedding beside its state."""
+    """A layer as Qwen3's; the attention of EAGLE-3's only one reads a token's embedding beside its
+    state.
+    """
 
     def __init__(self, spec: SpeculatorSpec) -> None:
         super().__init__()
-        eagle, hidden = spec.kind == EAGLE3, spec.hidden_size
-        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(hidden, spec.eps) for _ in range(2))
+        eagle = spec.kind == EAGLE3
+        hidden = spec.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(hidden, spec.eps) for _ in range(2)
+        )
         if eagle:
             self.hidden_norm = nn.RMSNorm(hidden, spec.eps)
-        self.self_attn, self.mlp = DrafterAttention(spec, (1 + eagle) * hidden), LlamaMLP(spec.llama())
+        self.self_attn = DrafterAttention(spec, (1 + eagle) * hidden)
+        self.mlp = LlamaMLP(spec.llama())
 
 
 class _Markov(nn.Module):
@@ -205,8 +260,12 @@ class _Markov(nn.Module):
         elif spec.markov == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``[n, V]`` after tokens ``[n]`` in a slot of state ``hidden`` ``[H]``, and states ``[n, r]`` for the next."""
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[n, V]`` after tokens ``[n]`` in a slot of state ``hidden`` ``[H]``,
+        and states ``[n, r]`` for the next.
+        """
         told = self.markov_w1(tokens)
         hidden = hidden.expand(len(told), -1)
         if hasattr(self, "gate_proj"):
@@ -215,13 +274,14 @@ class _Markov(nn.Module):
             state = torch.zeros_like(told) if state is None else state
             gate, new, out = self.joint_proj(torch.cat([state, told, hidden], -1)).chunk(3, -1)
             gate = torch.sigmoid(gate)
-            state, told = gate * state + (1 - gate) * torch.tanh(new), torch.tanh(out)
+            state = gate * state + (1 - gate) * torch.tanh(new)
+            told = torch.tanh(out)
         return self.markov_w2(told), state
 
 
-# A round under way: ``[n or 1, V]`` logits after drafted tokens ``[n]`` (int64) at a level, one level after another.
-# Given are how many tokens were drafted before, each one's parent among those of the level before (``[n]``; None at
-# the root), and the tokens.
+# A round under way: ``[n or 1, V]`` logits after drafted tokens ``[n]`` (int64) at a level, one
+# level after another. Given are how many tokens were drafted before, each one's parent among those
+# of the level before (``[n]``; None at the root), and the tokens.
 DrafterRound = Callable[[int, "Tensor | None", Tensor], Tensor]
 
 
@@ -245,7 +305,9 @@ class DraftNetwork(nn.Module):
         assert target is not None
         return target
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+    def remember(
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+    ) -> Tensor:
         """Put committed tokens into the cache: nothing is waited for.
 
         Args:
@@ -260,7 +322,9 @@ class DraftNetwork(nn.Module):
         """
         raise NotImplementedError
 
-    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
         """Begin a round.
 
         Args:
@@ -274,7 +338,9 @@ class DraftNetwork(nn.Module):
 
 
 class BlockSpeculator(DraftNetwork):
-    """DSpark and DFlash: a block of masks after the root is filled in one pass, all of it seeing all of it."""
+    """DSpark and DFlash: a block of masks after the root is filled in one pass,
+    all of it seeing all of it.
+    """
 
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__(spec, target)
@@ -287,26 +353,37 @@ class BlockSpeculator(DraftNetwork):
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+    def remember(
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+    ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
         for index, layer in enumerate(self.layers):
             layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)
         return rows
 
-    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
         """As :meth:`DraftNetwork.begin`."""
         block = torch.arange(self.spec.block, device=root.device)
         tokens = torch.where(block == 0, root, self.spec.mask)
-        slots, places = kv.scratch + block, position + block
-        whole, windowed = seen.clone(), None
+        slots = kv.scratch + block
+        places = position + block
+        whole = seen.clone()
+        windowed = None
         whole[kv.scratch : kv.scratch + self.spec.block] = True
         if self.spec.sliding:
             windowed = (seen & self._near(position, kv)).repeat(self.spec.block, 1)
-            after = block[:, None] < block if self.spec.causal else torch.zeros_like(block[:, None] < block)
+            after = (
+                block[:, None] < block
+                if self.spec.causal
+                else torch.zeros_like(block[:, None] < block)
+            )
             windowed[:, kv.scratch : kv.scratch + self.spec.block] = ~after
         filled = self.fill(self.target.embed(tokens), places, slots, kv, whole[None], windowed)
-        hidden, told = filled[int(self.spec.in_place) :], None
+        hidden = filled[int(self.spec.in_place) :]
+        told = None
         own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
@@ -320,8 +397,12 @@ class BlockSpeculator(DraftNetwork):
         return logits
 
     def _near(self, position: Tensor, kv: WindowKV) -> Tensor:
-        """``[slots]`` bool: where the newest tokens before a position are, as many as a window has."""
-        places = position - 1 - torch.arange(min(self.spec.window, kv.budget), device=position.device)
+        """``[slots]`` bool: where the newest tokens before a position are,
+        as many as a window has.
+        """
+        places = (
+            position - 1 - torch.arange(min(self.spec.window, kv.budget), device=position.device)
+        )
         around = kv.sinks + (places - kv.sinks) % (kv.budget - kv.sinks)
         slots = torch.where(places < kv.budget, places, around).clamp(min=0)
         counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
@@ -336,7 +417,8 @@ class BlockSpeculator(DraftNetwork):
         seen: Tensor,
         windowed: Tensor | None = None,
     ) -> Tensor:
-        """``[n, H]`` states of blocks whose embeddings are ``rows``; ``seen`` is ``[n or 1, slots]``.
+        """``[n, H]`` states of blocks whose embeddings are ``rows``;
+        ``seen`` is ``[n or 1, slots]``.
 
         Layers that see a window see what is ``windowed``, where that is given.
         """
@@ -350,7 +432,9 @@ class BlockSpeculator(DraftNetwork):
 
 
 class ChainSpeculator(DraftNetwork):
-    """Of one layer: row p has a state of token p and the embedding of token p + 1, and guesses the one after that."""
+    """Of one layer: row p has a state of token p and the embedding of token p + 1,
+    and guesses the one after that.
+    """
 
     midlayer: Any
     norm: Any
@@ -360,27 +444,41 @@ class ChainSpeculator(DraftNetwork):
         raise NotImplementedError
 
     def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention reads of states and the tokens after them, and what its output is added to."""
+        """What the layer's attention reads of states and the tokens after them,
+        and what its output is added to.
+        """
         raise NotImplementedError
 
     def scores(self, states: Tensor) -> Tensor:
         """``[n, V]`` logits of what follows, from states after the final norm."""
         raise NotImplementedError
 
-    def remember(self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV) -> Tensor:
+    def remember(
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+    ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         states = self.states(taps)
-        self.midlayer.self_attn.remember(0, self.inputs(states, following)[0], places, slots, self.rotary, kv)
+        self.midlayer.self_attn.remember(
+            0, self.inputs(states, following)[0], places, slots, self.rotary, kv
+        )
         return states
 
-    def after(self, inputs: tuple[Tensor, Tensor], places: Tensor, kv: LayerKV, seen: Tensor) -> Tensor:
-        """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or 1, slots]``."""
+    def after(
+        self, inputs: tuple[Tensor, Tensor], places: Tensor, kv: LayerKV, seen: Tensor
+    ) -> Tensor:
+        """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or
+        1, slots]``.
+        """
         out = inputs[1] + self.midlayer.self_attn(0, inputs[0], places, self.rotary, kv, seen)
         return out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
 
-    def begin(self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor) -> DrafterRound:
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
         """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
-        states, lines, used = state, seen[None], kv.scratch
+        states = state
+        lines = seen[None]
+        used = kv.scratch
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
             nonlocal states, lines, used
@@ -402,7 +500,8 @@ class ChainSpeculator(DraftNetwork):
 
 
 class MtpSpeculator(ChainSpeculator):
-    """The head for multi-token prediction that a model's own checkpoint has (Qwen3.5): a layer like the model's.
+    """The head for multi-token prediction that a model's own checkpoint has (Qwen3.5):
+    a layer like the model's.
 
     It reads the model's states after the final norm, and its own after its own norm.
     """
@@ -410,9 +509,12 @@ class MtpSpeculator(ChainSpeculator):
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__(spec, target)
         hidden = spec.hidden_size
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (nn.RMSNorm(hidden, spec.eps) for _ in range(2))
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
+            nn.RMSNorm(hidden, spec.eps) for _ in range(2)
+        )
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.midlayer, self.norm = _Layer(spec), nn.RMSNorm(hidden, spec.eps)
+        self.midlayer = _Layer(spec)
+        self.norm = nn.RMSNorm(hidden, spec.eps)
 
     def states(self, taps: Tensor) -> Tensor:
         """As :meth:`ChainSpeculator.states`: the taps are states."""
@@ -420,18 +522,28 @@ class MtpSpeculator(ChainSpeculator):
 
     def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`ChainSpeculator.inputs`."""
-        parts = self.pre_fc_norm_embedding(self.target.embed(tokens)), self.pre_fc_norm_hidden(states)
+        parts = (
+            self.pre_fc_norm_embedding(self.target.embed(tokens)),
+            self.pre_fc_norm_hidden(states),
+        )
         rows = self.fc(torch.cat(parts, -1))
         return self.midlayer.input_layernorm(rows), rows
 
     def scores(self, states: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.scores`, by the first rows of the model's LM head, if they are plain numbers.
+        """As :meth:`ChainSpeculator.scores`, by the first rows of the model's LM head, if they are
+        plain numbers.
 
-        They are the commonest tokens: a tokenizer numbers them as it found them. With all rows the LM head would be
-        four fifths of what a level reads, and by shared noise a token that is missing costs no more than its own guess.
+        They are the commonest tokens: a tokenizer numbers them as it found them. With all rows the
+        LM head would be four fifths of what a level reads, and by shared noise a token that is
+        missing costs no more than its own guess.
         """
-        spec, head = self.spec, self.target.model.get_output_embeddings()
-        if spec.draft_vocab == spec.vocab_size or type(head.weight) is not nn.Parameter or head.bias is not None:
+        spec = self.spec
+        head = self.target.model.get_output_embeddings()
+        if (
+            spec.draft_vocab == spec.vocab_size
+            or type(head.weight) is not nn.Parameter
+            or head.bias is not None
+        ):
             return self.target.open_logits(states)
         full = states.new_full((len(states), spec.vocab_size), _EXCLUDED)
         full[:, : spec.draft_vocab] = F.linear(states, head.weight[: spec.draft_vocab])
@@ -447,12 +559,15 @@ class EagleSpeculator(ChainSpeculator):
         super().__init__(spec, target)
         hidden = spec.hidden_size
         self.fc = nn.Linear(spec.tap_count * spec.tap_size, hidden, bias=False)
-        self.midlayer, self.norm = _Layer(spec), nn.RMSNorm(hidden, spec.eps)
+        self.midlayer = _Layer(spec)
+        self.norm = nn.RMSNorm(hidden, spec.eps)
         self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False)
         if spec.input_norm:
             self.input_norm = nn.RMSNorm(spec.tap_count * spec.tap_size, spec.eps)
         if spec.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(spec.tap_size, spec.eps) for _ in range(spec.tap_count))
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(spec.tap_size, spec.eps) for _ in range(spec.tap_count)
+            )
         if spec.embeds:
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         if spec.draft_vocab < spec.vocab_size:
@@ -464,7 +579,9 @@ class EagleSpeculator(ChainSpeculator):
             taps = self.input_norm(taps)
         if self.spec.fc_norm:
             parts = taps.chunk(self.spec.tap_count, -1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            taps = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         return self.fc(taps)
 
     def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -480,7 +597,9 @@ class EagleSpeculator(ChainSpeculator):
 
 
 def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
-    """``[n, V]`` logits of those of a drafter's own vocabulary, where that is smaller than the target's."""
+    """``[n, V]`` logits of those of a drafter's own vocabulary,
+    where that is smaller than the target's.
+    """
     count, own = network.spec.vocab_size, logits.shape[1]
     if own == count:
         return logits

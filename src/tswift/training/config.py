@@ -22,7 +22,14 @@ MARKOV = ("vanilla", "gated", "rnn")
 
 
 def _shape(
-    vocab: int, hidden: int, mlp: int, positions: int, layers: int, heads: int, theta: float, **more: Any
+    vocab: int,
+    hidden: int,
+    mlp: int,
+    positions: int,
+    layers: int,
+    heads: int,
+    theta: float,
+    **more: Any,
 ) -> Any:
     return {
         "vocab_size": vocab,
@@ -39,9 +46,12 @@ def _shape(
 
 # Published shapes of draft models; vocabulary and special tokens are the large model's.
 SHAPES: dict[str, dict[str, Any]] = {
-    # The paper's table 11. It says nothing of layers and embeddings; two layers and an LM head of its own, as the
-    # model of 68M parameters has that TriForce drafts with, make 205.9 x 2^20 parameters with LLaMA3.1's vocabulary.
-    "205m": _shape(128_256, 768, 3072, 2048, 2, 12, 500_000.0, hidden_act="silu", tie_word_embeddings=False),
+    # The paper's table 11. It says nothing of layers and embeddings; two layers and an LM head of
+    # its own, as the model of 68M parameters has that TriForce drafts with, make 205.9 x 2^20
+    # parameters with LLaMA3.1's vocabulary.
+    "205m": _shape(
+        128_256, 768, 3072, 2048, 2, 12, 500_000.0, hidden_act="silu", tie_word_embeddings=False
+    ),
     # the bundled one's, half a million parameters with a vocabulary of 2,048
     "demo": _shape(2048, 128, 512, 131_072, 1, 1, 100_000.0, head_dim=64, tie_word_embeddings=True),
 }
@@ -58,7 +68,8 @@ _batch = partial(_schedule, help="Rows forwarded together.", least=1, most=1 << 
 _accumulate = partial(_schedule, help="Batches of a step, for each process.", least=1, most=1 << 20)
 
 _CORPUS = (
-    "Required, but for --resume: a folder of .parquet or .txt files, one such file, or a hub id such as emozilla/pg19."
+    "Required, but for --resume: a folder of .parquet or .txt files, one such file, or a hub id "
+    "such as emozilla/pg19."
 )
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
 _ALPHA_TOKENS = "Tokens decoded after each held-out text for alpha, before and after; 0 is none."
@@ -67,20 +78,32 @@ _SHAPE_POSITIONS = "the shape's; 131,072 for demo, 2,048 for 205m"
 _OF_BLOCKS = ("block", "layers", "attention_heads", "mlp", "rank", "markov")
 
 Config = TypeVar("Config", bound="TrainConfig")
-TIMES = ("seconds", "plain_seconds")  # of decoding the same number of tokens, with what was trained and without
+# of decoding the same number of tokens, with what was trained and without
+TIMES = ("seconds", "plain_seconds")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of any training: text, schedule, model, output. The defaults are the paper's, in table 9, for GPUs."""
+    """Settings of any training: text, schedule, model, output.
+
+    The defaults are the paper's, in table 9, for GPUs.
+    """
 
     corpus: str = option(MISSING, _CORPUS, panel="Options", free=True)
     seq_len: int = _seq_len(8192, shown="8,192; 1,024 on a CPU")
-    documents: int | None = _text(None, "Use so many documents, evenly spread.", shown="all", least=2)
-    held_out: int | None = _text(None, "Documents never trained on.", shown="4, a tenth at most", least=1)
-    steps: int | None = _schedule(None, "Optimizer steps.", shown="200; 5 minutes on a CPU", least=1)
+    documents: int | None = _text(
+        None, "Use so many documents, evenly spread.", shown="all", least=2
+    )
+    held_out: int | None = _text(
+        None, "Documents never trained on.", shown="4, a tenth at most", least=1
+    )
+    steps: int | None = _schedule(
+        None, "Optimizer steps.", shown="200; 5 minutes on a CPU", least=1
+    )
     minutes: float | None = _schedule(
-        None, "Training time, evaluation of the held-out text included, instead of --steps.", above=0
+        None,
+        "Training time, evaluation of the held-out text included, instead of --steps.",
+        above=0,
     )
     batch: int = _batch(3, shown="3; 2 on a CPU")
     accumulate: int = _accumulate(10, shown="10; 1 on a CPU")
@@ -91,16 +114,28 @@ class TrainConfig:
     model: str = _model(DEMO, "demo, a folder or a hub id.", free=True)
     device: str = _model("auto", "auto, cpu, cuda, cuda:1 ...", free=True)
     dtype: str = _model(
-        "auto", "bfloat16, float32 or float64.", shown="bfloat16 on CUDA, float32 on CPU", choices=_DTYPES,
+        "auto",
+        "bfloat16, float32 or float64.",
+        shown="bfloat16 on CUDA, float32 on CPU",
+        choices=_DTYPES,
         parse=dtype_name,
-    )  # fmt: skip
+    )
     attention: str = _model("auto", "auto, native, triton, flash or sdpa.", free=True)
-    eval_every: int = _output(50, "Steps between evaluations of the held-out text; 0 is none.", least=0)
-    save_every: int | None = _output(None, "Steps between checkpoints.", shown="by time alone", least=1)
+    eval_every: int = _output(
+        50, "Steps between evaluations of the held-out text; 0 is none.", least=0
+    )
+    save_every: int | None = _output(
+        None, "Steps between checkpoints.", shown="by time alone", least=1
+    )
     save_minutes: float = _output(10.0, "Most minutes between checkpoints.", above=0)
 
     COMMAND: ClassVar[str]  # subcommand, and kind of its records
-    ON_CPU: ClassVar[Mapping[str, object]] = {"seq_len": 1024, "batch": 2, "accumulate": 1, "minutes": 5.0}
+    ON_CPU: ClassVar[Mapping[str, object]] = {
+        "seq_len": 1024,
+        "batch": 2,
+        "accumulate": 1,
+        "minutes": 5.0,
+    }
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -110,7 +145,9 @@ class TrainConfig:
 
     @classmethod
     def cpu_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults of what is not among some values on a CPU, which would take days for the paper's."""
+        """Defaults of what is not among some values on a CPU,
+        which would take days for the paper's.
+        """
         typed = {*values} | ({"minutes"} if "steps" in values else set())  # steps end it, too
         return {name: value for name, value in cls.ON_CPU.items() if name not in typed}
 
@@ -125,20 +162,29 @@ class TrainConfig:
         return self.seq_len * self.batch * self.accumulate
 
     def resolved(self: Config) -> Config:
-        """The same settings with absolute paths and an explicit number of steps, to hold in any working directory."""
+        """The same settings with absolute paths and an explicit number of steps,
+        to hold in any working directory.
+        """
         model = self.model if self.model == DEMO else _absolute(self.model)
         steps = None if self.minutes is not None else self.last_step
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
     def resumed(self: Config, changes: Mapping[str, Any], folder: Path) -> Config:
         """These settings with the changes asked for when the training in a folder is resumed."""
-        changed = replace(self, **{"steps": None, "minutes": None, **changes}).resolved() if changes else self
+        changed = (
+            replace(self, **{"steps": None, "minutes": None, **changes}).resolved()
+            if changes
+            else self
+        )
         free = {item.name for item, carried in options_of(self) if carried.free}
         for name in changes:
-            old, new = getattr(self, name), getattr(changed, name)
+            old = getattr(self, name)
+            new = getattr(changed, name)
             if name not in free and old != new:
                 began = "nothing" if old is None else old
-                raise InputError(f"the training in {folder} was begun with {began}, got {new}", name)
+                raise InputError(
+                    f"the training in {folder} was begun with {began}, got {new}", name
+                )
         return replace(self, **{name: getattr(changed, name) for name in changes if name in free})
 
 
@@ -148,14 +194,22 @@ class HeadsConfig(TrainConfig):
 
     kind: str = _heads("conditioned", "conditioned or chained.", choices=HEAD_KINDS)
     heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
-    objective: str = _heads(TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES)
-    draft_vocabulary: int = _heads(8192, "Tokens that they may draft: the corpus's most frequent; 0 is all.", least=0)
+    objective: str = _heads(
+        TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES
+    )
+    draft_vocabulary: int = _heads(
+        8192, "Tokens that they may draft: the corpus's most frequent; 0 is all.", least=0
+    )
     keep_tokens: int = _schedule(
-        0, "Tokens of which the model's states are kept, to be learnt from again.", shown="0; 1,000,000 on a CPU",
+        0,
+        "Tokens of which the model's states are kept, to be learnt from again.",
+        shown="0; 1,000,000 on a CPU",
         least=0,
-    )  # fmt: skip
+    )
     alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
-    install: bool = _output(False, "Put the heads where --model finds them, in the cache folder.", shown="")
+    install: bool = _output(
+        False, "Put the heads where --model finds them, in the cache folder.", shown=""
+    )
 
     COMMAND: ClassVar[str] = "train"
     ON_CPU: ClassVar[Mapping[str, object]] = {**TrainConfig.ON_CPU, "keep_tokens": 1_000_000}
@@ -168,38 +222,67 @@ class HeadsConfig(TrainConfig):
 
     @property
     def kept_rows(self) -> int:
-        """Rows of which the model's states are kept, by each process: no more than there are in all steps."""
+        """Rows of which the model's states are kept, by each process:
+        no more than there are in all steps.
+        """
         kept = self.keep_tokens // self.seq_len
-        return kept if self.minutes is not None else min(kept, self.last_step * self.accumulate * self.batch)
+        return (
+            kept
+            if self.minutes is not None
+            else min(kept, self.last_step * self.accumulate * self.batch)
+        )
 
 
 @dataclass(frozen=True)
 class DraftConfig(TrainConfig):
-    """Settings of a training, from random weights, of what drafts for a model: a small one, or a block drafter."""
+    """Settings of a training, from random weights, of what drafts for a model: a small one,
+    or a block drafter.
+    """
 
     seq_len: int = _seq_len(512)
     batch: int = _batch(16, shown="16; 8 on a CPU")
     accumulate: int = _accumulate(1)
     lr: float = _schedule(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
     weight_decay: float = _schedule(0.01, "Weight decay (Muon).", least=0)
-    kind: str = _text(LM, "lm, a small language model, or block, a DSpark drafter.", panel="Options", choices=DRAFTS)
+    kind: str = _text(
+        LM,
+        "lm, a small language model, or block, a DSpark drafter.",
+        panel="Options",
+        choices=DRAFTS,
+    )
     shape: str | None = _draft(
-        None, "demo (as the bundled one), or 205m (the paper's table 11).", shown="demo", choices=(*SHAPES,)
+        None,
+        "demo (as the bundled one), or 205m (the paper's table 11).",
+        shown="demo",
+        choices=(*SHAPES,),
     )
     reach: int | None = _draft(
-        None, "Positions it is made for; rows jump up to there.", shown=_SHAPE_POSITIONS, least=2, most=1 << 24
+        None,
+        "Positions it is made for; rows jump up to there.",
+        shown=_SHAPE_POSITIONS,
+        least=2,
+        most=1 << 24,
     )
     block: int | None = _block(None, "Tokens that it drafts.", shown="5", least=2, most=64)
     layers: int | None = _block(None, "Layers.", shown="1", least=1, most=64)
     attention_heads: int | None = _block(
-        None, "Heads of its attention, each with keys of its own.", shown="the model's", least=1, most=1 << 10
+        None,
+        "Heads of its attention, each with keys of its own.",
+        shown="the model's",
+        least=1,
+        most=1 << 10,
     )
     mlp: int | None = _block(None, "Width of its MLPs.", shown="the model's", least=1, most=1 << 20)
     rank: int | None = _block(None, "Rank of its Markov head.", shown="32", least=1, most=1 << 14)
     markov: str | None = _block(
-        None, "How it is told the token before: vanilla, gated or rnn.", shown="vanilla", choices=MARKOV
+        None,
+        "How it is told the token before: vanilla, gated or rnn.",
+        shown="vanilla",
+        choices=MARKOV,
     )
-    objective: str = _text(TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES)
+    objective: str = _text(
+        TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES
+    )
 
     COMMAND: ClassVar[str] = "train-draft"
     ON_CPU: ClassVar[Mapping[str, object]] = {"batch": 8, "minutes": 5.0}
@@ -209,10 +292,13 @@ class DraftConfig(TrainConfig):
         for name in ("shape",) if self.kind == BLOCK else _OF_BLOCKS:
             if getattr(self, name) is not None:
                 raise InputError(f"is not for --kind {self.kind}", name)
-        if self.kind == BLOCK and self.seq_len < self.slots + 2:  # every slot has a token to predict
+        if self.kind == BLOCK and self.seq_len < self.slots + 2:
+            # every slot has a token to predict
             raise InputError(f"must be at least {self.slots + 2}, got {self.seq_len}", "seq_len")
         if self.seq_len > self.positions:
-            message = f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
+            message = (
+                f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
+            )
             raise InputError(message, "seq_len")
 
     @property
@@ -244,8 +330,13 @@ def corpus_files(corpus: str) -> list[str]:
         raise InputError("is empty", "corpus")
     path = find_path(corpus, "corpus")
     try:
-        exists, folder = path.exists(), path.is_dir()
-        files = sorted(file for file in path.iterdir() if file.is_file()) if folder else [path] * path.is_file()
+        exists = path.exists()
+        folder = path.is_dir()
+        files = (
+            sorted(file for file in path.iterdir() if file.is_file())
+            if folder
+            else [path] * path.is_file()
+        )
     except OSError as error:
         raise InputError(f"{corpus} cannot be read ({error.strerror})", "corpus") from None
     for suffix in (".parquet", ".txt"):
@@ -253,7 +344,11 @@ def corpus_files(corpus: str) -> list[str]:
         if named:
             return named
     if exists:
-        problem = "holds no .parquet or .txt files" if folder else "is no folder, and no .parquet or .txt file"
+        problem = (
+            "holds no .parquet or .txt files"
+            if folder
+            else "is no folder, and no .parquet or .txt file"
+        )
         raise InputError(f"{corpus} {problem}", "corpus")
     if path.is_absolute() or corpus.startswith((".", "~")) or not corpus.isprintable():  # no hub id
         raise InputError(f"there is no file or folder {corpus}", "corpus")

@@ -1,4 +1,6 @@
-"""Training data: the documents of a corpus, tokenised once and kept by ``datasets``, and random rows of them."""
+"""Training data: the documents of a corpus, tokenised once and kept by ``datasets``,
+and random rows of them.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,29 @@ _HELD_OUT = 4  # documents, or a tenth of them if that is less
 def open_corpus(corpus: str) -> Dataset:
     """The documents of a corpus in a fixed order, in the column ``text``; on disk, not in memory.
 
-    A corpus is a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a hub id such as
-    ``emozilla/pg19``, whose split ``train`` is taken.
+    A corpus is a folder of ``.parquet`` (column ``text``) or ``.txt`` files, one such file, or a
+    hub id such as ``emozilla/pg19``, whose split ``train`` is taken.
     """
     import datasets
 
-    files, reader, options = corpus_files(corpus), corpus, dict[str, Any]()
+    files = corpus_files(corpus)
+    reader = corpus
+    options = dict[str, Any]()
     if files:
-        reader, options = "parquet", {"data_files": files}
+        reader = "parquet"
+        options = {"data_files": files}
         if files[0].endswith(".txt"):
             reader, options["sample_by"] = "text", "document"
     with _quiet(), hub(not files):
         try:
             rows = datasets.load_dataset(reader, split="train", **options)
         except Exception as error:  # the hub client and the readers fail in many ways
-            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0][:200]
-            problem = "cannot be read" if files else "is no folder and cannot be loaded from the hub"
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[
+                0
+            ][:200]
+            problem = (
+                "cannot be read" if files else "is no folder and cannot be loaded from the hub"
+            )
             raise InputError(f"{corpus} {problem} ({reason})", _FIELD) from None
     problem = ""
     if "text" not in rows.column_names:
@@ -62,7 +71,9 @@ def clean(text: str | None) -> str:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a corpus that are longer than a row, split into training and held-out ones."""
+    """The documents of a corpus that are longer than a row,
+    split into training and held-out ones.
+    """
 
     rows: Dataset  # all tokenised documents: ``tokens``, ``digest``
     lengths: np.ndarray  # of all, in tokens
@@ -85,7 +96,8 @@ class Documents:
         }
 
     def frequent(self, count: int, vocabulary: int) -> np.ndarray:
-        """The tokens that the training documents have most often, int32, ascending; of equals the lower ids.
+        """The tokens that the training documents have most often, int32, ascending;
+        of equals the lower ids.
 
         In a byte-pair vocabulary lower ids were found earlier, so they are frequent in other texts.
         """
@@ -99,15 +111,22 @@ class Documents:
         return [self._row(document, 0, length) for document in self.held_out]
 
     def batch(self, rows: int, length: int, key: Sequence[int]) -> np.ndarray:
-        """``[rows, length]`` int64 tokens from random places of the training documents, every place equally likely.
+        """``[rows, length]`` int64 tokens from random places of the training documents,
+        every place equally likely.
 
-        ``length`` includes the prefix. The same ``key`` gives the same rows, whatever was drawn before.
+        ``length`` includes the prefix. The same ``key`` gives the same rows, whatever was drawn
+        before.
         """
         ends = np.cumsum(self.lengths[self.train] - (length - len(self.prefix)) + 1)
         drawn = np.random.default_rng(list(key)).integers(0, ends[-1], size=rows)
         chosen = np.searchsorted(ends, drawn, side="right")
         starts = drawn - np.concatenate([[0], ends])[chosen]
-        return np.stack([self._row(self.train[i], start, length) for i, start in zip(chosen, starts, strict=True)])
+        return np.stack(
+            [
+                self._row(self.train[i], start, length)
+                for i, start in zip(chosen, starts, strict=True)
+            ]
+        )
 
     def _row(self, document: int, start: int, length: int) -> np.ndarray:
         tokens = self.rows[int(document)]["tokens"]
@@ -130,15 +149,19 @@ def prepare(
         rows = rows.select(np.linspace(0, len(rows) - 1, config.documents).round().astype(int))
     rows = _tokenised(rows, tokenizer, on_progress)
     if max(rows["largest"]) >= vocabulary:
-        raise InputError(f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "model")
-    lengths, digests = np.asarray(rows["length"]), list(rows["digest"])
+        raise InputError(
+            f"the tokenizer has tokens that the model of {vocabulary:,} does not know", "model"
+        )
+    lengths = np.asarray(rows["length"])
+    digests = list(rows["digest"])
     long = np.flatnonzero(lengths > config.seq_len)
     kept = np.array(sorted({digests[int(i)]: int(i) for i in reversed(long)}.values()), dtype=int)
     count = max(1, min(_HELD_OUT, len(kept) // 10)) if config.held_out is None else config.held_out
     if len(kept) <= count:
         raise InputError(
-            f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens among {len(rows):,}, "
-            f"and {count:,} of them would be held out; the longest has {int(lengths.max()):,}"
+            f"{config.corpus} has {len(kept):,} documents of more than {config.seq_len:,} tokens "
+            f"among {len(rows):,}, and {count:,} of them would be held out; the longest has "
+            f"{int(lengths.max()):,}"
             + ("; a smaller `seq_len` takes shorter ones" if len(long) < len(rows) else ""),
             _FIELD if config.held_out is None else "held_out",
         )
@@ -150,8 +173,8 @@ def prepare(
 def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generator) -> np.ndarray:
     """Positions ``[rows, length]`` int64 that teach far distances on short rows.
 
-    A random tail of each row is moved forward by a jump drawn log-uniformly up to ``limit``, so every relative
-    distance up to the limit is seen although no row is that long.
+    A random tail of each row is moved forward by a jump drawn log-uniformly up to ``limit``, so
+    every relative distance up to the limit is seen although no row is that long.
     """
     positions = np.tile(np.arange(length), (rows, 1))
     jumps = np.exp(rng.uniform(0, np.log(limit - length), size=rows)).astype(np.int64)
@@ -160,13 +183,19 @@ def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generat
     return positions
 
 
-def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[int, int], None]) -> Dataset:
+def _tokenised(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[int, int], None]
+) -> Dataset:
     from datasets import Features, Value
     from datasets import Sequence as List  # before datasets 4, List has this name alone
     from datasets.fingerprint import Hasher
 
     digest = sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    features = {"tokens": List(Value("uint32")), "length": Value("int64"), "largest": Value("int64")}
+    features = {
+        "tokens": List(Value("uint32")),
+        "length": Value("int64"),
+        "largest": Value("int64"),
+    }
     done = 0
 
     def encode(batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[Any]]:
@@ -199,7 +228,8 @@ def _quiet() -> Iterator[None]:
     """Keep progress bars and warnings of datasets off stderr."""
     import datasets
 
-    shown, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    shown = datasets.is_progress_bar_enabled()
+    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:

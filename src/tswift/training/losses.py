@@ -1,7 +1,9 @@
 """Losses of heads and draft models, and their accuracy.
 
-Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen. Logits are computed for
-a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take 4 GB for every head.
+Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen.
+Logits are computed for
+a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take 4 GB for
+    every head.
 """
 
 from __future__ import annotations
@@ -24,14 +26,19 @@ from tswift.training.config import DISTILL, TEXT
 from tswift.training.teacher import draft_logits, read_states
 
 TOP = 3  # top-1 to top-3 accuracy
-CAUSAL = "tswift_training_causal"  # an attention of transformers: plain causality, whatever the positions
+# an attention of transformers: plain causality, whatever the positions
+CAUSAL = "tswift_training_causal"
 
-_MAX_LOGITS = 1 << 26  # held at a time: 256 MB in float32, and a few times as much on the way to their gradient
+# held at a time: 256 MB in float32, and a few times as much on the way to their gradient
+_MAX_LOGITS = 1 << 26
 
 
 def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
-    # transformers reads a jump in position_ids as the start of another packed text and masks across it
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    # transformers reads a jump in position_ids as the start of another packed text and masks across
+    # it
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2), None
 
 
@@ -58,29 +65,39 @@ class Metrics:
 
 def total(metrics: Sequence[Metrics]) -> Metrics:
     """Metrics of all the positions together."""
-    loss, hits = (torch.stack([getattr(each, name) for each in metrics]).sum(0) for name in ("loss", "hits"))
+    loss, hits = (
+        torch.stack([getattr(each, name) for each in metrics]).sum(0) for name in ("loss", "hits")
+    )
     return Metrics(loss, hits, sum(each.positions for each in metrics))
 
 
 class NetworkLoss(nn.Module):
     """A network that is trained, with its loss: one module for several processes to wrap.
 
-    It is called with ``[B, T]`` int64 token ids and their positions, and gives metrics whose loss has a gradient.
+    It is called with ``[B, T]`` int64 token ids and their positions, and gives metrics whose loss
+    has a gradient.
 
     Args:
         network: what is trained.
         target: the frozen model.
-        objective: ``text``: against the token that follows; ``distill``: against the model's own distribution there.
-        max_logits: most logits held at a time; but never fewer than one position's. Where there are more, they are
-            computed again for the backward pass.
+        objective: ``text``: against the token that follows; ``distill``: against the model's own
+            distribution there.
+        max_logits: most logits held at a time; but never fewer than one position's. Where there are
+            more, they are computed again for the backward pass.
     """
 
     def __init__(
-        self, network: nn.Module, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+        self,
+        network: nn.Module,
+        target: Target,
+        objective: str = TEXT,
+        max_logits: int = _MAX_LOGITS,
     ) -> None:
         super().__init__()
         self.network: Any = network
-        self._target, self._objective, self._max_logits = target, objective, max_logits
+        self._target = target
+        self._objective = objective
+        self._max_logits = max_logits
 
     def _piece(self, work: Callable[..., Any], *inputs: Any, logits: int) -> Any:
         if logits <= self._max_logits or not torch.is_grad_enabled():
@@ -89,83 +106,122 @@ class NetworkLoss(nn.Module):
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor) -> Tensor | None:
-        """The model's distributions ``[..., V]`` for its states ``[..., H]``, where these are the objective."""
-        return _float32(self._target.open_logits(hidden)).softmax(-1) if self._objective == DISTILL else None
+        """The model's distributions ``[..., V]`` for its states ``[..., H]``,
+        where these are the objective.
+        """
+        return (
+            _float32(self._target.open_logits(hidden)).softmax(-1)
+            if self._objective == DISTILL
+            else None
+        )
 
-    def _summed(self, logits: Tensor, tokens: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _summed(
+        self, logits: Tensor, tokens: Tensor, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The loss of ``[n, V]`` logits, and ``[3]`` hits."""
         loss = F.cross_entropy(logits, tokens if teacher is None else teacher, reduction="sum")
         return loss, _hits(logits.detach(), tokens)
 
 
 class HeadsLoss(NetworkLoss):
-    """Loss of heads over their draft vocabulary, over the positions for which every head has a token to predict.
+    """Loss of heads over their draft vocabulary,
+    over the positions for which every head has a token to predict.
 
-    These are not the last ``heads + 1``. Where a token that follows is not in the draft vocabulary, or its probability
-    is not among those learnt, nothing is learnt of it.
+    These are not the last ``heads + 1``. Where a token that follows is not in the draft vocabulary,
+    or its probability is not among those learnt, nothing is learnt of it.
     """
 
     network: Heads
 
     def __init__(
-        self, network: nn.Module, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
+        self,
+        network: nn.Module,
+        target: Target,
+        objective: str = TEXT,
+        max_logits: int = _MAX_LOGITS,
     ) -> None:
         super().__init__(network, target, objective, max_logits)
         drafted = self.network.draft_ids
         self._logits = draft_logits(target, drafted)
         self._size = target.vocab_size if drafted is None else len(drafted)
         ids = torch.arange(self._size, device=target.device)
-        self._places = torch.full((target.vocab_size,), -1, device=target.device)  # in the draft vocabulary, of tokens
+        # in the draft vocabulary, of tokens
+        self._places = torch.full((target.vocab_size,), -1, device=target.device)
         self._places[ids if drafted is None else drafted.long()] = ids
 
     def forward(self, ids: Tensor, hidden: Tensor, likeliest: Tensor, shares: Tensor) -> Metrics:
         """Metrics of each head, of rows as :class:`~tswift.training.teacher.Taught` has them."""
-        heads, target, rows = self.network, self._target, ids.shape[0]
+        heads = self.network
+        target = self._target
+        rows = ids.shape[0]
         used = ids.shape[1] - heads.count - 1
-        dtype, embedded = next(heads.parameters()).dtype, None
+        dtype = next(heads.parameters()).dtype
+        embedded = None
         if heads.conditioned:
             several, places = ids.unique(return_inverse=True)
-            all_embedded = target.embed(several).to(dtype, copy=True)[places]  # inference tensors cannot be trained on
-            embedded = torch.stack([all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)])
+            # inference tensors cannot be trained on
+            all_embedded = target.embed(several).to(dtype, copy=True)[places]
+            embedded = torch.stack(
+                [all_embedded[:, 1 + i : 1 + i + used] for i in range(heads.count)]
+            )
         states = heads(hidden[:, :used].to(dtype), embedded)
         if self._objective == TEXT:
-            likeliest, shares = self._places[ids].unsqueeze(-1), torch.ones_like(ids.unsqueeze(-1), dtype=dtype)
+            likeliest = self._places[ids].unsqueeze(-1)
+            shares = torch.ones_like(ids.unsqueeze(-1), dtype=dtype)
             shares = shares * (likeliest >= 0)
         width = max(1, self._max_logits // (rows * self._size))
-        slopes = torch.zeros_like(states)  # taken stretch by stretch: no logits are kept, or made again, for them
+        # taken stretch by stretch: no logits are kept, or made again, for them
+        slopes = torch.zeros_like(states)
         losses = torch.zeros(heads.count, dtype=torch.float64, device=states.device)
         hits = torch.zeros(heads.count, TOP, dtype=torch.float64, device=states.device)
-        after = 1 + (self._objective == TEXT)  # text goes by the token itself, a model by its state one token before
+        # text goes by the token itself, a model by its state one token before
+        after = 1 + (self._objective == TEXT)
         for start, i in product(range(0, used, width), range(heads.count)):
             end = min(start + width, used)
             part = states[i, :, start:end].detach().requires_grad_(torch.is_grad_enabled())
             logits = _float32(self._logits(part)).flatten(0, 1)
             goal = slice(start + i + after, end + i + after)
-            loss = _cross_entropy(logits, likeliest[:, goal].flatten(0, 1), shares[:, goal].flatten(0, 1))
+            loss = _cross_entropy(
+                logits, likeliest[:, goal].flatten(0, 1), shares[:, goal].flatten(0, 1)
+            )
             if part.requires_grad:
                 slopes[i, :, start:end] = torch.autograd.grad(loss, part)[0]
             losses[i] += loss.detach()
-            hits[i] += _hits(logits.detach(), self._places[ids[:, start + i + 2 : end + i + 2]].flatten())
+            hits[i] += _hits(
+                logits.detach(), self._places[ids[:, start + i + 2 : end + i + 2]].flatten()
+            )
         along = (states * slopes).sum((1, 2, 3))
         return Metrics(losses + (along - along.detach()), hits, rows * used)
 
 
 class DraftLoss(NetworkLoss):
-    """Loss of a draft model, whose attention must be ``CAUSAL``, over all positions but the last of each row."""
+    """Loss of a draft model, whose attention must be ``CAUSAL``,
+    over all positions but the last of each row.
+    """
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> Metrics:
         """Metrics of the model as one head."""
-        rows, count = ids.shape[0], ids.shape[1] - 1
-        hidden = self.network.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-        teacher = read_states(self._target, ids, positions)[0] if self._objective == DISTILL else hidden
+        rows = ids.shape[0]
+        count = ids.shape[1] - 1
+        hidden = self.network.get_decoder()(
+            input_ids=ids, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        teacher = (
+            read_states(self._target, ids, positions)[0] if self._objective == DISTILL else hidden
+        )
         per_place = rows * self._target.vocab_size
-        width, parts = max(1, self._max_logits // per_place), []
+        width = max(1, self._max_logits // per_place)
+        parts = []
         for start in range(0, count, width):
             part = slice(start, min(start + width, count))
             inputs = (hidden[:, part], ids[:, 1:][:, part].flatten(), teacher[:, part])
             parts.append(self._piece(self._stretch, *inputs, logits=count * per_place))
         losses, hits = zip(*parts, strict=True)
-        return Metrics(torch.stack(losses).sum(0, keepdim=True), torch.stack(hits).sum(0, keepdim=True), rows * count)
+        return Metrics(
+            torch.stack(losses).sum(0, keepdim=True),
+            torch.stack(hits).sum(0, keepdim=True),
+            rows * count,
+        )
 
     def _stretch(self, hidden: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
@@ -185,12 +241,16 @@ class _RowKV:
 
 
 class BlockLoss(NetworkLoss):
-    """Loss of a block drafter: blocks at many places of each row are filled, each from what lies before it."""
+    """Loss of a block drafter: blocks at many places of each row are filled,
+    each from what lies before it.
+    """
 
     network: BlockSpeculator
 
     def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> Metrics:
-        """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0, at most ``T - 1 - slots``."""
+        """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0,
+        at most ``T - 1 - slots``.
+        """
         network, (rows, length) = self.network, ids.shape
         slots = torch.arange(network.spec.block, device=ids.device)
         hidden, taps = read_states(self._target, ids, positions)
@@ -198,22 +258,42 @@ class BlockLoss(NetworkLoss):
         mask = torch.full_like(slots, network.spec.mask)
         blocks = []
         for row in range(rows):
-            kv, at, unused = _RowKV(), roots[row], ids[row]
+            kv = _RowKV()
+            at = roots[row]
+            unused = ids[row]
             network.remember(taps[row].to(weight.dtype), unused, positions[row], unused, kv)
             tokens = torch.where(slots == 0, ids[row, at, None], mask).flatten()
             places = (positions[row, at, None] + slots).flatten()
-            before = torch.arange(length, device=ids.device) < at.repeat_interleave(len(slots))[:, None]
+            before = (
+                torch.arange(length, device=ids.device) < at.repeat_interleave(len(slots))[:, None]
+            )
             own = torch.arange(len(places), device=ids.device) // len(slots)
             seen = torch.cat([before, own[:, None] == own], 1)
-            embedded = self._target.embed(tokens).to(weight.dtype, copy=True)  # inference tensors cannot be trained on
+            # inference tensors cannot be trained on
+            embedded = self._target.embed(tokens).to(weight.dtype, copy=True)
             blocks.append(network.fill(embedded, places, places, kv, seen))
         states = torch.stack(blocks).unflatten(1, (-1, len(slots)))  # [B, A, slots, H]
-        logits = states[:, :, 0].numel() // network.spec.hidden_size * self._target.vocab_size * len(slots)
-        losses, hits, markov = [], [], None
+        logits = (
+            states[:, :, 0].numel()
+            // network.spec.hidden_size
+            * self._target.vocab_size
+            * len(slots)
+        )
+        losses = []
+        hits = []
+        markov = None
         line = torch.arange(rows, device=ids.device)[:, None]
         for slot in range(len(slots)):
-            told, goal, teacher = ids[line, roots + slot], ids[line, roots + slot + 1], hidden[line, roots + slot]
-            given = (states[:, :, slot].flatten(0, 1), told.flatten(), goal.flatten(), teacher.flatten(0, 1), markov)
+            told = ids[line, roots + slot]
+            goal = ids[line, roots + slot + 1]
+            teacher = hidden[line, roots + slot]
+            given = (
+                states[:, :, slot].flatten(0, 1),
+                told.flatten(),
+                goal.flatten(),
+                teacher.flatten(0, 1),
+                markov,
+            )
             loss, hit, markov = self._piece(self._slot, *given, logits=logits)
             losses.append(loss)
             hits.append(hit)

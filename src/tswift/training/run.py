@@ -1,4 +1,6 @@
-"""A training from settings to a result: started, interrupted, resumed; by one process or by several under torchrun."""
+"""A training from settings to a result: started, interrupted, resumed;
+by one process or by several under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ _UNCHANGED = {  # what a resumed training must find as it was, and the setting t
 class Outcome:
     """Result of a training, with the signal that stopped it.
 
-    Scores are as in ``train.json``; None if they are not known yet, or in a process that does not write.
+    Scores are as in ``train.json``; None if they are not known yet, or in a process that does not
+    write.
     """
 
     folder: Path
@@ -78,7 +81,8 @@ def train(
     command: Sequence[str] = (),
     note: str | None = None,
 ) -> Outcome:
-    """Train heads (``HeadsConfig``) or a draft model (``DraftConfig``); under torchrun every process calls this.
+    """Train heads (``HeadsConfig``) or a draft model (``DraftConfig``);
+    under torchrun every process calls this.
 
     Args:
         config: the settings.
@@ -102,7 +106,8 @@ def train(
             advice = f"--steps {_FEW_STEPS} or more is advised"
             progress.say(f"warning: little is learnt in {config.last_step} steps; {advice}")
         outcome = training.run()
-        del training  # the gradients' reducer hangs if it is freed after the process group is closed
+        # the gradients' reducer hangs if it is freed after the process group is closed
+        del training
         return outcome
 
 
@@ -113,7 +118,9 @@ def resume(
     progress: Reporter | None = None,
     command: Sequence[str] = (),
 ) -> Outcome:
-    """Continue an interrupted training. On a CPU it comes to the weights of one that was not interrupted, bit for bit.
+    """Continue an interrupted training.
+
+    On a CPU it comes to the weights of one that was not interrupted, bit for bit.
 
     Args:
         kind: the class of its settings.
@@ -129,10 +136,14 @@ def resume(
     folder = TrainFolder(path, kind.COMMAND)
     record = folder.read_record()
     try:
-        began, steps, state = kind(**record["plan"]), int(record["steps"]), record["state"]
+        began = kind(**record["plan"])
+        steps = int(record["steps"])
+        state = record["state"]
         before, after = (dict(record[when]) if when in record else None for when in (BEFORE, AFTER))
     except (TypeError, ValueError, KeyError):
-        raise InputError(f"{path} holds a plan that is damaged, or of another version of tswift", "resume") from None
+        raise InputError(
+            f"{path} holds a plan that is damaged, or of another version of tswift", "resume"
+        ) from None
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
         if state == FINISHED:
@@ -154,20 +165,40 @@ class _Training:
         record: Mapping[str, Any],
         command: Sequence[str],
     ) -> None:
-        self._config, self._folder, self._ranks, self._progress = config, folder, ranks, progress
-        self._step, self._seconds, self._saved = 0, 0.0, time.monotonic()
+        self._config = config
+        self._folder = folder
+        self._ranks = ranks
+        self._progress = progress
+        self._step = 0
+        self._seconds = 0.0
+        self._saved = time.monotonic()
         corpus_files(config.corpus)  # before a model is loaded
         device = ranks.device or find_device(config.device)
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        dtype = (
+            config.dtype
+            if config.dtype != "auto"
+            else "bfloat16"
+            if device.type == "cuda"
+            else "float32"
+        )
         model = load(  # rows of a training are no text: they may be as wide as they are
-            config.model, device=str(device), dtype=dtype, attention=config.attention, heads=NO_HEADS, exact=False
+            config.model,
+            device=str(device),
+            dtype=dtype,
+            attention=config.attention,
+            heads=NO_HEADS,
+            exact=False,
         )
         target = model.target
         if config.seq_len > target.max_positions:
-            raise InputError(f"is {config.seq_len:,}, the model has {target.max_positions:,} positions", "seq_len")
+            raise InputError(
+                f"is {config.seq_len:,}, the model has {target.max_positions:,} positions",
+                "seq_len",
+            )
         processes = f", {ranks.count} processes" * (ranks.count > 1)
         progress.say(f"model {config.model}, {target.device}, {dtype}{processes}")
-        if not ranks.first:  # the first process tokenises the corpus, the others find what datasets has kept
+        if not ranks.first:
+            # the first process tokenises the corpus, the others find what datasets has kept
             ranks.wait()
         on_progress = partial(progress.update, "tokenise")
         documents = prepare(config, model.tokenizer, target.vocab_size, on_progress)
@@ -175,7 +206,9 @@ class _Training:
             ranks.wait()
         corpus = documents.summary()
         _describe(config, corpus, progress)
-        self._trainee: Trainee = trainee_of(config)(config, model, documents, ranks, progress, folder.path)
+        self._trainee: Trainee = trainee_of(config)(
+            config, model, documents, ranks, progress, folder.path
+        )
         facts = {
             "device": str(target.device),
             "dtype": dtype,
@@ -195,7 +228,10 @@ class _Training:
         """Load the last checkpoint, if all is as it was."""
         for name, (field, words) in _UNCHANGED.items():
             if record.get(name) != facts[name]:
-                raise InputError(f"the {words} changed since the training in {self._folder.path} was begun", field)
+                raise InputError(
+                    f"the {words} changed since the training in {self._folder.path} was begun",
+                    field,
+                )
         checkpoint = self._folder.load_checkpoint()
         if checkpoint is None:
             return
@@ -203,11 +239,15 @@ class _Training:
         try:
             self._trainee.trainer.load(tensors)
         except (KeyError, RuntimeError, ValueError, TypeError, IndexError):
-            raise InputError(f"{self._folder.path} holds a checkpoint of something else", "resume") from None
+            raise InputError(
+                f"{self._folder.path} holds a checkpoint of something else", "resume"
+            ) from None
 
     def run(self) -> Outcome:
         """Train to the end, or until a signal comes."""
-        first, signals, signum = self._ranks.first, Signals(), None
+        first = self._ranks.first
+        signals = Signals()
+        signum = None
         with self._folder.locked() if first else nullcontext(), signals:
             try:
                 self._write_record(RUNNING)
@@ -228,7 +268,10 @@ class _Training:
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise
-                advice = f"a lower --batch or --seq-len takes less. Checkpoints are in {self._folder.path}"
+                advice = (
+                    "a lower --batch or --seq-len takes less. Checkpoints are in "
+                    f"{self._folder.path}"
+                )
                 raise DecodeError(f"memory ran out; {advice}") from None
             finally:
                 if self._record["state"] != FINISHED:
@@ -237,8 +280,12 @@ class _Training:
         return Outcome(self._folder.path, self._config, self._step, *scores, signum)
 
     def _loop(self, signals: Signals) -> int | None:
-        """Train until all steps are done (returns None) or a signal comes (returns it), then save a checkpoint."""
-        config, ranks, began = self._config, self._ranks, self._step
+        """Train until all steps are done (returns None) or a signal comes (returns it),
+        then save a checkpoint.
+        """
+        config = self._config
+        ranks = self._ranks
+        began = self._step
         while True:
             started = time.monotonic()
             stop, share = ranks.highest(signals.number, self._share())
@@ -255,9 +302,19 @@ class _Training:
             if config.minutes is not None and not began and self._step <= _TIMED_STEPS:
                 steps = int(self._step / done)
                 if steps < _FEW_STEPS and (self._step == _TIMED_STEPS or done >= 1):
-                    advice = "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows more"
-                    self._progress.say(f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}")
-            if config.eval_every and self._step % config.eval_every == 0 and done < 1 and ranks.first:
+                    advice = (
+                        "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows "
+                        "more"
+                    )
+                    self._progress.say(
+                        f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}"
+                    )
+            if (
+                config.eval_every
+                and self._step % config.eval_every == 0
+                and done < 1
+                and ranks.first
+            ):
                 started = time.monotonic()
                 scores = self._trainee.evaluate(quick=True).items()
                 self._seconds += time.monotonic() - started
@@ -274,12 +331,16 @@ class _Training:
         return self._seconds / self._allowed(self._config.minutes)
 
     def _allowed(self, minutes: float) -> float:
-        """Seconds for training of minutes that include the evaluations before and after it; at least half of them."""
+        """Seconds for training of minutes that include the evaluations before and after it;
+        at least half of them.
+        """
         return max(30 * minutes, 60 * minutes - 2 * self._record.get(EVALUATING, 0.0))
 
     def _gradients(self, signals: Signals, share: float) -> Metrics | None:
         """Add up the gradients of a step; None if a signal came meanwhile."""
-        config, ranks, metrics = self._config, self._ranks, []
+        config = self._config
+        ranks = self._ranks
+        metrics = []
         for number in range(config.accumulate):
             if number and ranks.highest(signals.number)[0]:
                 return None
@@ -292,20 +353,30 @@ class _Training:
         return replace(whole, positions=whole.positions * ranks.count)
 
     def _log(self, metrics: Metrics, factor: float) -> None:
-        config, scores = self._config, metrics.scores()
+        config = self._config
+        scores = metrics.scores()
         if self._ranks.first:
             tokens = self._step * config.step_tokens * self._ranks.count
-            line = {"step": self._step, "seconds": round(self._seconds, 3), "tokens": tokens, "lr": config.lr * factor}
+            line = {
+                "step": self._step,
+                "seconds": round(self._seconds, 3),
+                "tokens": tokens,
+                "lr": config.lr * factor,
+            }
             self._folder.log(line | scores)
         # what matters most comes first: a terminal may have no room for the rest
         figures = f"loss {' '.join(f'{loss:.2f}' for loss in scores['loss'])}"
         for k in range(TOP):
-            figures += f", top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in scores['top'])}%"
+            figures += (
+                f", top-{k + 1} {' '.join(f'{100 * head[k]:.0f}' for head in scores['top'])}%"
+            )
         if config.minutes is None:
             self._progress.update("train", self._step, config.last_step, figures)
         else:
             whole = f"{figures}, step {self._step:,}"
-            self._progress.update("train, s", int(self._seconds), int(self._allowed(config.minutes)), whole)
+            self._progress.update(
+                "train, s", int(self._seconds), int(self._allowed(config.minutes)), whole
+            )
 
     def _save(self) -> None:
         if self._ranks.first:
@@ -324,7 +395,12 @@ class _Training:
             self._write_record(RUNNING)
 
     def _write_record(self, state: str) -> None:
-        self._record |= {"state": state, "steps": self._step, "seconds": round(self._seconds, 3), "written": now()}
+        self._record |= {
+            "state": state,
+            "steps": self._step,
+            "seconds": round(self._seconds, 3),
+            "written": now(),
+        }
         if self._ranks.first:
             self._folder.write_record(self._record)
 
@@ -334,21 +410,22 @@ def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Reporter
     short = counts["documents"] - counts["kept"] - counts["twice"]
     twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
     progress.say(
-        f"corpus {config.corpus}: {counts['kept']:,} of {counts['documents']:,} documents have more than "
-        f"{config.seq_len:,} tokens{twice}; {counts['held_out']:,} of them held out, "
+        f"corpus {config.corpus}: {counts['kept']:,} of {counts['documents']:,} documents have "
+        f"more than {config.seq_len:,} tokens{twice}; {counts['held_out']:,} of them held out, "
         f"{counts['train_tokens']:,} tokens to train on"
     )
     if short:
         progress.say(
-            f"warning: {short:,} of {counts['documents']:,} documents are too short, of {config.seq_len:,} tokens at "
-            "most, and left out; a lower --seq-len keeps them"
+            f"warning: {short:,} of {counts['documents']:,} documents are too short, of "
+            f"{config.seq_len:,} tokens at most, and left out; a lower --seq-len keeps them"
         )
 
 
 class TrainFolder:
     """The files of a kind of training, named by its subcommand.
 
-    What cannot be read raises an ``InputError``; what cannot be written a ``DecodeError``, and what was there stays.
+    What cannot be read raises an ``InputError``; what cannot be written a ``DecodeError``, and what
+    was there stays.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -360,7 +437,9 @@ class TrainFolder:
         try:
             str(self.path).encode()
         except UnicodeEncodeError:
-            raise InputError(f"{self.path} is no UTF-8, and safetensors reads no other names", "out") from None
+            raise InputError(
+                f"{self.path} is no UTF-8, and safetensors reads no other names", "out"
+            ) from None
         with create_folder(self.path):
             if not os.access(self.path, os.W_OK):
                 raise InputError(f"{self.path} cannot be written to", "out")
@@ -373,7 +452,9 @@ class TrainFolder:
     def read_record(self) -> dict[str, Any]:
         """The contents of ``train.json``."""
         path = refuse_other(self.path / RECORD, _FIELD)
-        content = read_file(path, MAX_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it")
+        content = read_file(
+            path, MAX_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it"
+        )
         try:
             record = dict(json.loads(content))
             kind, schema = record["kind"], record["schema"]
@@ -385,7 +466,9 @@ class TrainFolder:
 
     def write_record(self, record: Mapping[str, object]) -> None:
         """Write ``train.json``."""
-        text = json.dumps({"schema": _SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False)
+        text = json.dumps(
+            {"schema": _SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False
+        )
         with self._writing(RECORD):  # backslashes for incomplete UTF-8 in a file's name
             write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))
 
@@ -397,7 +480,8 @@ class TrainFolder:
             try:
                 new.unlink(missing_ok=True)  # it could be a link
                 save(new)
-                shutil.copymode(self.path / RECORD, new)  # safetensors would let nobody else read it
+                # safetensors would let nobody else read it
+                shutil.copymode(self.path / RECORD, new)
                 with new.open("rb") as file:
                     os.fsync(file.fileno())
                 os.replace(new, path)
@@ -406,16 +490,26 @@ class TrainFolder:
                 raise
 
     def write_results(self, save: Callable[[Path], object]) -> None:
-        """Take over the files that ``save`` writes to a folder; the weights come last: without them it is no model."""
+        """Take over the files that ``save`` writes to a folder; the weights come last:
+        without them it is no model.
+        """
         with self._writing(""), TemporaryDirectory(dir=self.path) as made:
             save(Path(made))
-            for path in sorted(Path(made).iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            for path in sorted(
+                Path(made).iterdir(), key=lambda path: path.suffix == ".safetensors"
+            ):
                 self.write(path.name, partial(shutil.copyfile, path))
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
-        """Write a checkpoint: all tensors that training continues from, steps done, seconds trained."""
+        """Write a checkpoint: all tensors that training continues from, steps done,
+        seconds trained.
+        """
         contiguous = {name: value.detach().contiguous() for name, value in tensors.items()}
-        about = {"tswift": json.dumps({"kind": self._kind, "schema": _SCHEMA, "step": step, "seconds": seconds})}
+        about = {
+            "tswift": json.dumps(
+                {"kind": self._kind, "schema": _SCHEMA, "step": step, "seconds": seconds}
+            )
+        }
         self.write(CHECKPOINT, lambda path: save_file(contiguous, path, metadata=about))
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
@@ -437,11 +531,17 @@ class TrainFolder:
             file.write(json.dumps(line) + "\n")
 
     def truncate_log(self, step: int) -> None:
-        """Drop the lines of ``metrics.jsonl`` after a step: the checkpoint does not know of them."""
+        """Drop the lines of ``metrics.jsonl`` after a step:
+        the checkpoint does not know of them.
+        """
         path = refuse_other(self.path / METRICS, _FIELD)
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        lines = (
+            path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        )
         with self._writing(METRICS):
-            write_whole(path, "".join(f"{line}\n" for line in lines if _step(line) <= step).encode())
+            write_whole(
+                path, "".join(f"{line}\n" for line in lines if _step(line) <= step).encode()
+            )
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -451,7 +551,11 @@ class TrainFolder:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             saved = (self.path / CHECKPOINT).is_file()
-            advice = f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint" if saved else ""
+            advice = (
+                f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint"
+                if saved
+                else ""
+            )
             raise DecodeError(f"{self.path / name} cannot be written ({reason}){advice}") from None
 
 

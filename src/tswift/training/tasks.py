@@ -35,7 +35,15 @@ from tswift.speculators.networks import DSPARK, BlockSpeculator, SpeculatorSpec,
 from tswift.tables import Reporter
 from tswift.training.config import BLOCK, DISTILL, TIMES, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
-from tswift.training.losses import CAUSAL, BlockLoss, DraftLoss, HeadsLoss, Metrics, NetworkLoss, total
+from tswift.training.losses import (
+    CAUSAL,
+    BlockLoss,
+    DraftLoss,
+    HeadsLoss,
+    Metrics,
+    NetworkLoss,
+    total,
+)
 from tswift.training.teacher import LIKELIEST, Lessons, Taught, teach
 
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
@@ -53,15 +61,22 @@ _PLAIN = 64  # tokens that plain decoding writes after each held-out text, to be
 
 
 class Trainer:
-    """A module that is trained in place by optimizers made with the highest learning rates; both go to checkpoints.
+    """A module that is trained in place by optimizers made with the highest learning rates;
+    both go to checkpoints.
 
     ``name`` is what the weights are called there.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], name: str
+    ) -> None:
         module.train().requires_grad_(True)
-        self._module, self._optimizers, self._name = module, optimizers, name
-        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self._module = module
+        self._optimizers = optimizers
+        self._name = name
+        self._rates = [
+            [group["lr"] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
 
     def step(self, factor: float) -> None:
         """Update the weights by the gradients, at this factor of the learning rates."""
@@ -73,14 +88,21 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state: weights and optimizer states."""
-        state = {f"{self._name}.{name}": weight.detach() for name, weight in self._module.named_parameters()}
+        state = {
+            f"{self._name}.{name}": weight.detach()
+            for name, weight in self._module.named_parameters()
+        }
         for number, optimizer in enumerate(self._optimizers):
             for index, memory in optimizer.state_dict()["state"].items():
-                state |= {f"optimizer.{number}.{index}.{name}": value for name, value in memory.items()}
+                state |= {
+                    f"optimizer.{number}.{index}.{name}": value for name, value in memory.items()
+                }
         return state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from such a state; a KeyError, RuntimeError or ValueError if it is not of such a module."""
+        """Continue from such a state; a KeyError, RuntimeError or ValueError if it is not of such a
+        module.
+        """
         weights = _with_prefix(f"{self._name}.", tensors)
         different = dict(self._module.named_parameters()).keys() ^ weights.keys()
         if different:
@@ -91,28 +113,47 @@ class Trainer:
             for name, value in _with_prefix(f"optimizer.{number}.", tensors).items():
                 index, _, what = name.partition(".")
                 memories.setdefault(int(index), {})[what] = value
-            optimizer.load_state_dict({"state": memories, "param_groups": optimizer.state_dict()["param_groups"]})
+            optimizer.load_state_dict(
+                {"state": memories, "param_groups": optimizer.state_dict()["param_groups"]}
+            )
 
 
 class Trainee(ABC):
-    """What is trained for a model, by a ``HeadsConfig`` or ``DraftConfig``, and how it is evaluated."""
+    """What is trained for a model, by a ``HeadsConfig`` or ``DraftConfig``,
+    and how it is evaluated.
+    """
 
     loss_type: type[NetworkLoss]
     name: str  # in checkpoints
 
     def __init__(
-        self, config: Any, model: LoadedModel, documents: Documents, ranks: Dist, progress: Reporter, folder: Path
+        self,
+        config: Any,
+        model: LoadedModel,
+        documents: Documents,
+        ranks: Dist,
+        progress: Reporter,
+        folder: Path,
     ) -> None:
-        self._config, self._model, self._target, self._progress = config, model, model.target, progress
-        self._documents, self._ranks, self._folder = documents, ranks, folder
+        self._config = config
+        self._model = model
+        self._target = model.target
+        self._progress = progress
+        self._documents = documents
+        self._ranks = ranks
+        self._folder = folder
         self._rows = [torch.from_numpy(row) for row in documents.held_out_rows(config.seq_len)]
-        # at least float32: beside a model in bfloat16, small updates would be lost on weights in bfloat16
+        # at least float32: beside a model in bfloat16, small updates would be lost on weights in
+        # bfloat16
         dtype = torch.promote_types(self._target.dtype, torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.network: Any = self.build().to(self._target.device, dtype)
         self.loss = self.loss_type(self.network, self._target, config.objective)
-        self.trainer, self._wrapped = Trainer(self.network, self.optimizers(), self.name), ranks.wrap(self.loss)
+        self.trainer, self._wrapped = (
+            Trainer(self.network, self.optimizers(), self.name),
+            ranks.wrap(self.loss),
+        )
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -127,7 +168,8 @@ class Trainee(ABC):
 
         Args:
             step: how many steps were done before.
-            number: of the micro-batch in its step. After the last one, processes average their gradients.
+            number: of the micro-batch in its step. After the last one, processes average their
+                gradients.
             share: of the training that is done.
         """
         accumulate = self._config.accumulate
@@ -140,7 +182,9 @@ class Trainee(ABC):
     def _metrics(self, network: nn.Module, *inputs: Tensor | None) -> Metrics:
         target = self._target
         with torch.autocast(target.device.type, torch.bfloat16, enabled=self.halves):
-            metrics: Metrics = network(*(each if each is None else each.to(target.device) for each in inputs))
+            metrics: Metrics = network(
+                *(each if each is None else each.to(target.device) for each in inputs)
+            )
         return metrics
 
     @property
@@ -156,12 +200,16 @@ class Trainee(ABC):
         return ids, *self.places(len(ids), key)
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
-        """What the loss takes beside token ids: positions, None for 0, 1, ...; rows are drawn with the key alone."""
+        """What the loss takes beside token ids: positions, None for 0, 1, ...;
+        rows are drawn with the key alone.
+        """
         return (None,)
 
     @abstractmethod
     def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
-        """Scores on the held-out texts, of the result in a folder or the module as it is; ``quick`` without alpha."""
+        """Scores on the held-out texts, of the result in a folder or the module as it is;
+        ``quick`` without alpha.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -169,7 +217,9 @@ class Trainee(ABC):
 
 
 class HeadsTrainee(Trainee):
-    """Heads that learn to predict what a frozen model says next; heads of the model's own are not used."""
+    """Heads that learn to predict what a frozen model says next;
+    heads of the model's own are not used.
+    """
 
     loss_type, name = HeadsLoss, "heads"
     _ids: Tensor | None = None  # the draft vocabulary
@@ -178,7 +228,9 @@ class HeadsTrainee(Trainee):
         """Heads with random weights; what they learn from is made ready, too."""
         config, target = self._config, self._target
         if config.alpha_tokens >= target.max_positions:
-            raise InputError(f"must be below the model's {target.max_positions:,} positions", "alpha_tokens")
+            raise InputError(
+                f"must be below the model's {target.max_positions:,} positions", "alpha_tokens"
+            )
         heads = HEAD_TYPES[config.kind](target.hidden_size, config.heads_count)
         size = config.draft_vocabulary
         if 0 < size < target.vocab_size:
@@ -190,7 +242,9 @@ class HeadsTrainee(Trainee):
         self._lessons = Lessons(path, self._read, config.kept_rows, shape, config.seed)
         if config.kept_rows:
             size = self._lessons.bytes / 1e9
-            self._progress.say(f"what the model says of up to {config.keep_tokens:,} tokens: {path}, {size:.1f} GB")
+            self._progress.say(
+                f"what the model says of up to {config.keep_tokens:,} tokens: {path}, {size:.1f} GB"
+            )
         return heads
 
     def _teach(self, ids: Tensor) -> Taught:
@@ -199,12 +253,15 @@ class HeadsTrainee(Trainee):
 
     def _read(self, number: int) -> Taught:
         config, ranks = self._config, self._ranks
-        batch, place = divmod(number, config.batch)  # processes take batches in turns, as one takes all
+        # processes take batches in turns, as one takes all
+        batch, place = divmod(number, config.batch)
         key = (config.seed, (batch * ranks.count + ranks.rank) * config.batch + place)
         return self._teach(torch.from_numpy(self._documents.batch(1, config.seq_len, key)))
 
     def rows(self, step: int, number: int, share: float) -> tuple[Tensor | None, ...]:
-        """New rows in the first half of the training; the same ones again after that, as these cost no pass."""
+        """New rows in the first half of the training; the same ones again after that,
+        as these cost no pass.
+        """
         config = self._config
         first = (step * config.accumulate + number) * config.batch
         return self._lessons.take(first, config.batch, share < _NEW)
@@ -213,21 +270,33 @@ class HeadsTrainee(Trainee):
     def halves(self) -> bool:
         """Also beside a model in float32 on a processor that multiplies bfloat16 faster."""
         known = torch.cpu.get_capabilities()
-        fast = self._target.device.type == "cpu" and (known.get("avx512_bf16") or known.get("amx_bf16"))
+        fast = self._target.device.type == "cpu" and (
+            known.get("avx512_bf16") or known.get("amx_bf16")
+        )
         return super().halves or bool(fast and self._target.dtype == torch.float32)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The paper's (table 9)."""
         config = self._config
-        return [torch.optim.AdamW(self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay)]
+        return [
+            torch.optim.AdamW(
+                self.network.parameters(), config.lr, (0.9, 0.999), weight_decay=config.weight_decay
+            )
+        ]
 
     def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
-        """Loss and accuracy of each head, and what ``tokenswift`` with its defaults makes of their drafts."""
-        config, target, tokens = self._config, self._target, 0 if quick else self._config.alpha_tokens
+        """Loss and accuracy of each head, and what ``tokenswift`` with its defaults makes of their
+        drafts.
+        """
+        config = self._config
+        target = self._target
+        tokens = 0 if quick else self._config.alpha_tokens
         if folder is not None:  # the file is evaluated, whose weights are rounded to bfloat16
             heads = load_heads(folder / HEADS, target.hidden_size, target.dtype, target.device)
         else:
-            heads = deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
+            heads = (
+                deepcopy(self.network).to(target.device, target.dtype).eval().requires_grad_(False)
+            )
         loss = HeadsLoss(heads, target, config.objective)
         with torch.no_grad():
             scores = total([loss(*taught) for taught in self._held_out]).scores() | _NO_ALPHA
@@ -237,8 +306,11 @@ class HeadsTrainee(Trainee):
         longest = min(config.seq_len, _PROMPT, target.max_positions - tokens)
         for row in self._rows:
             try:
-                model, prompt = replace(self._model, heads=heads), row[:longest].tolist()
-                generation = begin(model, Request(prompt, tokens, seed=config.seed, method="tokenswift"))
+                model = replace(self._model, heads=heads)
+                prompt = row[:longest].tolist()
+                generation = begin(
+                    model, Request(prompt, tokens, seed=config.seed, method="tokenswift")
+                )
             except InputError as error:
                 raise renamed(error, {"length": "alpha_tokens"}) from None
             stats.depth = generation.depth
@@ -246,9 +318,13 @@ class HeadsTrainee(Trainee):
                 stats.add(step)
                 name = "alpha, before" if folder is None else "alpha, after"
                 self._progress.update(name, stats.tokens, tokens * len(self._rows))
-            for step in begin(model, Request(prompt, min(tokens, _PLAIN), seed=config.seed, method="ar")).steps():
+            for step in begin(
+                model, Request(prompt, min(tokens, _PLAIN), seed=config.seed, method="ar")
+            ).steps():
                 plain.add(step)
-        times = dict(zip(TIMES, (stats.seconds, stats.tokens / plain.tokens_per_second), strict=True))
+        times = dict(
+            zip(TIMES, (stats.seconds, stats.tokens / plain.tokens_per_second), strict=True)
+        )
         return scores | {"alpha": stats.alpha, "tokens_per_step": stats.tokens_per_step, **times}
 
     def save(self, folder: Path) -> None:
@@ -263,23 +339,36 @@ class DraftTrainee(Trainee):
 
     def build(self) -> nn.Module:
         """A Llama of the published shape, with the vocabulary of the model."""
-        config, text = self._config, self._target.model.config.get_text_config()
-        shape = {**config.sizes, "vocab_size": self._target.vocab_size, "max_position_embeddings": config.positions}
+        config = self._config
+        text = self._target.model.config.get_text_config()
+        shape = {
+            **config.sizes,
+            "vocab_size": self._target.vocab_size,
+            "max_position_embeddings": config.positions,
+        }
         ends = {"bos_token_id": text.bos_token_id, "eos_token_id": text.eos_token_id}
         network = LlamaForCausalLM(LlamaConfig(**shape, **ends))
         network.set_attn_implementation(CAUSAL)
         parameters = network.num_parameters()
-        self._progress.say(f"draft model of {parameters:,} parameters, {config.positions:,} positions")
+        self._progress.say(
+            f"draft model of {parameters:,} parameters, {config.positions:,} positions"
+        )
         return network
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon and AdamW."""
-        ends = self.network.get_input_embeddings().weight, self.network.get_output_embeddings().weight
+        ends = (
+            self.network.get_input_embeddings().weight,
+            self.network.get_output_embeddings().weight,
+        )
         return muon(self.network, ends, self._config.lr, self._config.weight_decay)
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
-        """Positions with jumps, so that far ones are learnt from short rows, where there is room to jump."""
-        config, rng = self._config, np.random.default_rng([*key, 1])
+        """Positions with jumps, so that far ones are learnt from short rows,
+        where there is room to jump.
+        """
+        config = self._config
+        rng = np.random.default_rng([*key, 1])
         if config.positions < config.seq_len + 2:
             return (None,)
         return (torch.from_numpy(jumping_positions(rows, config.seq_len, config.positions, rng)),)
@@ -292,17 +381,25 @@ class DraftTrainee(Trainee):
                 network = LlamaForCausalLM.from_pretrained(folder, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
         params, _ = ending(SamplingParams(), self._model.eos_ids, False)
-        return mean([measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows])
+        return mean(
+            [measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows]
+        )
 
     def save(self, folder: Path) -> None:
-        """Write the model in bfloat16 with the large one's tokenizer: a folder for ``--draft-model``."""
+        """Write the model in bfloat16 with the large one's tokenizer:
+        a folder for ``--draft-model``.
+        """
         with silence():
-            deepcopy(self.network).to(torch.bfloat16).save_pretrained(folder, max_shard_size="1000GB")
+            deepcopy(self.network).to(torch.bfloat16).save_pretrained(
+                folder, max_shard_size="1000GB"
+            )
             self._model.tokenizer.save_pretrained(folder)
 
 
 class BlockTrainee(Trainee):
-    """A block drafter with a Markov head, in DSpark's layout, that learns what a model says after the text so far."""
+    """A block drafter with a Markov head, in DSpark's layout,
+    that learns what a model says after the text so far.
+    """
 
     loss_type, name = BlockLoss, "drafter.network"
 
@@ -311,7 +408,10 @@ class BlockTrainee(Trainee):
         network = build(block_spec(self._config, self._model), self._target)
         assert isinstance(network, BlockSpeculator)
         nn.init.zeros_(network.markov_head.markov_w2.weight)
-        self._progress.say(f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} parameters")
+        self._progress.say(
+            f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} "
+            "parameters"
+        )
         return attached(network)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -322,23 +422,34 @@ class BlockTrainee(Trainee):
 
     def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
         """Positions with jumps, and where blocks begin."""
-        config, rng = self._config, np.random.default_rng([*key, 1])
+        config = self._config
+        rng = np.random.default_rng([*key, 1])
         limit = max(config.seq_len + 2, min(config.positions, self._target.max_positions))
         positions = torch.from_numpy(jumping_positions(rows, config.seq_len, limit, rng))
         last = config.seq_len - 1 - config.slots
-        return positions, 1 + torch.from_numpy(rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS))))
+        return positions, 1 + torch.from_numpy(
+            rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS)))
+        )
 
     @torch.no_grad()
     def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
         """Loss and accuracy of each slot."""
         roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
         places = torch.arange(self._config.seq_len)[None], roots
-        return total([self._metrics(self.loss, row[None], *places) for row in self._rows]).scores() | _NO_ALPHA
+        return (
+            total([self._metrics(self.loss, row[None], *places) for row in self._rows]).scores()
+            | _NO_ALPHA
+        )
 
     def save(self, folder: Path) -> None:
         """Write the drafter in bfloat16: a folder for ``--drafter``."""
-        (folder / CONFIG).write_text(json.dumps(published_config(self.network.spec), indent=2) + "\n")
-        tensors = {name: weight.detach().bfloat16().contiguous() for name, weight in self.network.named_parameters()}
+        (folder / CONFIG).write_text(
+            json.dumps(published_config(self.network.spec), indent=2) + "\n"
+        )
+        tensors = {
+            name: weight.detach().bfloat16().contiguous()
+            for name, weight in self.network.named_parameters()
+        }
         save_file(tensors, folder / MODEL, metadata={"format": "pt"})
 
 
@@ -352,14 +463,20 @@ def trainee_of(config: TrainConfig) -> Any:
 
 def block_spec(config: DraftConfig, model: LoadedModel) -> SpeculatorSpec:
     """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP."""
-    target, text = model.target, model.target.model.config.get_text_config()
+    target = model.target
+    text = model.target.model.config.get_text_config()
     shape = target.kv_shape
     if shape.layers < 2:
-        raise InputError("has a single layer, and a block drafter reads the states before the last one", "model")
-    eps, theta = getattr(text, "rms_norm_eps", None), (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
+        raise InputError(
+            "has a single layer, and a block drafter reads the states before the last one", "model"
+        )
+    eps = getattr(text, "rms_norm_eps", None)
+    theta = (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
     if eps is None or theta is None:
         name = "rms_norm_eps" if eps is None else "rope_theta for all layers"
-        raise InputError(f"{model.name} has no {name}, which a block drafter takes over from its model", "model")
+        raise InputError(
+            f"{model.name} has no {name}, which a block drafter takes over from its model", "model"
+        )
     last = shape.layers - 2
     taps = sorted({round(min(1, last) + share * (last - min(1, last)) / 4) for share in range(5)})
     return SpeculatorSpec(
@@ -385,27 +502,42 @@ def block_spec(config: DraftConfig, model: LoadedModel) -> SpeculatorSpec:
 
 
 @torch.inference_mode()
-def measure_agreement(target: Target, draft: Target, text: Sequence[int], params: SamplingParams) -> Scores:
-    """Compare a draft model with its target, under the same sampling rule and noise, at every token of a text."""
+def measure_agreement(
+    target: Target, draft: Target, text: Sequence[int], params: SamplingParams
+) -> Scores:
+    """Compare a draft model with its target, under the same sampling rule and noise,
+    at every token of a text.
+    """
     count = len(text) - 1
-    logits = (read_logits(model, text, 0, count, FullKV(model.kv_shape, count)) for model in (target, draft))
+    logits = (
+        read_logits(model, text, 0, count, FullKV(model.kv_shape, count))
+        for model in (target, draft)
+    )
     return compare(params, text, 0, *logits)
 
 
-def read_logits(model: Target, text: Sequence[int], position: int, window: int, kv: FullKV) -> Tensor:
+def read_logits(
+    model: Target, text: Sequence[int], position: int, window: int, kv: FullKV
+) -> Tensor:
     """``[window, V]`` logits from a position on, with all of the text before it in the cache."""
     prefill(model, text[kv.length : position], kv)
     parts = [part.hidden for part in chunks(model, text[position : position + window], kv)]
     return model.logits(torch.cat(parts)).float()
 
 
-def compare(params: SamplingParams, text: Sequence[int], position: int, target: Tensor, draft: Tensor) -> Scores:
-    """Compare a draft model with its target, by their logits ``[n, V]`` from a position of a text on.
+def compare(
+    params: SamplingParams, text: Sequence[int], position: int, target: Tensor, draft: Tensor
+) -> Scores:
+    """Compare a draft model with its target, by their logits ``[n, V]`` from a position of a text
+    on.
 
     Returns:
-        ``loss`` and ``target_loss``, in nats per token, and ``agreement``: how often both draw the same token.
+        ``loss`` and ``target_loss``, in nats per token, and ``agreement``: how often both draw the
+        same token.
     """
-    device, count, same = target.device, len(target), 0
+    device = target.device
+    count = len(target)
+    same = 0
     ids = torch.tensor(text[position : position + count + 1], device=device)
     sampler = Sampler(params, 0, target.shape[1], device)
     sampler.extend(text[:position])
@@ -415,7 +547,9 @@ def compare(params: SamplingParams, text: Sequence[int], position: int, target: 
         sampler.extend(tokens[:1])
         _, seen = sampler.along(target[rows], tokens)
         following = range(position + rows.start + 1, position + rows.stop + 1)
-        ours, theirs = (sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target))
+        ours, theirs = (
+            sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target)
+        )
         same += int((ours == theirs).sum())
     loss, target_loss = (F.cross_entropy(logits, ids[1:]).item() for logits in (draft, target))
     return {"loss": loss, "target_loss": target_loss, "agreement": same / count}
@@ -427,7 +561,8 @@ def mean(scores: Sequence[Scores]) -> Scores:
 
 
 def learning_rate(step: int, share: float, warmup: int) -> float:
-    """Factor of the learning rates at a step from 0, when a share of the training is done: half a cosine.
+    """Factor of the learning rates at a step from 0, when a share of the training is done:
+    half a cosine.
 
     It rises linearly for ``warmup`` steps, a quarter of the training at most.
     """
@@ -435,17 +570,27 @@ def learning_rate(step: int, share: float, warmup: int) -> float:
     return min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
-def muon(network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices; AdamW at 0.15 of its rate for norms and the ``ends``, such as embeddings."""
+def muon(
+    network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW at 0.15 of its rate for norms and the ``ends``,
+    such as embeddings.
+    """
     apart = {id(weight) for weight in ends}
-    matrices = [weight for weight in network.parameters() if weight.ndim == 2 and id(weight) not in apart]
+    matrices = [
+        weight for weight in network.parameters() if weight.ndim == 2 and id(weight) not in apart
+    ]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in network.parameters() if id(weight) not in inside]
     return [
-        torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            matrices, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(others, lr=0.15 * rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def _with_prefix(start: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+    }

@@ -1,7 +1,7 @@
 """What a frozen model says of rows of text, for heads to learn from.
 
-Each row passes the model once. What heads read of the pass, and the likeliest tokens that follow, are kept in a file
-that is mapped into memory, so later epochs cost no pass.
+Each row passes the model once. What heads read of the pass, and the likeliest tokens that follow,
+are kept in a file that is mapped into memory, so later epochs cost no pass.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ class Taught(NamedTuple):
 
     ids: Tensor  # [B, T] int64 tokens
     hidden: Tensor  # [B, T, H] last hidden states
-    likeliest: Tensor  # [B, T, K] int64: places in the draft vocabulary of the likeliest tokens that follow
-    shares: Tensor  # [B, T, K] float32 probabilities of these; what is missing to 1 is that of all other tokens
+    # [B, T, K] int64: places in the draft vocabulary of the likeliest tokens that follow
+    likeliest: Tensor
+    # [B, T, K] float32 probabilities of these; what is missing to 1 is that of all other tokens
+    shares: Tensor
 
 
-def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Last hidden states ``[B, T, H]`` of the model, and the taps ``[B, T, M * H]`` of one that has them.
+def read_states(
+    target: Target, ids: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states ``[B, T, H]`` of the model,
+    and the taps ``[B, T, M * H]`` of one that has them.
 
     They come from the passes that decode: heads see the same when they draft.
     """
@@ -92,7 +97,9 @@ def teach(
 
 
 def draft_logits(target: Target, draft_ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A function from states ``[..., H]`` to logits of the draft vocabulary, through which gradients flow back."""
+    """A function from states ``[..., H]`` to logits of the draft vocabulary,
+    through which gradients flow back.
+    """
     if draft_ids is None:
         return target.open_logits
     places = draft_ids.long()
@@ -103,11 +110,12 @@ def draft_logits(target: Target, draft_ids: Tensor | None) -> Callable[[Tensor],
 
 
 class Lessons:
-    """Rows of a training, with what the model says of them: forwarded when they are first asked for, and kept.
+    """Rows of a training, with what the model says of them:
+    forwarded when they are first asked for, and kept.
 
-    Rows are numbered through all epochs. The first epoch makes the file longer, until it is told to end or the file is
-    full. Each later one has the same rows in an order of its own. What is in the file when a training goes on is not
-    forwarded again.
+    Rows are numbered through all epochs. The first epoch makes the file longer, until it is told to
+    end or the file is full. Each later one has the same rows in an order of its own. What is in the
+    file when a training goes on is not forwarded again.
 
     Args:
         path: the file.
@@ -118,17 +126,27 @@ class Lessons:
     """
 
     def __init__(
-        self, path: Path, read: Callable[[int], Taught], room: int, shape: tuple[int, int, int], seed: int
+        self,
+        path: Path,
+        read: Callable[[int], Taught],
+        room: int,
+        shape: tuple[int, int, int],
+        seed: int,
     ) -> None:
-        self._path, self._read, self._room, self._seed = path, read, room, seed
+        self._path = path
+        self._read = read
+        self._room = room
+        self._seed = seed
         length, hidden, count = shape
-        self._record = np.dtype([
-            ("ids", "<i4", length),
-            ("hidden", "<i2", (length, hidden)),
-            ("likeliest", "<i4", (length, count)),
-            ("shares", "<f2", (length, count)),
-            ("whole", "?"),
-        ])  # fmt: skip
+        self._record = np.dtype(
+            [
+                ("ids", "<i4", length),
+                ("hidden", "<i2", (length, hidden)),
+                ("likeliest", "<i4", (length, count)),
+                ("shares", "<f2", (length, count)),
+                ("whole", "?"),
+            ]
+        )
         if room:
             path.touch()
             os.truncate(path, self.bytes)
@@ -155,14 +173,20 @@ class Lessons:
         if epoch:
             place = int(np.random.default_rng([self._seed, epoch]).permutation(self.kept)[place])
         row = self._rows[place]
-        ids, likeliest = (torch.from_numpy(row[name].astype(np.int64))[None] for name in ("ids", "likeliest"))
+        ids, likeliest = (
+            torch.from_numpy(row[name].astype(np.int64))[None] for name in ("ids", "likeliest")
+        )
         hidden = torch.from_numpy(row["hidden"].copy()).view(torch.bfloat16)[None]
-        return Taught(ids, hidden, likeliest, torch.from_numpy(row["shares"].astype(np.float32))[None])
+        return Taught(
+            ids, hidden, likeliest, torch.from_numpy(row["shares"].astype(np.float32))[None]
+        )
 
     def _keep(self, taught: Taught) -> None:
-        row, offset = self._rows[self.kept], self.kept * self._record.itemsize
+        row = self._rows[self.kept]
+        offset = self.kept * self._record.itemsize
         try:
-            with self._path.open("r+b") as file:  # a full disk shows here, and not when memory is written
+            with self._path.open("r+b") as file:
+                # a full disk shows here, and not when memory is written
                 os.posix_fallocate(file.fileno(), offset, self._record.itemsize)
         except OSError as error:
             raise DecodeError(f"{self._path} cannot be written ({error.strerror})") from None

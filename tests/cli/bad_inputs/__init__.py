@@ -1,4 +1,5 @@
-"""Bad inputs, some hundreds of them, each tried on the command line: one clear line, exit code 2, nothing touched.
+"""Bad inputs, some hundreds of them, each tried on the command line: one clear line, exit code 2,
+nothing touched.
 
 A case is the words of a command line, and files made for it.
 """

@@ -64,13 +64,16 @@ class Hangs(BaseException):
     """A case took too long; no ``except Exception`` holds it up."""
 
 
-# command lines that are fine, of which a case makes a bad one; words in capitals are files of the world
+# command lines that are fine, of which a case makes a bad one; words in capitals are files of the
+# world
 COMMANDS = {
     "generate": "generate --model MODEL --prompt PROMPT --len 4 --out new/run",
     "compare": "compare --model MODEL --prompt PROMPT --len 4",
-    "bench": "bench --model MODEL --prompts PROMPT --prefill 8 --lens 4,8 --no-plots --warmup 0 --costs nominal "
+    "bench": "bench --model MODEL --prompts PROMPT --prefill 8 --lens 4,8 --no-plots --warmup 0 "
+    "--costs nominal "
     "--out new/run",
-    "bench --suite": "bench --model MODEL --prompts PROMPT --lens 6,12 --warmup 0 --out new/run --suite",
+    "bench --suite": "bench --model MODEL --prompts PROMPT --lens 6,12 --warmup 0 "
+    "--out new/run --suite",
     "roofline": "roofline --model MODEL --bandwidth 100 --flops 10 --len 100 --prefill 8",
     "verify --tokens": "verify --tokens TOKENS --prompt PROMPT --model MODEL",
     "verify RUN": "verify RUN",
@@ -82,7 +85,9 @@ COMMANDS = {
 }
 
 
-def words_of(world: World, command: str, *more: object, without: Sequence[str] = ()) -> list[object]:
+def words_of(
+    world: World, command: str, *more: object, without: Sequence[str] = ()
+) -> list[object]:
     """A command's words, ``without`` some options and their values, and then ``more``."""
     base: list[object] = [*COMMANDS[command].split()]
     for option in (*without, *["--lens"] * ("--lens" in more)):  # which cannot be given twice
@@ -102,7 +107,13 @@ def make_world(folder: Path, here: Path) -> World:
     """Make the files that cases start from, by the commands that make them for users."""
     prompt = folder / "prompt.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
-    world = World(make_checkpoint(folder / "model"), prompt, folder / "run", folder / "bench" / "bench.json", here)
+    world = World(
+        make_checkpoint(folder / "model"),
+        prompt,
+        folder / "run",
+        folder / "bench" / "bench.json",
+        here,
+    )
     for words in (
         words_of(world, "generate", "--len", 12, "--out", world.run),
         words_of(world, "bench", "--repeats", 2, "--out", world.bench.parent),
@@ -120,7 +131,9 @@ def tree(folder: Path) -> dict[str, str]:
             found[str(path)] = f"link to {os.readlink(path)}"
         elif path.is_file():
             size = path.stat().st_size
-            found[str(path)] = f"{size} {sha256(path.read_bytes()).hexdigest() if size < 1 << 24 else ''}"
+            found[str(path)] = (
+                f"{size} {sha256(path.read_bytes()).hexdigest() if size < 1 << 24 else ''}"
+            )
         else:
             found[str(path)] = "no file"
     return found
@@ -138,7 +151,9 @@ def attempt(case: Case, world: World) -> Refusal:
 
 
 def run(words: Sequence[object], here: Path) -> Refusal:
-    """Run ``tswift`` with these words in this process, and catch all that it writes, whoever writes it."""
+    """Run ``tswift`` with these words in this process, and catch all that it writes,
+    whoever writes it.
+    """
     from tswift.cli import main
 
     before = os.getcwd()
@@ -185,7 +200,9 @@ def _caught() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         for number, file in ((1, out), (2, err)):
             os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = (
-            io.TextIOWrapper(os.fdopen(number, "wb", closefd=False), "utf-8", errors, write_through=True)
+            io.TextIOWrapper(
+                os.fdopen(number, "wb", closefd=False), "utf-8", errors, write_through=True
+            )
             for number, errors in ((1, "strict"), (2, "backslashreplace"))
         )
         try:
@@ -206,7 +223,9 @@ def _content(file: IO[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Little time, and little more memory than there is in use: what hangs or takes too much is stopped, and shows."""
+    """Little time, and little more memory than there is in use:
+    what hangs or takes too much is stopped, and shows.
+    """
 
     def hangs(number: int, frame: FrameType | None) -> None:
         raise Hangs
@@ -216,7 +235,8 @@ def _limited() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, hangs)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
     signal.alarm(SECONDS)
-    faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # what hangs in a library hears no signal
+    # what hangs in a library hears no signal
+    faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""Files that commands read or write: prompts, baselines of the gate, ``--out`` and ``--json``, of every wrong kind."""
+"""Files that commands read or write: prompts, baselines of the gate, ``--out`` and ``--json``,
+of every wrong kind.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ FOLDERS: dict[str, Change] = {  # to write to
     "a pipe": os.mkfifo,
     "a link to itself": _loop,
     "a link to nothing": lambda path: path.symlink_to("nowhere/at/all"),
-    "a link to a folder with something in it": lambda path: [_full(path.parent / "full"), path.symlink_to("full")],
+    "a link to a folder with something in it": lambda path: [
+        _full(path.parent / "full"),
+        path.symlink_to("full"),
+    ],
 }
 FILES: dict[str, Change] = {
     "a folder": lambda path: path.mkdir(),
@@ -92,12 +97,16 @@ BASELINES: dict[str, Change] = {  # others are in tests/benchmarking/test_gate.p
     "a number of 9,999 digits": _bytes(b'{"kind": "bench", "schema": ' + b"1" * 9999 + b"}"),
     "of a schema that is text with escapes": _told(lambda told: told.update(schema="\x1b[31m1")),
     "of another workload": _told(lambda told: told["workload"].update(seeds=[5])),
-    "of a workload with a name of escapes": _told(lambda told: told["workload"].update({"\x1b[31m\n": 1})),
+    "of a workload with a name of escapes": _told(
+        lambda told: told["workload"].update({"\x1b[31m\n": 1})
+    ),
     "a point of speedup 1e999": lambda path: path.write_text(
         path.read_text().replace('"speedup": ', '"speedup": 1e999, "was": ', 1)
     ),
     "points without alpha": _told(
-        lambda told: [point.update(alpha=None) for sample in told["samples"] for point in sample["points"]]
+        lambda told: [
+            point.update(alpha=None) for sample in told["samples"] for point in sample["points"]
+        ]
     ),
 }
 
@@ -138,18 +147,36 @@ def _long(world: World) -> list[object]:
 
 CASES: tuple[Case, ...] = (
     *(_made("generate", "--prompt", *each) for each in PROMPTS.items()),
-    *(_made(command, "--prompt", "missing", PROMPTS["missing"]) for command in ("verify", "compare")),
-    _made("generate", "--prompt", "with escapes in its name", _bytes(b"\xff"), "red\x1b[31m\u202etxt\r\nnew line\x9b"),
+    *(
+        _made(command, "--prompt", "missing", PROMPTS["missing"])
+        for command in ("verify", "compare")
+    ),
+    _made(
+        "generate",
+        "--prompt",
+        "with escapes in its name",
+        _bytes(b"\xff"),
+        "red\x1b[31m\u202etxt\r\nnew line\x9b",
+    ),
     Case("generate, a prompt that is too long for the model", _long, "--len"),
     *(_made("bench", "--prompts", *each) for each in TEXTS.items()),
     # what else is no file is in tests/test_reading.py
-    *(_named("generate", "--prompt", name) for name in ("", "/dev/tty0", "x" * 5000, "\x1b[2Jgone", "\udcff")),
+    *(
+        _named("generate", "--prompt", name)
+        for name in ("", "/dev/tty0", "x" * 5000, "\x1b[2Jgone", "\udcff")
+    ),
     *(_made("bench", "--against", *each) for each in BASELINES.items()),
-    *(_named("bench", "--against", name) for name in ("", "nowhere\0", "x" * 5000, "\x1b[2Jgone", "/dev/zero")),
+    *(
+        _named("bench", "--against", name)
+        for name in ("", "nowhere\0", "x" * 5000, "\x1b[2Jgone", "/dev/zero")
+    ),
     *(_made("generate", "--out", *each) for each in FOLDERS.items()),
     _made("bench", "--out", "a folder with something in it", _full),
     *(_made("compare", "--json", *each) for each in FILES.items()),
     *(_made(command, "--json", "a pipe", os.mkfifo) for command in ("verify", "roofline")),
     *(_named("generate", "--out", name) for name in PLACES),
-    *(_named("compare", "--json", name) for name in (*PLACES, "nowhere/x", ".", "..", "/", "\x1b[31m/red\n/x")),
+    *(
+        _named("compare", "--json", name)
+        for name in (*PLACES, "nowhere/x", ".", "..", "/", "\x1b[31m/red\n/x")
+    ),
 )

@@ -68,7 +68,9 @@ CHANGES: dict[str, Change] = {
     "64 GB": lambda folder: sparse(folder / FILE),
     "a pipe": lambda folder: [_none(folder), os.mkfifo(folder / FILE)],
     "a folder": lambda folder: [_none(folder), (folder / FILE).mkdir()],
-    "a pickle": lambda folder: (folder / FILE).write_bytes(pickle.dumps(Bomb(folder.parent / MARKER))),
+    "a pickle": lambda folder: (folder / FILE).write_bytes(
+        pickle.dumps(Bomb(folder.parent / MARKER))
+    ),
     "another hidden size": lambda folder: ChainedHeads(48, 3).save(folder / FILE),
     "no metadata": metadata(None),
     "metadata that is no JSON": metadata("{"),
@@ -78,7 +80,9 @@ CHANGES: dict[str, Change] = {
     "count 4": about(count=4),
     "a tensor missing": _tensors(lambda weights: weights.pop(_FIRST)),
     "a tensor too many": _tensors(lambda weights: weights.update(more=weights[_FIRST].clone())),
-    "a tensor of another shape": _tensors(lambda weights: weights.update({_FIRST: weights[_FIRST][:5].clone()})),
+    "a tensor of another shape": _tensors(
+        lambda weights: weights.update({_FIRST: weights[_FIRST][:5].clone()})
+    ),
     "weights of NaN": _tensors(lambda weights: weights[_FIRST].fill_(float("nan"))),
 }
 
@@ -90,7 +94,9 @@ def _case(command: str, name: str, beside: bool = False) -> Case:
         CHANGES[name](folder)
         if command == "heads inspect":
             return ["heads", "inspect", folder / FILE]
-        return words_of(world, command, *(["--model", folder] if beside else ["--heads", folder / FILE]))
+        return words_of(
+            world, command, *(["--model", folder] if beside else ["--heads", folder / FILE])
+        )
 
     where = "beside the model" if beside else "named"
     said = "FILE: " if command == "heads inspect" else "--heads"
@@ -99,7 +105,13 @@ def _case(command: str, name: str, beside: bool = False) -> Case:
 
 HEADS: tuple[Case, ...] = (
     *(_case("generate", name) for name in CHANGES),
-    *(_case("generate", name, beside=True) for name in ("empty", "another hidden size", "a pickle")),
+    *(
+        _case("generate", name, beside=True)
+        for name in ("empty", "another hidden size", "a pickle")
+    ),
     _case("compare", "no metadata"),
-    *(_case("heads inspect", name) for name in ("empty", "another kind", "count 4", "a tensor missing")),
+    *(
+        _case("heads inspect", name)
+        for name in ("empty", "another kind", "count 4", "a tensor missing")
+    ),
 )

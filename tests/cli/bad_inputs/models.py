@@ -107,12 +107,19 @@ def sharded(*changes: Change) -> Change:
 
         weights = load_file(folder / WEIGHTS)
         names = sorted(weights)
-        shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        shards = {
+            "model-00001-of-00002.safetensors": names[::2],
+            "model-00002-of-00002.safetensors": names[1::2],
+        }
         for shard, mine in shards.items():
-            save_file({name: weights[name] for name in mine}, folder / shard, metadata={"format": "pt"})
+            save_file(
+                {name: weights[name] for name in mine}, folder / shard, metadata={"format": "pt"}
+            )
         (folder / WEIGHTS).unlink()
         places = {name: shard for shard, mine in shards.items() for name in mine}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": places})
+        )
         for change in changes:
             change(folder)
 
@@ -127,7 +134,10 @@ def _pickled(folder: Path) -> None:
 def _pickled_shards(folder: Path) -> None:
     _pickled(folder)
     (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"}}
+    index = {
+        "metadata": {},
+        "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"},
+    }
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
@@ -154,7 +164,9 @@ def _elsewhere(shard: object) -> Change:
 
     def change(index: dict[str, Any]) -> None:
         places = index["weight_map"]
-        index["weight_map"] = {name: shard if "00001" in where else where for name, where in places.items()}
+        index["weight_map"] = {
+            name: shard if "00001" in where else where for name, where in places.items()
+        }
 
     return edit_json(INDEX, change)
 
@@ -172,21 +184,38 @@ CHANGES: dict[str, Change] = {
     "no config.json": gone("config.json"),
     "no weights": gone(WEIGHTS),
     "no tokenizer.json": gone("tokenizer.json"),
-    **{f"an empty {name}": content(name, b"") for name in (*_Z, "tokenizer_config.json", "generation_config.json")},
-    **{f"64 GB of {name}": lambda folder, name=name: sparse(folder / name) for name in (WEIGHTS, "config.json")},
     **{
-        f"a pipe for {name}": lambda folder, name=name: [gone(name)(folder), os.mkfifo(folder / name)]
+        f"an empty {name}": content(name, b"")
         for name in (*_Z, "tokenizer_config.json", "generation_config.json")
     },
-    "/dev/zero for weights": lambda folder: [gone(WEIGHTS)(folder), (folder / WEIGHTS).symlink_to("/dev/zero")],
+    **{
+        f"64 GB of {name}": lambda folder, name=name: sparse(folder / name)
+        for name in (WEIGHTS, "config.json")
+    },
+    **{
+        f"a pipe for {name}": lambda folder, name=name: [
+            gone(name)(folder),
+            os.mkfifo(folder / name),
+        ]
+        for name in (*_Z, "tokenizer_config.json", "generation_config.json")
+    },
+    "/dev/zero for weights": lambda folder: [
+        gone(WEIGHTS)(folder),
+        (folder / WEIGHTS).symlink_to("/dev/zero"),
+    ],
     "a folder for weights": lambda folder: [gone(WEIGHTS)(folder), (folder / WEIGHTS).mkdir()],
-    "a loop for weights": lambda folder: [gone(WEIGHTS)(folder), (folder / WEIGHTS).symlink_to(WEIGHTS)],
+    "a loop for weights": lambda folder: [
+        gone(WEIGHTS)(folder),
+        (folder / WEIGHTS).symlink_to(WEIGHTS),
+    ],
     # config.json
     "config.json that is no UTF-8": content("config.json", b'{"model_type": "\xff"}'),
     "config.json that is a list": content("config.json", b"[]"),
     "config.json that is nested deeply": content("config.json", _DEEP),
     "config.json that is {}": content("config.json", b"{}"),
-    "config.json with a number of 9,999 digits": content("config.json", b'{"hidden_size": ' + b"9" * 9999 + b"}"),
+    "config.json with a number of 9,999 digits": content(
+        "config.json", b'{"hidden_size": ' + b"9" * 9999 + b"}"
+    ),
     "model_type of nothing known": config(model_type="nope"),
     "model_type of no decoder": config(model_type="vit"),
     "model_type with escapes": config(model_type="\x1b[31mred\x07"),
@@ -219,7 +248,9 @@ CHANGES: dict[str, Change] = {
     "all tensors by other names": tensors(
         lambda weights: [weights.update({f"x.{name}": weights.pop(name)}) for name in [*weights]]
     ),
-    "a tensor of another shape": tensors(lambda weights: weights.update({_NORM: weights[_NORM].repeat(2)})),
+    "a tensor of another shape": tensors(
+        lambda weights: weights.update({_NORM: weights[_NORM].repeat(2)})
+    ),
     "a tensor without a shape": tensors(lambda weights: weights.update({_NORM: weights[_NORM][0]})),
     "weights of integers": tensors(
         lambda weights: weights.update({name: each.int() for name, each in weights.items()})
@@ -230,10 +261,14 @@ CHANGES: dict[str, Change] = {
     "an empty shard": sharded(content("model-00002-of-00002.safetensors", b"")),
     "an index without a map": sharded(content(INDEX, b'{"metadata": {}}')),
     "an index that names ../../x": sharded(_elsewhere("../../x.safetensors")),
-    "an index that names a pickle": sharded(_elsewhere("pytorch_model.bin"), content("pytorch_model.bin", b"x")),
+    "an index that names a pickle": sharded(
+        _elsewhere("pytorch_model.bin"), content("pytorch_model.bin", b"x")
+    ),
     "an index that names a number": sharded(_elsewhere(7)),
     "an index that names a folder above that is there": sharded(
-        lambda folder: (folder / "model-00001-of-00002.safetensors").rename(folder.parent / "x.safetensors"),
+        lambda folder: (folder / "model-00001-of-00002.safetensors").rename(
+            folder.parent / "x.safetensors"
+        ),
         _elsewhere("../x.safetensors"),
     ),
     # code
@@ -243,14 +278,17 @@ CHANGES: dict[str, Change] = {
         pickle.dumps(Bomb(folder.parent / MARKER))
     ),
     "code for an unknown model": _code(auto_map=_AUTO, model_type="x"),
-    "code from elsewhere": _code(auto_map={"AutoConfig": "nobody/code--configuration_x.X"}, model_type="x"),
+    "code from elsewhere": _code(
+        auto_map={"AutoConfig": "nobody/code--configuration_x.X"}, model_type="x"
+    ),
     "code for the tokenizer": lambda folder: [
         _code()(folder),
         gone("tokenizer.json")(folder),
         edit_json(
             "tokenizer_config.json",
             lambda content: content.update(
-                auto_map={"AutoTokenizer": ["tokenization_x.X", "tokenization_x.X"]}, tokenizer_class="X"
+                auto_map={"AutoTokenizer": ["tokenization_x.X", "tokenization_x.X"]},
+                tokenizer_class="X",
             ),
         )(folder),
     ],
@@ -258,8 +296,12 @@ CHANGES: dict[str, Change] = {
     "tokenizer.json that is no JSON": content("tokenizer.json", b"{"),
     "tokenizer.json that is {}": content("tokenizer.json", b"{}"),
     "tokenizer.json nested deeply": content("tokenizer.json", _DEEP),
-    "tokenizer.json without a model": edit_json("tokenizer.json", lambda content: content.pop("model")),
-    "tokenizer.json of no kind": edit_json("tokenizer.json", lambda content: content["model"].update(type="Nope")),
+    "tokenizer.json without a model": edit_json(
+        "tokenizer.json", lambda content: content.pop("model")
+    ),
+    "tokenizer.json of no kind": edit_json(
+        "tokenizer.json", lambda content: content["model"].update(type="Nope")
+    ),
     "tokenizer.json with a vocabulary of numbers": edit_json(
         "tokenizer.json", lambda content: content["model"].update(vocab=[1, 2])
     ),
@@ -279,20 +321,59 @@ _ELSEWHERE = {
     "verify": ("no config.json", "a shard missing"),
     "compare": ("no config.json",),
     "roofline": ("config.json that is a list", "hidden_size 'abc'", "dtype 'float99'"),
-    "draft": ("a shard missing", "hidden_size 'abc'", "tokenizer.json with ids beyond the vocabulary", "an adapter"),
+    "draft": (
+        "a shard missing",
+        "hidden_size 'abc'",
+        "tokenizer.json with ids beyond the vocabulary",
+        "an adapter",
+    ),
 }
 
 
 _WORDS: dict[str, Callable[[World, Path], list[object]]] = {
     "generate": lambda world, folder: generate(world, "--model", folder),
-    "draft": lambda world, folder: generate(world, "--method", "standalone", "--draft-model", folder),
+    "draft": lambda world, folder: generate(
+        world, "--method", "standalone", "--draft-model", folder
+    ),
     "verify": lambda world, folder: ["verify", world.run, "--model", folder],
     "roofline": lambda world, folder: [
-        *["roofline", "--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8, "--model", folder]
+        *[
+            "roofline",
+            "--bandwidth",
+            100,
+            "--flops",
+            10,
+            "--len",
+            100,
+            "--prefill",
+            8,
+            "--model",
+            folder,
+        ]
     ],
-    "compare": lambda world, folder: ["compare", "--prompt", world.prompt, "--len", 4, "--model", folder],
+    "compare": lambda world, folder: [
+        "compare",
+        "--prompt",
+        world.prompt,
+        "--len",
+        4,
+        "--model",
+        folder,
+    ],
     "bench": lambda world, folder: [
-        *["bench", "--prompts", world.prompt, "--prefill", 8, "--lens", 4, "--out", "new/run", "--model", folder]
+        *[
+            "bench",
+            "--prompts",
+            world.prompt,
+            "--prefill",
+            8,
+            "--lens",
+            4,
+            "--out",
+            "new/run",
+            "--model",
+            folder,
+        ]
     ],
 }
 
@@ -303,7 +384,9 @@ def _case(command: str, name: str) -> Case:
         CHANGES[name](folder)
         return _WORDS[command](world, folder)
 
-    option = "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"
+    option = (
+        "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"
+    )
     return Case(f"{command}, a model with {name}", words, option)
 
 

@@ -1,4 +1,6 @@
-"""Options: wrong types, out of range, empty, huge, negative, no numbers; and those that do not go together."""
+"""Options: wrong types, out of range, empty, huge, negative, no numbers;
+and those that do not go together.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,31 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--model": ("", "/nowhere", "shape:llama3.1-8b"),
         "--kind": ("", "nope"),
     },
-    "train-draft": {"--corpus": ("/nowhere",), "--model": ("/nowhere",), "--shape": ("", "nope", "205M")},
-    "compare": {"--heads": ("nope",), "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere")},
+    "train-draft": {
+        "--corpus": ("/nowhere",),
+        "--model": ("/nowhere",),
+        "--shape": ("", "nope", "205M"),
+    },
+    "compare": {
+        "--heads": ("nope",),
+        "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere"),
+    },
     "bench": {
         "--prefill": ("1", "4000", _HUGE),
         "--warmup": ("5000",),
         "--prompts": ("", "/nowhere", "pg19:²"),
         "--model": ("shape:nope",),
     },
-    "roofline": {"--model": ("shape:nope", "/nowhere"), "--dtype": ("nope",), "--bandwidth": ("nan", "1e308")},
-    "verify --tokens": {"--prefill": ("0",), "--min-p": ("2",), "--model": ("/nowhere", "shape:llama3.1-8b")},
+    "roofline": {
+        "--model": ("shape:nope", "/nowhere"),
+        "--dtype": ("nope",),
+        "--bandwidth": ("nan", "1e308"),
+    },
+    "verify --tokens": {
+        "--prefill": ("0",),
+        "--min-p": ("2",),
+        "--model": ("/nowhere", "shape:llama3.1-8b"),
+    },
     "verify RUN": {"--model": ("/nowhere",), "--device": ("nope",), "--dtype": ("nope",)},
 }
 
@@ -91,10 +108,10 @@ TOGETHER = {
         tabel3 | ; did you mean table3?
         table5 --prefill 8 --ngrams 3 | --ngrams: suite table5 sets it itself
         table14 --prefill 8 | --prefill: suite table14 sets it itself
-        table3 --prefill 8 --simulate-alpha 0.5 | --simulate-alpha: cannot be given together with --suite
-        table12 --prefill 8 --with-reference-ar | --with-reference-ar: suite table12 compares no methods
+        table3 --prefill 8 --simulate-alpha 0.5 | cannot be given together with --suite
+        table12 --prefill 8 --with-reference-ar | suite table12 compares no methods
         table12 --prefill 8 --gamma 9 | --gamma: must be between 0 and 3 for tokenswift, got 9
-        table12 --prefill 8 --tree medusa=1,1 | --tree: is given for medusa, which is not among the methods
+        table12 --prefill 8 --tree medusa=1,1 | which is not among the methods
         table12 --prefill 8 --model shape:llama3.1-8b | --model:
         table12 --prefill 8 --lens 5000 | --lens:
     """,
@@ -155,7 +172,7 @@ TOGETHER = {
         verify /nowhere | /nowhere
         verify PROMPT | prompt.txt
         roofline --device nope --dtype bfloat16 | --device
-        roofline --device a100 --dtype bfloat16 | cuda, a100-80g, h100-sxm, h200; did you mean a100-80g?
+        roofline --device a100 --dtype bfloat16 | ; did you mean a100-80g?
         roofline --device h200 --dtype float32 | --dtype
         roofline --bandwidth 100 | --bandwidth
         roofline --flops 100 | --bandwidth
@@ -169,7 +186,11 @@ def shortened(value: str) -> str:
 
 
 def _case(command: str, words: Sequence[str], says: str) -> Case:
-    return Case(f"{command} {' '.join(map(shortened, words))!r}", lambda world: words_of(world, command, *words), says)
+    return Case(
+        f"{command} {' '.join(map(shortened, words))!r}",
+        lambda world: words_of(world, command, *words),
+        says,
+    )
 
 
 OPTIONS: tuple[Case, ...] = (

@@ -49,7 +49,10 @@ def _link(name: str, to: str) -> Change:
 
 def _elsewhere(name: str) -> Change:
     """A link to the file, which lies beside the folder."""
-    return lambda folder: [(folder / name).rename(folder.parent / name), (folder / name).symlink_to(f"../{name}")]
+    return lambda folder: [
+        (folder / name).rename(folder.parent / name),
+        (folder / name).symlink_to(f"../{name}"),
+    ]
 
 
 _DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -59,7 +62,10 @@ CHANGES: dict[str, Change] = {
     "nothing in it": lambda folder: [path.unlink() for path in folder.iterdir()],
     **{f"no {name}": _gone(name) for name in _READ},
     **{f"an empty {name}": content(name, b"") for name in _READ},
-    "a folder for tokens": lambda folder: [_gone("tokens.u32")(folder), (folder / "tokens.u32").mkdir()],
+    "a folder for tokens": lambda folder: [
+        _gone("tokens.u32")(folder),
+        (folder / "tokens.u32").mkdir(),
+    ],
     "a loop for its record": _link(RECORD, RECORD),
     "a prompt cut within a token": cut("prompt.u32", -1),
     "a prompt cut by a token": cut("prompt.u32", -4),
@@ -135,7 +141,11 @@ def _case(command: str, name: str, change: Change) -> Case:
         folder = world.here / "run"
         shutil.copytree(world.run, folder)
         change(folder)
-        return ["verify", folder] if command == "verify" else ["generate", "--resume", folder, "--len", 20]
+        return (
+            ["verify", folder]
+            if command == "verify"
+            else ["generate", "--resume", folder, "--len", 20]
+        )
 
     return Case(f"{command}, a run with {name}", words, "")
 
@@ -152,10 +162,17 @@ def _tokens(name: str) -> Case:
 RUNS: tuple[Case, ...] = (
     *(_case("verify", *each) for each in CHANGES.items()),
     *(_case("generate --resume", *each) for each in _TO_GO_ON.items()),
-    *(_case("generate --resume", name, CHANGES[name]) for name in (f"no {RECORD}", "a prompt cut by a token")),
+    *(
+        _case("generate --resume", name, CHANGES[name])
+        for name in (f"no {RECORD}", "a prompt cut by a token")
+    ),
     *map(_tokens, _TOKENS),
     *(
-        Case(f"verify {' '.join(option)} {name[:20]!r}", lambda world, words=(*option, name): ["verify", *words], says)
+        Case(
+            f"verify {' '.join(option)} {name[:20]!r}",
+            lambda world, words=(*option, name): ["verify", *words],
+            says,
+        )
         for name in ("\x1b[2Jgone", "/dev/null", "nowhere\0", "x" * 5000, "/dev/zero")
         for option, says in (((), ""), (("--tokens",), "--tokens"))
     ),
