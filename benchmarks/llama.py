@@ -3,7 +3,9 @@ and how far logits are off.
 
 llama.cpp runs in a process of its own, by the interpreter of an environment that has
 ``llama-cpp-python`` (built from source on the machine, so that it uses all of the processor). It is
-no dependency of tswift. Depths beyond the model's positions are left out.
+no dependency of tswift. At each depth a prompt is read once; then all go on from there in turns,
+llama.cpp from the same place each time, ours from where it was. With ``--yarn X`` both stretch
+their positions.
 
     python -m benchmarks.llama FILE.gguf --python /tmp/llama/bin/python --depths 0,1024,4096
     --tokens 64 --repeats 3
@@ -18,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,17 +37,10 @@ LOOKED_UP = 10  # tokens that it drafts, the default of llama-cpp-python
 class Peer:
     """llama.cpp in a process that answers questions, one line each."""
 
-    def __init__(self, python: str, file: Path, positions: int, threads: int) -> None:
-        words = [
-            python,
-            __file__,
-            "--serve",
-            str(file),
-            "--positions",
-            str(positions),
-            "--threads",
-            str(threads),
-        ]
+    def __init__(self, asked: argparse.Namespace, positions: int) -> None:
+        words = [asked.python, __file__, "--serve", asked.file]
+        words += ["--positions", str(positions), "--threads", str(asked.threads)]
+        words += ["--yarn", str(asked.yarn)] if asked.yarn else []
         # its threads spin at barriers, as they do for its users; ours sleep (main), so that they do
         # not disturb them
         own = {name: value for name, value in os.environ.items() if name != _WAITING}
@@ -80,18 +76,23 @@ def peer(*given: Any) -> Iterator[Peer]:
         running.close()
 
 
-def serve(file: str, positions: int, threads: int) -> None:
+def serve(asked: argparse.Namespace) -> None:
     """Answer questions about the file by llama.cpp: run by the other interpreter."""
     import numpy as np
-    from llama_cpp import Llama
+    from llama_cpp import LLAMA_ROPE_SCALING_TYPE_YARN, Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     common = {
-        "n_ctx": positions,
-        "n_threads": threads,
-        "n_threads_batch": threads,
+        "n_ctx": asked.positions,
+        "n_threads": asked.threads,
+        "n_threads_batch": asked.threads,
         "verbose": False,
     }
+    if asked.yarn:
+        common |= {
+            "rope_scaling_type": LLAMA_ROPE_SCALING_TYPE_YARN,
+            "rope_freq_scale": 1 / asked.yarn,
+        }
     models: dict[str, Any] = {}
 
     def model(name: str) -> Any:
@@ -99,7 +100,7 @@ def serve(file: str, positions: int, threads: int) -> None:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if name == LOOKUP else None
             every = name in ("logits", LOOKUP)  # logits of all tokens
             models[name] = Llama(
-                file,
+                asked.file,
                 flash_attn=FLASH.get(name, True),
                 draft_model=draft,
                 logits_all=every,
@@ -108,66 +109,76 @@ def serve(file: str, positions: int, threads: int) -> None:
         return models[name]
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        llama, ids = model(asked["name"]), asked["ids"]
-        llama.reset()
+        question = json.loads(line)
+        name, ids = question["name"], question.get("ids")
+        llama = model(name)
         answer: dict[str, Any] = {}
-        if "logits" in asked:
+        if ids is not None:
+            llama.reset()
+        if "logits" in question:
             llama.eval(ids)
-            np.save(asked["logits"], llama.scores[: len(ids)].astype(np.float32))
-        elif asked["name"] == LOOKUP:
-            drawn = []
-            for token in llama.generate(ids, temp=0.0):
-                drawn.append(token)
-                if len(drawn) == 1:
-                    start = time.perf_counter()  # the prompt is read
-                if len(drawn) > asked["tokens"]:
-                    break
-            answer = {"seconds": time.perf_counter() - start, "tokens": len(drawn) - 1}
-        else:  # without the package's sampler, which takes as long as the model
-            llama.eval(ids)
+            np.save(question["logits"], llama.scores[: len(ids)].astype(np.float32))
+        elif name == LOOKUP:
+            drawn = llama.generate(ids, temp=0.0)
+            next(drawn)  # the prompt is read
             start = time.perf_counter()
-            for _ in range(asked["tokens"]):
+            for _ in range(question["tokens"]):
+                next(drawn)
+            answer = {"seconds": time.perf_counter() - start}
+        elif ids is not None:
+            llama.eval(ids)
+        else:  # without the package's sampler, which takes as long as the model
+            depth = llama.n_tokens
+            start = time.perf_counter()
+            for _ in range(question["tokens"]):
                 logits = np.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),))
                 llama.eval([int(np.argmax(logits))])
-            answer = {"seconds": time.perf_counter() - start, "tokens": asked["tokens"]}
+            answer = {"seconds": time.perf_counter() - start}
+            llama.n_tokens = depth  # what is beyond is forgotten by the next eval
         print(json.dumps(answer), flush=True)
 
 
-def measure(model: Any, method: str, ids: Sequence[int], tokens: int) -> float:
-    """Tokens per second of a method of ours, after its prompt."""
+def opened(model: Any, method: str, ids: Sequence[int], most: int) -> Callable[[int], float]:
+    """A method of ours that has read its prompt: seconds for so many more tokens."""
     import tswift
     from tswift.sampling.parameters import SamplingParams
 
     params = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
-    start, made = 0.0, 0
-    for step in tswift.generate(model, ids, tokens + 1, method=method, params=params):
-        if start:
-            made += len(step.tokens)
-        else:
-            start = time.perf_counter()
-    return made / (time.perf_counter() - start)
+    steps = tswift.generate(model, ids, most, method=method, params=params)
+    next(steps)
+
+    def decode(tokens: int) -> float:
+        """Seconds for at least so many tokens, as for exactly so many."""
+        made = 0
+        start = time.perf_counter()
+        while made < tokens:
+            made += len(next(steps).tokens)
+        return (time.perf_counter() - start) * tokens / made
+
+    return decode
 
 
 def speeds(model: Any, other: Peer, text: Sequence[int], asked: argparse.Namespace) -> None:
     """Print the table of tokens per second, medians over the repeats."""
-    most = model.target.max_positions - asked.tokens - 1
-    for depth in [depth for depth in asked.depths if depth <= most]:
+    # a step makes a few tokens more, and the first turn is not counted
+    made = (asked.repeats + 1) * (asked.tokens + 40)
+    for depth in [each for each in asked.depths if each + made <= model.target.max_positions]:
         ids = list(text[: max(depth, 1)])
-        peers = (*FLASH, *([] if asked.no_lookup else [LOOKUP]))
-        if depth == asked.depths[0]:
-            for name in peers:  # the first tokens read the file
-                other.ask(name=name, ids=ids, tokens=8)
-            measure(model, "ar", ids, 8)
-        rates: dict[str, list[float]] = {}
-        for _ in range(asked.repeats):
-            for name in peers:
-                took = other.ask(name=name, ids=ids, tokens=asked.tokens)
-                rates.setdefault(name, []).append(took["tokens"] / took["seconds"])
-            for method in ("ar", "auto"):
-                rates.setdefault(f"tswift {method}", []).append(
-                    measure(model, method, ids, asked.tokens)
-                )
+        ways: dict[str, Callable[[int], float]] = {}
+        for name in FLASH:
+            other.ask(name=name, ids=ids)
+            ways[name] = lambda tokens, name=name: other.ask(name=name, tokens=tokens)["seconds"]
+        if not asked.no_lookup:
+            lookup = partial(other.ask, name=LOOKUP, ids=ids)
+            ways[LOOKUP] = lambda tokens, ask=lookup: ask(tokens=tokens)["seconds"]
+        for method in ("ar", "auto"):
+            ways[f"tswift {method}"] = opened(model, method, ids, made)
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(asked.repeats + 1):
+            for name, decode in ways.items():
+                rate = asked.tokens / decode(asked.tokens)
+                if turn:
+                    rates[name].append(rate)
         for name, values in rates.items():
             lowest, highest = min(values), max(values)
             print(
@@ -246,6 +257,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path, default=Path("prompts/long-novel.txt"))
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--yarn", type=float)
     parser.add_argument("--only", choices=("speed", "kl"))
     parser.add_argument(
         "--no-lookup",
@@ -254,20 +266,15 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.serve:
-        serve(asked.file, asked.positions, asked.threads)
+        serve(asked)
         return
     os.environ[_WAITING] = "passive"
     from tswift.loading import load
 
-    model = load(asked.file, kv_dtype=asked.kv_dtype)
+    model = load(asked.file, kv_dtype=asked.kv_dtype, yarn=asked.yarn)
     print(f"tswift: {model.layers}{model.remarks()}")
     text = model.encode(asked.text.read_text())
-    with peer(
-        asked.python,
-        Path(asked.file),
-        min(asked.positions, model.target.max_positions),
-        asked.threads,
-    ) as other:
+    with peer(asked, min(asked.positions, model.target.max_positions)) as other:
         if asked.only != "kl":
             print("| depth | | tokens/s | |\n| ---: | --- | ---: | --- |")
             speeds(model, other, text, asked)
