@@ -17,8 +17,9 @@ from tests.training.tiny import Tiny
 from tswift import loading
 from tswift.cli import main
 from tswift.errors import DecodeError
-from tswift.loading import found_heads, install_heads, load
+from tswift.loading import load
 from tswift.models.checkpoint import checkpoint_hash
+from tswift.speculators.found_heads import found_heads, install_heads
 from tswift.speculators.heads import ConditionedHeads
 
 KINDS = (Kind.Q8_0, Kind.Q4_0)

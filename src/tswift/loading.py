@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
@@ -26,7 +22,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape, LayerKV
 from tswift.distributed import ALONE, RANKS, Dist, guard
-from tswift.errors import DecodeError, InputError, renaming, suggesting_names
+from tswift.errors import InputError, renaming, suggesting_names
 from tswift.forward.adapting import (
     Inexact,
     execution_note,
@@ -61,7 +57,6 @@ from tswift.models.checkpoint import (
     INDEX,
     StoredTensor,
     as_input_error,
-    checkpoint_hash,
     find_source,
     gguf_of,
     has_tokenizer,
@@ -78,7 +73,6 @@ from tswift.models.checkpoint import (
 from tswift.models.classes import class_of
 from tswift.models.config import (
     DEMO,
-    NO_HEADS,
     SHAPE_PREFIX,
     UNQUANTISED,
     ModelConfig,
@@ -92,17 +86,16 @@ from tswift.models.devices import (
     give_back,
     kv_dtype_for,
 )
-from tswift.models.gguf import SUFFIX
 from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights, state_shape
+from tswift.models.tokenizer import eos_ids, read_tokenizer
 from tswift.native_build import cache_folder
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
+from tswift.speculators.found_heads import ON_HUB, heads_source
 from tswift.speculators.heads import (
     HEAD_TYPES,
     Heads,
     attach_heads,
-    carries_heads,
     find_heads,
-    heads_path,
     random_heads,
 )
 from tswift.speculators.networks import SpeculatorSpec
@@ -344,7 +337,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             loaded,
             heads=_load_heads(source, target, simulated),
             heads_found=plan.heads_found,
-            eos_ids=_eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
+            eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
             drafter_name=asked.drafter or (None if drafter is None else asked.model),
             yarn=asked.yarn,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
@@ -520,66 +513,6 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     return plan
 
 
-ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
-
-
-def heads_source(
-    model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None
-) -> Path | str | None:
-    """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones;
-    None for no heads.
-    """
-    if model.startswith(SHAPE_PREFIX):
-        kind = "chained" if heads is None else str(heads)
-        return kind if kind in HEAD_TYPES else heads_path(kind, None)
-    if heads == NO_HEADS:
-        return None
-    _, folder = find_source(model)
-    path = heads_path(heads, folder)
-    if path is None and carries_heads(config):
-        return folder or ON_HUB
-    return found_heads(model) if path is None else path
-
-
-def found_heads(model: str) -> Path | None:
-    """Heads that were installed for a model's weights; None if there are none."""
-    name = _heads_name(model)
-    folder = cache_folder()
-    path = None if name is None or folder is None else folder / name
-    return path if path is not None and path.is_file() else None
-
-
-def install_heads(model: str, heads: Path) -> Path:
-    """Copy a heads file to where it is found for a model from now on.
-
-    Raises:
-        DecodeError: that cannot be done.
-    """
-    name = _heads_name(model)
-    folder = cache_folder()
-    if name is None or folder is None:
-        reason = (
-            f"the weights of {model} are not in files here"
-            if name is None
-            else "there is no folder for them"
-        )
-        raise DecodeError(f"the heads cannot be installed: {reason}")
-    beside = folder / f"{name}.{os.getpid()}"
-    try:
-        shutil.copyfile(heads, beside)
-        beside.replace(folder / name)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise DecodeError(f"the heads cannot be installed in {folder} ({error.strerror})") from None
-    return folder / name
-
-
-def _heads_name(model: str) -> str | None:
-    """Name of the file of heads for the weights of a model; None where those cannot be told."""
-    known = checkpoint_hash(model)
-    return None if known is None else f"heads-{known[:20]}.safetensors"
-
-
 def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
     if isinstance(source, Path):
         return attach_heads(source, target, any_model=simulated)
@@ -664,75 +597,40 @@ def _open(
 ) -> tuple[LoadedModel, str]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
-    Returns:
-        The model without heads and ends of text, nothing compiled yet; why its attention is not the
-        one that should be.
+    The note says why the attention in use is another one than one that should be.
     """
     asked = plan.asked
-    model = plan.asked.model
+    model = asked.model
     config = plan.config
-    device = plan.device
-    if plan.simulated:
-        backend, note = select_backend(asked.attention, plan.dtype, device, config)
-        with silence(), as_input_error(model):
-            if asked.weights is None:
-                network = random_weights(config, plan.held or plan.dtype, device, model)
-            else:
-                network = random_rounded(config, asked.weights, model)
-            if plan.packed:
-                pack(network)
-            target = wrap_model(
-                network,
-                model,
-                backend,
-                kv_dtype=plan.cached(backend),
-                usual=asked.kv_dtype == "auto",
-            )
-        made = LoadedModel(
-            model,
-            StandInTokenizer(),
-            target,
-            None,
-            (),
-            attention=backend,
-            simulated=True,
-            quantization=plan.coded or None,
-            held=plan.held,
-        )
-        return made, note
-    source, folder = find_source(model)
-    quantization = plan.coded or own_quantization(config)
+    source, folder = (model, None) if plan.simulated else find_source(model)
+    on_hub = folder is None and not plan.simulated
+    quantization = plan.coded or (None if plan.simulated else own_quantization(config))
     options = dict[str, Any]()
     tokenizer = None
-    file = gguf_of(model)
-    with silence(), hub(folder is None), as_input_error(model):
-        if folder is not None and file is None:
+    other_dtype = ""
+    with silence(), hub(on_hub), as_input_error(model):
+        if folder is not None and gguf_of(model) is None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:
             if quantization:
                 raise InputError("quantised weights cannot be split over ranks yet", RANKS)
             options["distributed_config"] = _split(config, model, ranks)
-        if quantization and device.type == "cuda":
-            options["device_map"] = device  # quantised on the way: the whole weights need not fit
+        if quantization and plan.device.type == "cuda":
+            # quantised on the way: the whole weights need not fit
+            options["device_map"] = plan.device
         # may compile a kernel: after all refusals
-        backend, note = select_backend(asked.attention, plan.dtype, device, config)
-        if not tokenizer_optional or folder is None or file is not None or has_tokenizer(folder):
-            tokenizer = _load_tokenizer(source, model)
-        # from_pretrained may overwrite the configuration's
-        other_dtype = dtype_note(config, plan.held or plan.dtype)
-        if file is not None:
-            network = load_gguf(file, config, plan.held or plan.dtype)
-        elif asked.weights is not None or plan.packed:
-            files = folder or Path(
-                snapshot_download(source, allow_patterns=["*.safetensors", INDEX])
-            )
-            network = _packed_network(plan, stored_tensors(files), source)
+        backend, note = select_backend(asked.attention, plan.dtype, plan.device, config)
+        if plan.simulated:
+            tokenizer = StandInTokenizer()
+            network = _random_network(plan)
         else:
-            network = _from_safetensors(plan, source, options)
-        if network.dtype == torch.float64 and is_moe(config):
-            network.set_experts_implementation("eager")  # the others multiply no float64
+            if folder is None or not tokenizer_optional or gguf_of(model) or has_tokenizer(folder):
+                tokenizer = read_tokenizer(source, model)
+            # from_pretrained may overwrite the configuration's
+            other_dtype = dtype_note(config, plan.held or plan.dtype)
+            network = _stored_network(plan, source, folder, options)
         target = wrap_model(
-            network if options else network.to(device),
+            network if options else network.to(plan.device),
             model,
             backend,
             kv_dtype=plan.cached(backend),
@@ -745,12 +643,41 @@ def _open(
         None,
         (),
         attention=backend,
-        quantization=quantization,
+        simulated=plan.simulated,
+        quantization=quantization or None,
         ranks=ranks,
         dtype_note=other_dtype,
         held=plan.held,
     )
     return loaded, note
+
+
+def _random_network(plan: _LoadPlan) -> PreTrainedModel:
+    """A model of a shape with random weights."""
+    asked = plan.asked
+    if asked.weights is not None:
+        return random_rounded(plan.config, asked.weights, asked.model)
+    network = random_weights(plan.config, plan.held or plan.dtype, plan.device, asked.model)
+    if plan.packed:
+        pack(network)
+    return network
+
+
+def _stored_network(
+    plan: _LoadPlan, source: str, folder: Path | None, options: dict[str, object]
+) -> PreTrainedModel:
+    """The model of a checkpoint; ``options`` are more of transformers' own."""
+    file = gguf_of(plan.asked.model)
+    if file is not None:
+        network = load_gguf(file, plan.config, plan.held or plan.dtype)
+    elif plan.asked.weights is not None or plan.packed:
+        files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
+        network = _packed_network(plan, stored_tensors(files), source)
+    else:
+        network = _from_safetensors(plan, source, options)
+    if network.dtype == torch.float64 and is_moe(plan.config):
+        network.set_experts_implementation("eager")  # the others multiply no float64
+    return network
 
 
 def _packed_network(
@@ -797,37 +724,6 @@ def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) 
             f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
         )
     return network
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, without its weights; InputError if there is none that can be read."""
-    if model.startswith(SHAPE_PREFIX):
-        return StandInTokenizer()
-    source, folder = find_source(model)
-    with silence(), hub(folder is None), as_input_error(model):
-        return _load_tokenizer(source, model)
-
-
-def _load_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
-    with as_input_error(model, "its tokenizer: "):
-        if source.endswith(SUFFIX):
-            tokenizer = _tokenizer_of_gguf(Path(source))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise InputError(
-            f"{model} has no tokenizer.json that the tokenizers library reads", "model"
-        )
-    return tokenizer
-
-
-def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
-    """As transformers makes it of the file; in a folder of its own,
-    as other files beside it would be preferred.
-    """
-    with TemporaryDirectory() as folder:
-        Path(folder, path.name).symlink_to(path.resolve())
-        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
 
 
 def _split(config: PreTrainedConfig, model: str, ranks: Dist) -> DistributedConfig:
@@ -891,24 +787,6 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         attention=backend,
         exact=_prepare(target, backend, note, None),
     )
-
-
-def _eos_ids(
-    model: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[int, ...]:
-    """The token ids that end a text, by all that a checkpoint says of them."""
-    tokens: list[Any] = []
-    for holder in (network.generation_config, network.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
-            reason = (
-                f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of "
-                f"{vocab_size:,}"
-            )
-            raise InputError(f"{model} {reason}", "model")
-    return tuple(sorted(set(tokens)))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tswift.errors import InputError, did_you_mean
 
+DRAFTING = "Drafting"  # the panel that only ``--help-all`` lists
 _KEY, _PART, _GIVEN = "option", "part", "given"  # in a field's metadata
 T = TypeVar("T")
 Values = Mapping[str, Any]  # of options, by their names
@@ -52,6 +53,7 @@ class Option:
     also: tuple[str, ...] = ()  # other names on the command line
     # a training that is resumed may change it: it changes no weight, or only by rounding
     free: bool = False
+    rare: bool = False  # only ``--help-all`` lists it
 
 
 def option(default: Any, help: str, **carried: Any) -> Any:

@@ -211,3 +211,11 @@ def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes
         display.show("é\n", stats)
         display.show("[b]", stats)
     assert capfdbinary.readouterr().out == "é\n[b]".encode()
+
+
+def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:
+    usual, whole = (tswift("generate", option).out.decode() for option in ("--help", "--help-all"))
+    assert "--temperature" in usual
+    assert "--gamma" not in usual
+    assert "--gamma" in whole
+    assert tswift("generate", "--help").out.decode() == usual

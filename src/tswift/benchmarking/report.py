@@ -214,21 +214,7 @@ def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
     ]
     here = f"{workload.model}, this machine{' (simulated)' if simulated else ''}"
     published = [row for row in _paper_rows() if row.axis in methods] if paper else []
-    floors = {
-        cell.place: {"ar_of_floor": cell.figures["of_floor"]}
-        for cell in cells
-        if cell.axis == BASELINE
-    }
-    measured = [
-        replace(
-            cell,
-            source=here,
-            figures=summary.drafted_only({**cell.figures, **floors.get(cell.place, {})}, method),
-        )
-        for method in methods
-        for cell in cells
-        if cell.axis == method
-    ]
+    measured = _measured(cells, methods, here)
 
     def label(method: str) -> str:
         return method_name(method, simulated and method != "TokenSwift")
@@ -256,17 +242,6 @@ def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
     ]
     names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
     names += [name for name, metric in METRICS.items() if metric.column]
-    notes = _notes(cells, measurement, "measurement", measurement.state)
-    notes += [_FLOOR_NOTE] if "of_floor" in names else []
-    if paper and cells:
-        matched = {(row.axis, row.place) for row in published} & {
-            (row.axis, row.place) for row in measured
-        }
-        notes.append(
-            suites.CAUTION
-            if matched
-            else "The paper has no row of these methods, prefills and lengths."
-        )
     sourced = bool(paper or simulated)
     title = source(measurement)
     acceptance = _table(
@@ -282,9 +257,44 @@ def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
         sourced,
     )
     heads = ["T_method" if head == METRICS["seconds"].heading else head for head in times.columns]
-    notes = notes if cells else ["Nothing was measured: no length was reached."]
+    notes = ["Nothing was measured: no length was reached."]
+    if cells:
+        notes = _notes(cells, measurement, "measurement", measurement.state)
+        notes += [_FLOOR_NOTE] if "of_floor" in names else []
+        notes += [_paper_note(measured, published)] if paper else []
     acceptance = replace(acceptance, notes=_alpha_notes(measurement, methods, paper))
     return [acceptance, replace(times, columns=heads, notes=notes)]
+
+
+def _measured(cells: Sequence[Row], methods: Sequence[str], here: str) -> list[Row]:
+    """The cells of these methods, with what plain decoding took of its floor at the same place."""
+    floors = {
+        cell.place: {"ar_of_floor": cell.figures["of_floor"]}
+        for cell in cells
+        if cell.axis == BASELINE
+    }
+    return [
+        replace(
+            cell,
+            source=here,
+            figures=summary.drafted_only({**cell.figures, **floors.get(cell.place, {})}, method),
+        )
+        for method in methods
+        for cell in cells
+        if cell.axis == method
+    ]
+
+
+def _paper_note(measured: Sequence[Row], published: Sequence[Row]) -> str:
+    """How the paper's figures stand to those measured."""
+    matched = {(row.axis, row.place) for row in published} & {
+        (row.axis, row.place) for row in measured
+    }
+    return (
+        suites.CAUTION
+        if matched
+        else "The paper has no row of these methods, prefills and lengths."
+    )
 
 
 def _workload_table(measurement: Measurement) -> Table:

@@ -13,7 +13,7 @@ import typer
 
 from tswift.errors import InputError, find_path
 from tswift.jobs.config import fields_of
-from tswift.options import Option, Values, changed, described, options_of, type_of
+from tswift.options import DRAFTING, Option, Values, changed, described, options_of, type_of
 
 Config = TypeVar("Config")
 
@@ -69,6 +69,7 @@ def takes(
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
+            values.pop(_HELP_ALL.name, None)
             others = {name: value for name, value in values.items() if name not in carried}
             for found in (typed, others):
                 for name, value in found.items():
@@ -97,6 +98,8 @@ def takes(
             )
             parameters.append(_parameter(name, hint, option, (texts or {}).get(name, text)))
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        if any(option.rare or option.panel == DRAFTING for _, _, option in carried.values()):
+            parameters.append(_HELP_ALL)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
@@ -132,6 +135,7 @@ def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Param
         rich_help_panel=option.panel or None,
         show_default=False,
         metavar=option.metavar,
+        hidden=option.rare or option.panel == DRAFTING,
     )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, annotation=Annotated[hint | None, declared], default=None)
@@ -157,14 +161,47 @@ def _found(value: object, name: str) -> object:
 
 def option(panel: str, text: str, *names: str) -> Any:
     """An option of one command alone, whose help says its default."""
-    return typer.Option(*names, help=text, rich_help_panel=panel or None, show_default=False)
+    return typer.Option(
+        *names,
+        help=text,
+        rich_help_panel=panel or None,
+        show_default=False,
+        hidden=panel == DRAFTING,
+    )
 
 
+def _say_all(context: typer.Context, wanted: bool) -> None:
+    """Print the help with the options that ``--help`` leaves out."""
+    if not wanted:
+        return
+    hidden = [each for each in context.command.params if getattr(each, "hidden", False)]
+    for each in hidden:
+        each.hidden = False  # type: ignore[attr-defined]
+    typer.echo(context.get_help())
+    for each in hidden:
+        each.hidden = True  # type: ignore[attr-defined]
+    raise typer.Exit()
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show all options, those of drafting and rare ones too, and exit.",
+            is_eager=True,
+            callback=_say_all,
+        ),
+    ],
+    default=False,
+)
 _OUTPUT = "Output"
 Trees = Annotated[
     list[str] | None,
     option(
-        "Drafting",
+        DRAFTING,
         "auto or 1,2,2,2 for all methods, or METHOD=1,2,2,2; repeatable. (default: by device)",
         "--tree",
     ),

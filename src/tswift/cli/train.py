@@ -67,21 +67,11 @@ def command(
         try:
             with bars:
                 if config is not None:
-                    chosen = (
-                        kind.cpu_defaults(typed.values)
-                        if find_device(config.device).type == "cpu"
-                        else {}
-                    )
-                    words = " ".join(
-                        f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items()
-                    )
-                    note = (
-                        f"on a CPU, to end in minutes rather than days, the defaults are {words}"
-                        if chosen
-                        else None
-                    )
+                    chosen = {}
+                    if find_device(config.device).type == "cpu":
+                        chosen = kind.cpu_defaults(typed.values)
                     outcome = training.train(
-                        kind(**typed.of(kind), **chosen), out, bars, typed.command, note
+                        kind(**typed.of(kind), **chosen), out, bars, typed.command, _note(chosen)
                     )
                 else:
                     assert resume is not None
@@ -107,9 +97,17 @@ def command(
     return options.takes(kind)(run)
 
 
+def _note(chosen: Mapping[str, Any]) -> str | None:
+    """What to say of defaults that were chosen for a CPU; None if there are none."""
+    words = " ".join(f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items())
+    if not words:
+        return None
+    return f"on a CPU, to end in minutes rather than days, the defaults are {words}"
+
+
 def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
     """Say how heads are used; install them, if that is wanted."""
-    from tswift.loading import install_heads
+    from tswift.speculators.found_heads import install_heads
 
     use = f"tswift generate --model {shlex.quote(config.model)}"
     if config.install:

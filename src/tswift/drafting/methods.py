@@ -408,102 +408,29 @@ def resolve(
             not fit them.
     """
     method = find_method(name)
-    network = model.speculator_spec
-    most_nodes = model.most_nodes
     count = heads.count if isinstance(heads, Heads) else heads or 0
     kv = options.kv or next(iter(method.kv), None)
-    gamma = None
     if "kv" in method.uses and kv not in method.kv:
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
-    if method.gamma is not None:
-        gamma = method.gamma if options.gamma is None else options.gamma
-        if not gamma:
-            raise InputError(f"must be at least 1 for {name}", "gamma")
-    if method.drafts_itself and model.kv_shape.states is not None:
-        reason = (
-            "drafts by the model itself, whose recurrent layers take as long as without a cut of "
-            "the cache"
-        )
-        raise InputError(f"{name} {reason}; take auto", "method")
-    if method.needs_heads and not count:
-        others = [
-            other
-            for other, kind in METHODS.items()
-            if not (kind.needs_heads or kind.draft or kind.networks or kind.reference)
-        ]
-        message = (
-            f"{name} drafts with heads and the model has none; without heads there are "
-            f"{', '.join(others)}"
-        )
-        raise InputError(message, "method")
-    if name == MTP and (network is None or network.kind != MTP):
-        raise InputError(
-            "mtp drafts with the model's own MTP head, and it has none that is served", "method"
-        )
-    if method.networks and (network is None or network.kind not in method.networks):
-        there = "there is none" if network is None else f"this one is {network.kind}"
-        raise InputError(
-            f"{name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}",
-            "drafter",
-        )
-    tree: tuple[int, ...] | str | None = None
-    if "tree" in method.uses:
-        levels = network.count if network and method.networks else count + method.by_lm_head
-        usual = AUTO if method.networks else usual_tree(method, model.device, levels)
-        tree = options.tree or usual
-        if options.gamma is not None:
-            least = 1 - method.by_lm_head
-            most = (levels if tree == AUTO else len(usual)) - method.by_lm_head
-            if not least <= options.gamma <= most:
-                raise InputError(
-                    f"must be between {least} and {most} for {name}, got {options.gamma}", "gamma"
-                )
-            if tree == AUTO:
-                gamma = options.gamma
-            elif isinstance(usual, tuple):
-                tree = usual[: options.gamma + method.by_lm_head]
-        if isinstance(tree, tuple) and len(tree) > levels:
-            those = "this drafter" if method.networks else "these heads"
-            raise InputError(
-                f"{name} can draft {levels} levels with {those}, got {len(tree)}", "tree"
-            )
+    _refuse_missing(method, model, count)
+    tree, gamma = _tree_and_gamma(method, model, count, options)
     chooses = "costs" in method.uses and tree in (None, AUTO)
-    recall = None
-    if chooses:
-        missing = None if options.recall == 0 else unbuilt()
-        if missing and (options.recall or name == "recall"):
-            raise InputError(
-                f"cannot be recalled without a C program, and there is none: {missing}", "recall"
-            )
-        recall = 0 if missing else _KEPT if options.recall is None else options.recall
-    if (
-        recall
-        and "ngrams" in method.uses
-        and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent)
-    ):
-        option = "reuse_recent" if options.reuse_recent else "ngrams"
-        reason = f"not used by {name} with `tree` auto, which reuses logits"
-        raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", option)
+    recall = _recalled(method, options) if chooses else None
     only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(
         name, (None, 1)
     )
     if not amount:
         raise InputError(f"must be at least 1 for {name}, which drafts from nothing else", only)
-    default = (
-        min(_AUTO_NODES, most_nodes or _AUTO_NODES)
-        if chooses
-        else usual_nodes(model.device, model.groups)
-    )
-    nodes = (options.nodes or default) if "nodes" in method.uses else None
-    if nodes and most_nodes and nodes > most_nodes:
-        raise InputError(f"must be at most {most_nodes} with this attention, got {nodes}", "nodes")
+    nodes = _nodes(model, options, chooses) if "nodes" in method.uses else None
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
-    if most_nodes and longest >= most_nodes:
-        raise InputError(f"must be below {most_nodes} with this attention, got {longest}", "gamma")
+    if model.most_nodes and longest >= model.most_nodes:
+        raise InputError(
+            f"must be below {model.most_nodes} with this attention, got {longest}", "gamma"
+        )
     budget = options.budget or method.budget
-    width = model.width if isinstance(model, Target) else None
     if "sinks" in used(method, options):
         refuse_sinks(options.sinks, budget)
+    width = model.width if isinstance(model, Target) else None
     if width is not None:
         nodes = nodes and min(nodes, width)
         gamma = gamma and min(gamma, width - 1)
@@ -517,6 +444,102 @@ def resolve(
         costs=(options.costs or MEASURED) if chooses else None,
         recall=recall,
     )
+
+
+def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> None:
+    """InputError if the model has not what the method drafts with: so many heads, a drafter,
+    or keys and values that are most of a pass.
+    """
+    network = model.speculator_spec
+    if method.drafts_itself and model.kv_shape.states is not None:
+        reason = (
+            "drafts by the model itself, whose recurrent layers take as long as without a cut of "
+            "the cache"
+        )
+        raise InputError(f"{method.name} {reason}; take auto", "method")
+    if method.needs_heads and not heads:
+        others = [
+            other
+            for other, kind in METHODS.items()
+            if not (kind.needs_heads or kind.draft or kind.networks or kind.reference)
+        ]
+        message = (
+            f"{method.name} drafts with heads and the model has none; without heads there are "
+            f"{', '.join(others)}"
+        )
+        raise InputError(message, "method")
+    if not method.networks or (network is not None and network.kind in method.networks):
+        return
+    if method.name == MTP:
+        raise InputError(
+            "mtp drafts with the model's own MTP head, and it has none that is served", "method"
+        )
+    there = "there is none" if network is None else f"this one is {network.kind}"
+    raise InputError(
+        f"{method.name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}",
+        "drafter",
+    )
+
+
+def _tree_and_gamma(
+    method: Method, model: Target | ModelSpec, heads: int, options: DraftOptions
+) -> tuple[tuple[int, ...] | str | None, int | None]:
+    """The candidates per level and the length of a chain, None where the method has no such."""
+    network = model.speculator_spec if method.networks else None
+    gamma = None
+    if method.gamma is not None:
+        gamma = method.gamma if options.gamma is None else options.gamma
+        if not gamma:
+            raise InputError(f"must be at least 1 for {method.name}", "gamma")
+    if "tree" not in method.uses:
+        return None, gamma
+    levels = network.count if network else heads + method.by_lm_head
+    usual = AUTO if network else usual_tree(method, model.device, levels)
+    tree = options.tree or usual
+    if options.gamma is not None:
+        least = 1 - method.by_lm_head
+        most = (levels if tree == AUTO else len(usual)) - method.by_lm_head
+        if not least <= options.gamma <= most:
+            raise InputError(
+                f"must be between {least} and {most} for {method.name}, got {options.gamma}",
+                "gamma",
+            )
+        if tree == AUTO:
+            gamma = options.gamma
+        elif isinstance(usual, tuple):
+            tree = usual[: options.gamma + method.by_lm_head]
+    if isinstance(tree, tuple) and len(tree) > levels:
+        those = "this drafter" if network else "these heads"
+        raise InputError(
+            f"{method.name} can draft {levels} levels with {those}, got {len(tree)}", "tree"
+        )
+    return tree, gamma
+
+
+def _recalled(method: Method, options: DraftOptions) -> int:
+    """How many logits a dynamic tree keeps of each pass; 0 for none."""
+    missing = None if options.recall == 0 else unbuilt()
+    if missing and (options.recall or method.name == "recall"):
+        raise InputError(
+            f"cannot be recalled without a C program, and there is none: {missing}", "recall"
+        )
+    kept = 0 if missing else _KEPT if options.recall is None else options.recall
+    ngrams = "ngrams" in method.uses
+    if kept and ngrams and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
+        option = "reuse_recent" if options.reuse_recent else "ngrams"
+        reason = f"not used by {method.name} with `tree` auto, which reuses logits"
+        raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", option)
+    return kept
+
+
+def _nodes(model: Target | ModelSpec, options: DraftOptions, chooses: bool) -> int:
+    """Most nodes of a tree; ``chooses``: whether as many of them are taken as pay."""
+    most = model.most_nodes
+    usual = _AUTO_NODES if chooses else usual_nodes(model.device, model.groups)
+    nodes = options.nodes or (min(usual, most or usual) if chooses else usual)
+    if most and nodes > most:
+        raise InputError(f"must be at most {most} with this attention, got {nodes}", "nodes")
+    return nodes
 
 
 def cut_note(options: DraftOptions, width: int | None) -> str | None:

@@ -7,12 +7,12 @@ on model and device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from tswift.errors import InputError, did_you_mean
-from tswift.options import Values, check_options, given_options, option
+from tswift.options import DRAFTING, Values, check_options, given_options, option
 
 FULL = "full"
 AUTO = "auto"  # the tree that pays
@@ -20,7 +20,6 @@ MEASURED = "measured"
 COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
 
-_PANEL = "Drafting"
 _MAX_PATHS = 10_000
 _LONGEST = 1000  # chain
 _LARGEST = 1 << 31  # of any number here; what a machine has room for is a matter of its memory
@@ -59,21 +58,26 @@ class DraftOptions:
     tree: tuple[int, ...] | str | None = option(
         None,
         "Candidates per drafted level, as 1,3,3,3; or auto.",
-        panel=_PANEL,
+        panel=DRAFTING,
         shown="by device",
         parse=parse_tree,
     )
     nodes: int | None = option(
-        None, "Most nodes of a draft tree.", panel=_PANEL, shown="by device", least=2, most=_LARGEST
+        None,
+        "Most nodes of a draft tree.",
+        panel=DRAFTING,
+        shown="by device",
+        least=2,
+        most=_LARGEST,
     )
-    ngrams: int = option(20, "4-grams reused per token.", panel=_PANEL, least=0, most=_LARGEST)
+    ngrams: int = option(20, "4-grams reused per token.", panel=DRAFTING, least=0, most=_LARGEST)
     reuse_recent: bool = option(
-        False, "Reuse text in the penalty window too.", panel=_PANEL, shown="no"
+        False, "Reuse text in the penalty window too.", panel=DRAFTING, shown="no"
     )
     gamma: int | None = option(
         None,
         "Tokens of a drafted chain, or heads to use of the default tree.",
-        panel=_PANEL,
+        panel=DRAFTING,
         shown="by method",
         least=0,
         most=_LONGEST,
@@ -81,17 +85,21 @@ class DraftOptions:
     inner_gamma: int = option(
         2,
         "Tokens the small model drafts for triforce's draft.",
-        panel=_PANEL,
+        panel=DRAFTING,
         least=1,
         most=_LONGEST,
     )
     kv: str | None = option(
-        None, f"What drafting reads: {', '.join(KV)}.", panel=_PANEL, shown="by method", choices=KV
+        None,
+        f"What drafting reads: {', '.join(KV)}.",
+        panel=DRAFTING,
+        shown="by method",
+        choices=KV,
     )
     budget: int | None = option(
         None,
         "Tokens of the partial KV cache.",
-        panel=_PANEL,
+        panel=DRAFTING,
         shown="by method",
         least=64,
         most=_LARGEST,
@@ -99,17 +107,17 @@ class DraftOptions:
     sinks: int = option(
         16,
         "Attention sinks: leading tokens that the partial cache keeps.",
-        panel=_PANEL,
+        panel=DRAFTING,
         least=0,
         most=_LARGEST,
     )
     shared_noise: bool = option(
-        True, "Rank drafts with the sampler's own Gumbel noise.", panel=_PANEL
+        True, "Rank drafts with the sampler's own Gumbel noise.", panel=DRAFTING
     )
     costs: str | None = option(
         None,
         "measured or nominal: costs of passes that trees are sized by; never changes the text.",
-        panel=_PANEL,
+        panel=DRAFTING,
         shown=MEASURED,
         choices=COSTS,
     )
@@ -117,7 +125,7 @@ class DraftOptions:
         None,
         "With --tree auto: top K logits kept per position, reused as drafts where the same "
         "context recurs; 0 reuses n-grams.",
-        panel=_PANEL,
+        panel=DRAFTING,
         shown="64",
         least=0,
         most=1024,  # they are kept in order one by one, and more than some hundred gain nothing
@@ -158,6 +166,7 @@ def refuse_sinks(sinks: int, budget: int) -> None:
 class Method:
     """A decoding method."""
 
+    name: str = field(default="", kw_only=True)  # as users type it: its key in METHODS
     uses: frozenset[str] = frozenset()  # the fields of DraftOptions that it looks at
     by_lm_head: int = 0  # levels of its tree that the LM head drafts, before those of the heads
     kv: tuple[str, ...] = ()  # what it can read while drafting; the first is the default
@@ -219,7 +228,7 @@ _CASCADE = Method(
     partial=True,
 )
 
-METHODS: dict[str, Method] = {
+_METHODS = {
     "ar": Method(),
     "medusa": Method(_OF_TREES, cuda_tree=(3, 3, 3), cpu_tree=(2, 2, 2, 2)),
     "tokenswift": Method(
@@ -251,6 +260,7 @@ METHODS: dict[str, Method] = {
     "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
     "ar-reference": Method(reference=True),
 }
+METHODS = {name: replace(method, name=name) for name, method in _METHODS.items()}
 
 
 def find_method(name: str) -> Method:

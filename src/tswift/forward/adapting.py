@@ -410,24 +410,7 @@ def _compared(
     use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
-        if (
-            target.device.type in _DOUBTED
-            and target.attention_features
-            and BACKENDS[backend]().SPECS
-        ):
-            kinds = {
-                (spec.window, spec.softcap, spec.sinks is None): spec
-                for spec in target.layer_specs
-                if spec
-            }
-            shape = target.kv_shape
-            heads = (target.kv_shape.heads, target.groups)
-            reason = fails(
-                backend, target.dtype, target.device, shape.head_dim, heads, kinds.values()
-            )
-            target.fallbacks.note(
-                "features", reason and f"{reason} with {target.attention_features}"
-            )
+        _doubt_features(target, backend)
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
@@ -463,25 +446,54 @@ def _compared(
             target.fallbacks.note(
                 "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
             )
-    if kv_dtype not in (None, target.dtype) and not (usual and target.program is None):
-        try:
-            target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
-        except Unfit as error:
-            if usual:
-                return target
-            raise InputError(
-                f"{model} cannot have a cache in {dtype_name(kv_dtype)}: {error}", "kv_dtype"
-            ) from None
-        # what rounding keys and values makes of the logits; a cache that is read wrongly is off by
-        # all of them
-        if not _apart(target, ids, expected) <= _CACHED * target.kv_shape.eps:
-            if usual:
-                target.set_kv_dtype(target.dtype)
-                return target
-            raise InputError(
-                f"{model} does not bear a cache in {dtype_name(target.kv_shape.dtype)}", "kv_dtype"
-            )
+    served = target.program is not None
+    if kv_dtype is not None and kv_dtype != target.dtype and (served or not usual):
+        _narrow_cache(target, model, kv_dtype, usual, partial(_apart, target, ids, expected))
     return target
+
+
+def _doubt_features(target: Target, backend: str) -> None:
+    """Note a kernel that computes what the model's attention has otherwise than PyTorch does,
+    on devices where that is doubted.
+    """
+    if not (
+        target.device.type in _DOUBTED and target.attention_features and BACKENDS[backend]().SPECS
+    ):
+        return
+    kinds = {
+        (spec.window, spec.softcap, spec.sinks is None): spec for spec in target.layer_specs if spec
+    }
+    shape = target.kv_shape
+    heads = (shape.heads, target.groups)
+    reason = fails(backend, target.dtype, target.device, shape.head_dim, heads, kinds.values())
+    target.fallbacks.note("features", reason and f"{reason} with {target.attention_features}")
+
+
+def _narrow_cache(
+    target: Target,
+    model: str,
+    kv_dtype: torch.dtype,
+    usual: bool,
+    apart: Callable[[], float],
+) -> None:
+    """Have a cache in this dtype, where the model bears it.
+
+    Args:
+        usual: leave the model's own if it does not, as nobody asked for this one.
+        apart: how far the logits are off.
+    """
+    try:
+        target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
+        reason = None
+    except Unfit as error:
+        reason = f"cannot have a cache in {dtype_name(kv_dtype)}: {error}"
+    # what rounding keys and values makes of the logits; a cache that is read wrongly is off by
+    # all of them
+    if reason is None and not apart() <= _CACHED * target.kv_shape.eps:
+        reason = f"does not bear a cache in {dtype_name(target.kv_shape.dtype)}"
+        target.set_kv_dtype(target.dtype)
+    if reason is not None and not usual:
+        raise InputError(f"{model} {reason}", "kv_dtype")
 
 
 @contextmanager

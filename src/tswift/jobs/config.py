@@ -319,6 +319,7 @@ class RunConfig:
         None,
         "End the text when the same N tokens stand there thrice in a row.",
         shown="",
+        rare=True,
         metavar="N",
         least=1,
         most=1 << 20,
@@ -328,6 +329,7 @@ class RunConfig:
         "Write log-probabilities of each token and of the N likeliest.",
         panel="Output",
         shown="",
+        rare=True,
         metavar="N",
         least=0,
         most=MAX_TOP,
@@ -343,6 +345,7 @@ class RunConfig:
         None,
         f"The paper's settings, where nothing else is typed: {', '.join(PRESETS)}.",
         metavar="NAME",
+        rare=True,
     )
     out: Path | None = option(
         None, "Folder for the run.", panel="Output", shown="./runs/<UTC time>-<method>"

@@ -58,10 +58,11 @@ from tswift.jobs.folder import (
     text_fault,
     write_whole,
 )
-from tswift.loading import LoadedModel, load_model, load_tokenizer
+from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
+from tswift.models.tokenizer import load_tokenizer
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import own_params, recommends
 from tswift.sampling.parameters import SamplingParams
@@ -463,29 +464,14 @@ def resume(
             conflict with it. The folder is as it was then.
     """
     with ExitStack() as unlocking:
-        # a folder without a record is none to put a lock into
-        owner = read_record(path).get("process")
-        who = (
-            f"process {owner.get('pid')} on {owner.get('host')}"
-            if isinstance(owner, dict)
-            else "another process"
-        )
-        lock = lock_folder(path, OPTION, f"{path} is in use: {who} is writing it")
+        lock = lock_folder(path, OPTION, _in_use(path))
         unlocking.callback(lock.release)
         run = read_run(path)
         saved = read_saved(path, run.prompt, row_bytes(run.config))
         _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
         config = _changed(run.config, asked)
         made = len(saved.tokens)
-        if saved.damage and not discard_damaged:
-            raise InputError(
-                f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before",
-                OPTION,
-            )
-        if config.text.length < made:
-            raise InputError(
-                f"{path} has {made:,} tokens already, got {config.text.length:,}", "length"
-            )
+        _refuse_tokens(saved, path, config.text.length, discard_damaged)
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
         stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
         if run.state == FINISHED and (config.text.length == made or ended or stopped):
@@ -517,11 +503,6 @@ def resume(
         folder = RunFolder.reopen(path, lock, run.record, checkpoint, before, row_bytes(config))
         unlocking.pop_all()
     moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
-    about = replace(
-        run.record,
-        options={**run.record.options, "length": config.text.length, **moved},
-        model={**run.record.model, "name": model.name},
-    )
     session = {
         "at": len(tokens),
         "started": now(),
@@ -533,13 +514,13 @@ def resume(
         "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }
+    about = replace(
+        run.record,
+        options={**run.record.options, "length": config.text.length, **moved},
+        model={**run.record.model, "name": model.name},
+    )
     resumed = [*map(dict, run.record.resumed), session]
-    notes = _resume_notes(run, saved, len(tokens), draft, model.drafter_name)
-    if run.config.model.exact and model.exact != run.bits:
-        notes.append(
-            "this machine rounds otherwise than the one before: the text may go on differently "
-            "than there"
-        )
+    notes = _resume_notes(run, saved, len(tokens), draft, model)
     return Job(
         model,
         generation,
@@ -554,6 +535,29 @@ def resume(
         notes,
         before,
     )
+
+
+def _in_use(path: Path) -> str:
+    """What to tell who cannot have the lock of a run."""
+    owner = read_record(path).get("process")  # a folder without a record has none
+    who = (
+        f"process {owner.get('pid')} on {owner.get('host')}"
+        if isinstance(owner, dict)
+        else "another process"
+    )
+    return f"{path} is in use: {who} is writing it"
+
+
+def _refuse_tokens(saved: Saved, path: Path, length: int, discard_damaged: bool) -> None:
+    """Refuse to go on after what is broken, or after more tokens than are asked for."""
+    made = len(saved.tokens)
+    if saved.damage and not discard_damaged:
+        raise InputError(
+            f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before",
+            OPTION,
+        )
+    if length < made:
+        raise InputError(f"{path} has {made:,} tokens already, got {length:,}", "length")
 
 
 def _check_text(
@@ -709,7 +713,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
 
 
 def _resume_notes(
-    run: RunRecord, saved: Saved, kept: int, draft: Mapping[str, Any] | None, drafter: str | None
+    run: RunRecord, saved: Saved, kept: int, draft: Mapping[str, Any] | None, model: LoadedModel
 ) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
@@ -727,9 +731,14 @@ def _resume_notes(
             f"the draft model {name} is not the one that the run was begun with; no token depends "
             "on it"
         )
-    if drafter is not None and drafter != run.config.model.drafter:
+    if model.drafter_name is not None and model.drafter_name != run.config.model.drafter:
         notes.append(
-            f"the drafter {drafter} is not the one that the run was begun with; no token depends "
-            "on it"
+            f"the drafter {model.drafter_name} is not the one that the run was begun with; no "
+            "token depends on it"
+        )
+    if run.config.model.exact and model.exact != run.bits:
+        notes.append(
+            "this machine rounds otherwise than the one before: the text may go on differently "
+            "than there"
         )
     return notes

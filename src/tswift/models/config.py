@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tswift.errors import InputError, close_name, did_you_mean, find_path
-from tswift.options import check_options, option
+from tswift.options import DRAFTING, check_options, option
 
 DEMO = "demo"  # the bundled model
 DEMO_DRAFT = "demo-draft"  # the one that drafts for it
@@ -23,7 +23,7 @@ ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"fp8": 8, "int4": 4}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
-_PANEL, _DRAFTING = "Model", "Drafting"
+_PANEL = "Model"
 _ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -88,28 +88,28 @@ class ModelConfig:
     heads: str | None = option(
         None,
         "chained, conditioned, a file, or none.",
-        panel=_DRAFTING,
+        panel=DRAFTING,
         shown="those by the model, or installed for it",
     )
     draft_model: str | None = option(
         None,
         "Smaller model with the same vocabulary, for methods that draft with one (standalone, "
         "triforce).",
-        panel=_DRAFTING,
+        panel=DRAFTING,
         shown="demo-draft for demo",
     )
     drafter: str | None = option(
         None,
         "Published drafter of the model, a folder or a hub id: DSpark or DFlash (block), EAGLE-3 "
         "(eagle).",
-        panel=_DRAFTING,
+        panel=DRAFTING,
         shown="none",
     )
     draft_weights: str | None = option(
         None,
         "fp8 or int4 (CUDA, bfloat16): drafting passes run on a copy of such weights; never "
         "changes the text.",
-        panel=_DRAFTING,
+        panel=DRAFTING,
         shown=UNQUANTISED,
         choices=(UNQUANTISED, *BITS),
     )
@@ -143,11 +143,13 @@ class ModelConfig:
         "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, "
         "triton, flash or sdpa.",
         panel=_PANEL,
+        rare=True,
     )
     yarn: float | None = option(
         None,
         "Serve so many times the positions that the model was made for, by YaRN.",
         panel=_PANEL,
+        rare=True,
         shown="as it was made",
         above=1,
         most=1024,
@@ -155,6 +157,7 @@ class ModelConfig:
     exact: bool | None = option(
         None,
         "Batch-invariant passes: all methods give bit-identical tokens.",
+        rare=True,
         panel=_PANEL,
         shown="in 16 bits, on CUDA, and where whole passes are one C program",
     )

@@ -124,25 +124,42 @@ class SamplingParams:
         most=1,
     )
     eta: float = option(
-        0.0, "Epsilon of eta sampling; 0 is off.", panel=_PANEL, off=0.0, least=0, below=1
+        0.0,
+        "Epsilon of eta sampling; 0 is off.",
+        rare=True,
+        panel=_PANEL,
+        off=0.0,
+        least=0,
+        below=1,
     )
     penalty: float = option(
         1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100
     )
     window: int = option(
-        1024, "Tokens the penalty looks back over.", panel=_PANEL, least=0, most=ALL
+        1024, "Tokens the penalty looks back over.", rare=True, panel=_PANEL, least=0, most=ALL
     )
     presence_penalty: float = option(
-        0.0, "Taken off the logits of generated tokens, -2 to 2.", panel=_PANEL, least=-2, most=2
+        0.0,
+        "Taken off the logits of generated tokens, -2 to 2.",
+        rare=True,
+        panel=_PANEL,
+        least=-2,
+        most=2,
     )
     frequency_penalty: float = option(
-        0.0, "Taken off as often as a token was generated, -2 to 2.", panel=_PANEL, least=-2, most=2
+        0.0,
+        "Taken off as often as a token was generated, -2 to 2.",
+        rare=True,
+        panel=_PANEL,
+        least=-2,
+        most=2,
     )
     banned: tuple[int, ...] = ()
     order: str = ""
     logit_bias: Mapping[int, float] = option(
         LogitBias(),
         "Added to a token's logit, -100 to 100; repeatable, or with commas.",
+        rare=True,
         panel=_PANEL,
         shown="",
         parse=parse_bias,
