@@ -83,7 +83,7 @@ def test_every_text_is_that_of_its_own_run(
             "--prompt-text",
             prompt,
             "--method",
-            "recall",
+            "reuse",
             *length,
             *more,
         ]

@@ -86,7 +86,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     assert wanted != written(model, "ar", neither)
     for method in METHODS:
         assert written(model, method, params) == wanted, method
-    assert wanted[:25] + written(model, "recall", params, written=wanted[:25]) == wanted
+    assert wanted[:25] + written(model, "auto", params, written=wanted[:25]) == wanted
     prompt = model.encode(PROMPT)
     banned = replace(params, banned=model.eos_ids)
     assert audit(model.target, prompt, wanted, banned, 3).ok
@@ -132,7 +132,7 @@ def test_a_loop_ends_every_method_at_the_same_token(model: LoadedModel) -> None:
     size = next(size for size in range(1, 40) if (thrice(whole, size) or 400) < 390)
     end = thrice(whole, size)
     assert end is not None
-    for method in ("ar", "recall", "medusa"):
+    for method in ("ar", "auto", "medusa"):
         steps = generate(model, PROMPT, 400, method=method, params=greedy, stop_on_loop=size)
         assert tokens_of(steps) == whole[:end]
     with pytest.raises(InputError, match="the text so far ends in a loop"):
