@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import tswift
 from tests.models.gguf_files import tiny_model, write_gguf
 from tests.training.tiny import Tiny
-from tswift import loading
 from tswift.cli import main
 from tswift.errors import DecodeError
 from tswift.loading import load
@@ -30,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr(loading, "cache_folder", lambda: folder)
+    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: folder)
     return folder
 
 
@@ -129,12 +128,12 @@ def test_what_cannot_be_installed_is_told_in_a_line(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = heads_file(tmp_path / "heads.safetensors", 32)
-    monkeypatch.setattr(loading, "cache_folder", lambda: tmp_path / "missing")
+    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: tmp_path / "missing")
     with pytest.raises(
         DecodeError, match=r"^the heads cannot be installed in .* \(No such file or directory\)$"
     ):
         install_heads(str(tiny.model), made)
-    monkeypatch.setattr(loading, "cache_folder", lambda: None)
+    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: None)
     with pytest.raises(
         DecodeError, match=r"^the heads cannot be installed: there is no folder for them$"
     ):

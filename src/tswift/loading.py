@@ -88,9 +88,8 @@ from tswift.models.devices import (
 )
 from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights, state_shape
 from tswift.models.tokenizer import eos_ids, read_tokenizer
-from tswift.native_build import cache_folder
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
-from tswift.speculators.found_heads import ON_HUB, heads_source
+from tswift.speculators.found_heads import ON_HUB, heads_source, installed
 from tswift.speculators.heads import (
     HEAD_TYPES,
     Heads,
@@ -390,7 +389,7 @@ class _LoadPlan:
         source = self.heads
         if self.asked.heads is not None or not isinstance(source, Path):
             return None
-        return source if source.parent == cache_folder() else None
+        return source if installed(source) else None
 
     def refuse_unfit_codes(self) -> None:
         """Refuse what cannot be had with weights that are codes.

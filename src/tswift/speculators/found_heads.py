@@ -45,6 +45,11 @@ def found_heads(model: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
+def installed(heads: Path) -> bool:
+    """Whether a file of heads is one that was installed."""
+    return heads.parent == cache_folder()
+
+
 def install_heads(model: str, heads: Path) -> Path:
     """Copy a heads file to where it is found for a model from now on.
 
