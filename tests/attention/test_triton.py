@@ -43,23 +43,6 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 attend = by(backend.TritonAttention)
 
 
-@pytest.fixture(autouse=True)
-def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's products of matrices, which the interpreter takes,
-    sum a row by its place on some processors.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(_self, a, b, added, *_how) -> TensorHandle:
-        left, right = (part.data.astype(added.data.dtype) for part in (a, b))
-        total = added.data.copy()
-        for inner in range(left.shape[-1]):
-            total += left[..., inner, None] * right[..., inner, None, :]
-        return TensorHandle(total, added.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
 def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, sharp=1.0) -> None:
     query, keys, values, ancestors, scale = case(
         kv_heads, group, dim, prefix, nodes, dtype, seed, sharp
