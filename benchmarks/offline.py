@@ -108,7 +108,7 @@ def assembled(ptx: str) -> dict[str, int]:
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
 WALK_NAMES = {
-    backend: ("keep_path", "append_path"),
+    backend: ("append_path",),
     device_tree_triton: ("lay_out_node", "walk_tree"),
 }
 LAYER_NAMES = (
@@ -332,10 +332,9 @@ def compiled_walk(
         tree = device_tree_triton.lay_out(state, nodes, depth)
         device_tree_triton.walk(state, tree, drawn, control, sampler, path)
         if nodes > 1:
-            backend.TritonAttention.keep(*full, path.length, path.nodes, path.count)
-            backend.TritonAttention.append(
-                own, full, path.length, path.slots, path.slots, path.count
-            )
+            accepted = path.places, path.slots, path.count
+            backend.TritonAttention.append(full, full, *accepted)
+            backend.TritonAttention.append(own, full, *accepted, state.length)
     return [kernel | {"dtype": dtype, "nodes": nodes, "HEAD": size} for kernel in kernels]
 
 

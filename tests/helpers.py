@@ -104,12 +104,17 @@ def tiny_draft(dtype: torch.dtype = torch.float64) -> Target:
 
 @functools.cache
 def tiny_heads(dtype: torch.dtype = torch.float64, count: int = 3, kind: str = "chained") -> Heads:
-    """Random heads; their weights are not zero."""
+    """Random heads; their weights are not zero.
+
+    Of the kind ``trimmed`` are conditioned ones with a draft vocabulary.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(6)
-        heads = HEAD_TYPES[kind](HIDDEN, count)
+        heads = HEAD_TYPES["conditioned" if kind == "trimmed" else kind](HIDDEN, count)
         for head in heads.heads:
             torch.nn.init.normal_(head.linear.weight, std=0.2)
+    if kind == "trimmed":
+        heads.draft_ids = torch.arange(1, VOCAB, 2, dtype=torch.int32)
     return heads.to(dtype).eval().requires_grad_(False)
 
 

@@ -24,6 +24,7 @@ from tswift.drafting.methods import usual_nodes
 from tswift.forward.passes import sizes
 from tswift.models.checkpoint import SHAPES, shape_config, skeleton
 from tswift.models.shapes import Shape, shape_of
+from tswift.training.config import HeadsConfig
 
 # Rates of an H200, bytes or operations per second. All but the published ones are guesses from an
 # H100's.
@@ -50,17 +51,20 @@ HEADS = 3
 DEPTH = 4  # most tokens drafted along a path
 SAMPLER_BYTES = 20.0  # per logit: two bytes read twice; noise in float64 takes as long as 16 more
 SAMPLER_KERNELS = 3
-# after the draft pass, in its graph: heads, warping, and the ranking of candidates
-DRAFT_TAIL = 26 + 3
+# after the draft pass, in its graph: chained heads, warping, and the ranking of candidates; the
+# same by conditioned heads, one after the other, and how many times the weights those have
+DRAFT_TAIL = 24 + 3
+CONDITIONED_TAIL = 42 + 3 * (1 + HEADS)
+CONDITIONED_SIZE = 6
 # seconds by which two kernels that lay a tree out and walk it exceed small ones: loads that wait
 WALKING = 6e-6
 BUDGET = 4096  # keys that a draft pass reads
-# Of a published block drafter: its layers, and kernels of a draft as they were counted. The host's
-# tree is a guess.
+DRAFT_VOCABULARY = HeadsConfig.draft_vocabulary  # tokens that heads draft as we train them
+# Of a published block drafter: its layers, and kernels of a draft, as they were counted and if its
+# layers were joined as the model's are. What the host takes for a tree is a guess.
 BLOCK_LAYERS = 5
-BLOCK_KERNELS = 600
-FEWER_BLOCK_KERNELS = 100  # if its layers were joined as the model's are
-DRAFT_VOCABULARY = 32_768  # tokens that heads with such a vocabulary may draft; 32,000 is EAGLE-3's
+BLOCK_KERNELS = 480
+FEWER_BLOCK_KERNELS = 100
 BLOCK_HOST = 0.3e-3
 PROMPT_ROWS = 512
 # that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
@@ -79,8 +83,8 @@ class Design:
         parts: sums in float32 that a product of queries, keys and values, of attention's output,
             and of MLP's leaves for the kernel behind it.
         small: kernels of a layer that are neither products nor attention.
-        gap: seconds between kernels of a layer that depend on each other; but for the attention's
-            first, and outside of layers, where it is :data:`GAP`.
+        gap: seconds between kernels of a layer that depend on each other; outside of layers it is
+            :data:`GAP`.
         wide_text: whether what was generated is taken up in wide passes.
         commit: kernels that complete a tree, walk it and commit.
         plain_commit: the same in plain decoding.
@@ -117,7 +121,7 @@ class Design:
         """Seconds of a layer's: one for each kernel;
         within a single one all programs wait for each other as often.
         """
-        return (4 + self.merging + max(self.small, 3)) * self.gap + max(self.gap, GAP)
+        return (5 + self.merging + max(self.small, 3)) * self.gap
 
 
 _KERNELS: dict[str, Any] = {
@@ -131,10 +135,9 @@ _KERNELS: dict[str, Any] = {
     "beside": 4,
     "pads": 4,
 }
-NOW = Design("today: own products, launched early", ramp=0.8e-6, small=3, gap=0.5e-6, **_KERNELS)
+NOW = Design("today: launched early", ramp=0.8e-6, small=3, gap=0.5e-6, **_KERNELS)
 DESIGNS = (
     Design("17 kernels, cuBLAS at 77%", (0.72, 0.90), small=11),
-    Design("10 kernels, cuBLAS at 77%", (0.72, 0.90)),
     Design("10 kernels, cuBLAS at 80%", (0.80, 0.92)),
     Design("own products", ramp=2.5e-6, parts=(4, 4, 4), small=3),
     NOW,
@@ -216,33 +219,50 @@ def verification(
 
 
 def drafting(
-    shape: Shape, design: Design, context: float, bits: int = 16, share: float = 1.0
+    shape: Shape,
+    design: Design,
+    context: float,
+    bits: int = 16,
+    share: float = 1.0,
+    conditioned: bool = False,
 ) -> float:
     """Seconds of a draft by heads: a pass over the partial cache, and what follows.
 
-    They draft a ``share`` of all tokens, whose rows of the LM head alone are read.
+    They draft a ``share`` of all tokens, whose rows of the LM head alone are read: once by chained
+    heads, once for every level by conditioned ones.
     """
     heads = HEADS * shape.hidden_size**2 * shape.itemsize / ACHIEVED
-    spared = (1 - share) * shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
-    # their logits are spread out among those of all tokens
-    kernels = DRAFT_TAIL + (2 if share < 1 else 0)
-    tail = kernels * (GAP + SMALL) + 0.02e-3 + heads - spared
+    kernels = DRAFT_TAIL
+    readings = 1
+    if conditioned:
+        heads *= CONDITIONED_SIZE
+        kernels = CONDITIONED_TAIL
+        readings += HEADS
+    if share < 1:  # logits are spread out among those of all tokens
+        kernels += 2 * readings
+    # the pass has the whole LM head once
+    lm_head = (readings * share - 1) * shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
+    tail = kernels * (GAP + SMALL) + 0.02e-3 + heads + lm_head
     return sum(pass_parts(shape, design, min(BUDGET, context), 1, bits).values()) + tail
 
 
 def block_step(
-    shape: Shape, vocabulary: int, design: Design, context: float, nodes: int, kernels: int
-) -> tuple[float, float]:
-    """Seconds of a step of ``block`` with a drafter of DSpark's,
-    and what its bytes take at the published rate.
+    shape: Shape,
+    vocabulary: int,
+    design: Design,
+    context: float,
+    nodes: int,
+    kernels: int,
+    host: float,
+) -> float:
+    """Seconds of a step of ``block`` with a drafter of DSpark's, so many of them for the host's
+    tree, over what its bytes take at the published rate.
     """
     layer = (shape.read - shape.lm_head) / shape.layers
     drafter = (BLOCK_LAYERS * layer + shape.lm_head) * shape.itemsize
     draft = drafter / (0.85 * ACHIEVED) + kernels * (GAP + SMALL) + IDLE
     floor = drafter / PUBLISHED.bandwidth + float(pass_seconds(shape, PUBLISHED, context, 1))
-    return draft + verification(
-        shape, vocabulary, design, context, nodes
-    ) + IDLE + BLOCK_HOST, floor
+    return (draft + verification(shape, vocabulary, design, context, nodes) + host) / floor
 
 
 def forwarded(shape: Shape, design: Design, start: int, stop: int, rows: int) -> float:
@@ -319,9 +339,20 @@ def table_of_texts(
             for share in (1.0, DRAFT_VOCABULARY / vocabulary)
             for bits in (16, 8)
         )
-        (block, floor), (joined, _) = (
-            block_step(shape, vocabulary, design, mean(contexts), nodes, kernels)
-            for kernels in (BLOCK_KERNELS, FEWER_BLOCK_KERNELS)
+        conditioned, cheapest = (
+            mean(
+                drafting(shape, design, each, bits, DRAFT_VOCABULARY / vocabulary, conditioned=True)
+                for each in contexts
+            )
+            for bits in (16, 8)
+        )
+        block, joined, unseen = (
+            block_step(shape, vocabulary, design, mean(contexts), nodes, kernels, host)
+            for kernels, host in (
+                (BLOCK_KERNELS, IDLE + BLOCK_HOST),
+                (FEWER_BLOCK_KERNELS, IDLE + BLOCK_HOST),
+                (FEWER_BLOCK_KERNELS, 0.0),
+            )
         )
         columns[design.name] = {
             "draft, ms": 1e3 * draft,
@@ -333,8 +364,11 @@ def table_of_texts(
             "the same, FP8 drafts, s": steps * (cheap + verify + design.idle),
             f"{DRAFT_VOCABULARY:,} tokens drafted, s": steps * (trimmed + verify + design.idle),
             "both, s": steps * (both + verify + design.idle),
-            "block, of its bytes": block / floor,
-            "the same, its layers joined": joined / floor,
+            "the same by conditioned heads, s": steps * (conditioned + verify + design.idle),
+            "and FP8 drafts, s": steps * (cheapest + verify + design.idle),
+            "block, of its bytes": block,
+            "the same, its layers joined": joined,
+            "and its tree made on the device": unseen,
             f"prompt of {prefill:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS),
             f"resume at {tokens:,}, s": forwarded(shape, design, 0, prefill, PROMPT_ROWS)
             + taken_up(shape, design, prefill, tokens, nodes),

@@ -154,12 +154,11 @@ def commit(asked: Asked) -> None:
     from tswift.attention.triton import TritonAttention
 
     cache = torch.zeros(32, 8, _SLOTS, 128, dtype=torch.bfloat16, device="cuda")
-    length, path = (
-        torch.tensor(_SLOTS - 100, device="cuda"),
-        torch.arange(_MOVED, device="cuda") * 2,
-    )
-    for move in (Attention.keep, TritonAttention.keep):
-        run = partial(move, cache, cache, length, path, torch.tensor([_MOVED], device="cuda"))
+    slots = _SLOTS - 100 + torch.arange(_MOVED, device="cuda")
+    accepted = slots + torch.arange(_MOVED, device="cuda"), slots
+    for move in (Attention.append, TritonAttention.append):
+        pair = cache, cache
+        run = partial(move, pair, pair, *accepted, torch.tensor([_MOVED], device="cuda"))
         run()
         for name, start, end in kernels(run, asked.device):
             asked.note("commit", kernel=name[:60], us=end - start)

@@ -183,6 +183,20 @@ def test_the_check_sees_a_wrong_bit() -> None:
         assert differs.nonzero().flatten().tolist() == [row]
 
 
+def test_it_is_launched_early_where_a_kernel_has_just_stored_the_keys(monkeypatch) -> None:
+    """Elsewhere PyTorch has copied them, which need not be a kernel."""
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        backend, "launched_early", lambda near, early: asked.append(early) or {"EARLY": False}
+    )
+    query, keys, values, _, scale = case(1, 2, 64, 9, 1, torch.float32)
+    for length in (9, torch.tensor(9, dtype=torch.int32)):
+        backend.TritonAttention(Layout(1, 2, torch.float32, CPU), length, 1, None)(
+            query, keys, values, scale
+        )
+    assert asked == [False, True, True, True]
+
+
 def test_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="float64"):
         backend.TritonAttention(Layout(1, 1, torch.float64, CPU), 3, 1, None)
@@ -322,10 +336,10 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
     keys, values = torch.randn(2, 3, 2, 60, 80).bfloat16()  # three layers
     values = values.transpose(0, 1).contiguous().transpose(0, 1)
     expected = [each.clone() for each in (keys, values)]
-    length, path = torch.tensor(13, dtype=torch.int32), torch.tensor([0, 1, 5, 9])
+    accepted = 13 + torch.tensor([0, 1, 5, 9]), 13 + torch.arange(4), torch.tensor([count])
     text = keys[:, :, :13].clone()
-    backend.TritonAttention.keep(keys, values, length, path, torch.tensor([count]))
-    Attention.keep(*expected, length, path, torch.tensor([count]))
+    backend.TritonAttention.append((keys, values), (keys, values), *accepted)
+    Attention.append(expected, expected, *accepted)
     assert torch.equal(keys[:, :, :13], text)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
@@ -333,7 +347,7 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
-    """By the kernel as by PyTorch, but for the last slot, which is scratch."""
+    """By the kernel as by PyTorch."""
     full, own = (
         torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(),
         torch.randn(2, 3, 2, 20, 80).bfloat16(),
@@ -343,8 +357,8 @@ def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
     left = []
     for attention in (backend.TritonAttention, Attention):
         mine, length = own.clone(), torch.tensor(17, dtype=torch.int32)
-        attention.append(mine.unbind(), full, length, places, slots, torch.tensor([count]))
-        left.append((mine[:, :, :, :-1], length))
+        attention.append(mine.unbind(), full, places, slots, torch.tensor([count]), length)
+        left.append((mine, length))
     assert torch.equal(left[0][0], left[1][0])
     assert left[0][1] == left[1][1] == (17, 18, 18, 19, 19)[count]
 

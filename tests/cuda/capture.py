@@ -364,7 +364,7 @@ class StaticAttention:
     """
 
     STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
-    keep, append = staticmethod(Attention.keep), staticmethod(Attention.append)
+    append = staticmethod(Attention.append)
 
     def __init__(
         self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None

@@ -38,7 +38,7 @@ _NETWORKS = {"block": ("dspark-rnn", "dflash"), "eagle": ("eagle-safeai",)}
 CASES = [
     (name, kind)
     for name in METHODS
-    for kind in ("chained", "conditioned")[: 1 + (name in _WITH_HEADS)]
+    for kind in ("chained", "conditioned", "trimmed")[: 3 if name in _WITH_HEADS else 1]
 ]
 CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
 

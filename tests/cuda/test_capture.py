@@ -82,7 +82,7 @@ WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
 KINDS = [
     (name, kind)
     for name in METHODS
-    for kind in ("chained", "conditioned")[: 1 + (name in WITH_HEADS)]
+    for kind in ("chained", "conditioned", "trimmed")[: 3 if name in WITH_HEADS else 1]
 ]
 SOMETIMES = [  # method, heads, other options, tokens of the prompt
     *((name, kind, {}, 90) for name, kind in KINDS),
@@ -101,7 +101,7 @@ SOMETIMES = [  # method, heads, other options, tokens of the prompt
     ),
 ]
 ALWAYS = [
-    ("medusa", "chained", {"tree": "auto"}, 90),
+    ("medusa", "trimmed", {"tree": "auto"}, 90),
     ("tokenswift", "conditioned", {"tree": "auto"}, 90),
 ]
 

@@ -45,7 +45,7 @@ from tswift.sampling.rule import Sampler
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
 # room for every candidate and every n-gram
-ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64)
+ROOMY = DraftOptions(tree=(1, 3, 2, 2), nodes=128, budget=64, costs="nominal")
 
 
 def drafter(method: str, target: Target, options: DraftOptions, kind: str = "chained"):

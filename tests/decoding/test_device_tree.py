@@ -96,11 +96,12 @@ def test_a_verification_is_few_operators_beside_its_pass(
     for name in ("lay_out", "walk"):
         monkeypatch.setattr(kernels, name, operators.counting(name, getattr(kernels, name)))
     target = static_target()
-    for name in ("keep", "append"):
-        monkeypatch.setattr(
-            target.backend, name, operators.counting(name, getattr(target.backend, name))
-        )
-    for place, name in ((target, "compute_static"), (target, "logits"), (Sampler, "draw_rows")):
+    for place, name in (
+        (target.backend, "append"),
+        (target, "compute_static"),
+        (target, "logits"),
+        (Sampler, "draw_rows"),
+    ):
         monkeypatch.setattr(place, name, operators.counting(name, getattr(place, name)))
     decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter(method, target, ROOMY), 60)
     verify = DeviceStepper._verify

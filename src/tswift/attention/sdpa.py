@@ -110,39 +110,28 @@ class Attention(Protocol):
         raise RuntimeError("it is not static")
 
     @staticmethod
-    def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
-        """Move a tree's accepted nodes behind the text,
-        in all layers' cache ``[layers, kv heads, slots, d]``.
-
-        The tree is behind the text's ``length``. Of the path ``[m]``, nodes in their order from the
-        root on, the first ``count`` ``[1]`` are accepted.
-        """
-        steps = torch.arange(len(path), device=path.device)
-        kept = length + torch.where(steps < count, path, steps)
-        for buffer in (keys, values):
-            buffer.index_copy_(2, length + steps, buffer.index_select(2, kept))
-
-    @staticmethod
     def append(
         own: Sequence[Tensor],
         full: Sequence[Tensor],
-        length: Tensor,
         places: Tensor,
         slots: Tensor,
         count: Tensor,
+        length: Tensor | None = None,
     ) -> None:
-        """Copy keys and values ``[layers, kv heads, slots, d]`` of a text's cache into slots of a
-        partial one.
+        """Copy accepted keys and values ``[layers, kv heads, slots, d]`` of a text's cache into
+        slots of a partial one, or of the same, where no slot is behind the place that it is
+        copied from.
 
         Of the ``places`` ``[m]`` in the ``full`` cache the first ``count`` ``[1]`` go to ``slots``
-        ``[m]``, all others to the last one, which is scratch. The ``length`` ``[]`` int32 of the
-        partial cache grows to hold them.
+        ``[m]``; the others' stay as they are. The ``length`` ``[]`` int32 of a partial cache grows
+        to hold them.
         """
         kept = torch.arange(len(places), device=places.device) < count
-        where = torch.where(kept, slots, own[0].shape[2] - 1)
         for ours, theirs in zip(own, full, strict=True):
-            ours.index_copy_(2, where, theirs.index_select(2, places))
-        length.copy_(torch.maximum(length, torch.where(kept, slots + 1, 0).amax()))
+            rows = theirs.index_select(2, places)
+            ours.index_copy_(2, slots, rows.where(kept[:, None], ours.index_select(2, slots)))
+        if length is not None:
+            length.copy_(torch.maximum(length, torch.where(kept, slots + 1, 0).amax()))
 
 
 def bias(

@@ -173,7 +173,7 @@ def attend_chunk(
     results, tails are the first, chunks follow.
     """
     if EARLY:
-        gdc_launch_dependents()
+        after_the_one_before()
     head = tl.program_id(0)
     parts: tl.constexpr = (GROUPS + ROWS - 1) // ROWS  # of a node's rows
     tail = tl.program_id(1) - tl.num_programs(1) + nodes * parts  # negative in programs of chunks
@@ -351,40 +351,13 @@ def store_new(
 
 
 @triton.jit
-def keep_path(
-    keys, values, length, path, count, keys_layer, keys_head, keys_slot, values_layer, values_head, values_slot,
-    STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Move one head's accepted keys, or values, behind the text; grid ``(layers, kv heads, 2)``.
-
-    A node's slot is never before its place on the path, so that nothing is overwritten that is
-    still to be read.
-    """
-    layer = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    slot = keys_slot
-    buffer = keys + layer * keys_layer + head * keys_head
-    if tl.program_id(2) == 1:
-        slot = values_slot
-        buffer = values + layer * values_layer + head * values_head
-    dims = tl.arange(0, WIDTH)
-    first = tl.load(length).to(tl.int64)
-    kept = tl.load(count)
-    for step in range(1, STEPS):
-        node = tl.load(path + step)
-        moves = (dims < HEAD) & (step < kept) & (node > step)
-        row = tl.load(buffer + (first + node) * slot + dims, mask=moves)
-        tl.store(buffer + (first + step) * slot + dims, row, mask=moves)
-
-
-@triton.jit
 def append_path(
     keys, values, full_keys, full_values, length, places, slots, count, keys_layer, keys_head, keys_slot, values_layer,
     values_head, values_slot, full_keys_layer, full_keys_head, full_keys_slot, full_values_layer, full_values_head,
     full_values_slot,
     STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy one head's accepted keys, or values, into a partial cache;
+    """Copy one head's accepted keys, or values, into a partial cache, or forward in the same;
     grid ``(layers, kv heads, 2)``.
     """
     layer = tl.program_id(0).to(tl.int64)
@@ -407,8 +380,9 @@ def append_path(
         row = tl.load(source + tl.load(places + step) * source_slot + dims, mask=held)
         tl.store(to + slot * to_slot + dims, row, mask=held)
         reached = tl.where(step < kept, tl.maximum(reached, slot + 1), reached)
-    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
-        tl.store(length, tl.maximum(tl.load(length), reached.to(tl.int32)))
+    if length is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
+        if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+            tl.store(length, tl.maximum(tl.load(length), reached.to(tl.int32)))
 
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
@@ -436,6 +410,8 @@ class TritonAttention(Attention):
             raise ValueError(
                 f"triton attention takes float32, bfloat16 and float16, not {layout.dtype}"
             )
+        # where the length is on the device, a kernel of ours has just stored the nodes' keys
+        self._early = isinstance(prefix, Tensor)
         if not isinstance(prefix, Tensor):
             prefix = torch.full((), prefix, dtype=torch.int32, device=layout.device)
         self._kv_heads = layout.kv_heads
@@ -483,7 +459,6 @@ class TritonAttention(Attention):
             # left to the compiler, what is rounded once and what twice is not known
             "enable_fp_fusion": False,
         }
-        early = launched_early(query, True)
         factor = scale * math.log2(math.e)
         cap = 0.0
         if spec.softcap is not None:  # the kernel's hyperbolic tangent takes powers of two as well
@@ -499,14 +474,14 @@ class TritonAttention(Attention):
             attend_chunk[self._kv_heads, programs](
                 query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
                 *keys.stride()[:2], *values.stride()[:2], factor, cap, self._nodes, ROWS=run.rows,
-                SOFTCAP=spec.softcap is not None, WIDE=self._wide, EARLY=early["EARLY"], num_warps=run.warps,
-                num_stages=run.stages, maxnreg=run.registers, **shared,
+                SOFTCAP=spec.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
+                maxnreg=run.registers, **launched_early(query, self._early), **shared,
             )  # fmt: skip
             # a GPU has programs enough for every row, an interpreter has not
             block = 32 if _INTERPRETED else 1
             combine_chunks[triton.cdiv(rows, block), self._kv_heads](
                 outs, lses, out, self._depths, spec.sinks, self._length, *out.stride()[:2], self._nodes, ROWS=block,
-                CHUNKS=32, **early, **shared,
+                CHUNKS=32, **launched_early(query, True), **shared,
             )  # fmt: skip
         return out.to(query.dtype)
 
@@ -528,25 +503,13 @@ class TritonAttention(Attention):
             )  # fmt: skip
 
     @staticmethod
-    def keep(keys: Tensor, values: Tensor, length: Tensor, path: Tensor, count: Tensor) -> None:
-        """As :meth:`Attention.keep`, in one launch, whatever the cache's size; its last dimension
-        is contiguous.
-        """
-        layers, kv_heads, _, size = keys.shape
-        with torch.cuda.device_of(keys):
-            keep_path[layers, kv_heads, 2](
-                keys, values, length, path, count, *keys.stride()[:3], *values.stride()[:3], STEPS=len(path),
-                HEAD=size, WIDTH=head_width(size), num_warps=1,
-            )  # fmt: skip
-
-    @staticmethod
     def append(
         own: Sequence[Tensor],
         full: Sequence[Tensor],
-        length: Tensor,
         places: Tensor,
         slots: Tensor,
         count: Tensor,
+        length: Tensor | None = None,
     ) -> None:
         """As :meth:`Attention.append`, in one launch, without scratch; the last dimension of all is
         contiguous.

@@ -386,8 +386,8 @@ class DeviceStepper:
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
         steps = slice(min(self._longest, nodes))
         if nodes > 1:
-            for keys, values in kv.pairs:
-                target.backend.keep(keys, values, path.length, path.nodes[steps], path.count)
+            for pair in kv.pairs:
+                target.backend.append(pair, pair, path.places[steps], path.slots[steps], path.count)
         if self._draft is not None:
             self._draft.append(kv, path.slots[steps], path.count)
         state.hidden[:nodes].copy_(forwarded.hidden)

@@ -57,8 +57,8 @@ class Path:
             wanted.
         tokens: ``[longest]``, the accepted draft, and behind it the token that was drawn after it.
         nodes: ``[longest]``, the path from the root on, then zeros.
-        slots: ``[longest]`` int64, where the path's keys go in the cache.
-        length: ``[]`` int32, of the cache before.
+        places: ``[longest]`` int64, where the keys of these nodes are in the cache.
+        slots: ``[longest]`` int64, where they go.
     """
 
     def __init__(self, longest: int, result: Tensor) -> None:
@@ -67,8 +67,7 @@ class Path:
         self.count = result[:1]
         self.tokens = result[2 : 2 + longest]
         self.nodes = self.result[2 + longest :]
-        self.slots = torch.zeros(longest, dtype=torch.int64, device=result.device)
-        self.length = torch.zeros((), dtype=torch.int32, device=result.device)
+        self.places, self.slots = torch.zeros(2, longest, dtype=torch.int64, device=result.device)
 
 
 def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
@@ -149,8 +148,8 @@ def walk(
     sampler.extend_rows(emitted, state.position + 1 + steps, kept)
     path.tokens[: len(steps)].copy_(emitted)
     path.nodes[: len(steps)].copy_(nodes)
+    path.places[: len(steps)].copy_(state.length + nodes)
     path.slots[: len(steps)].copy_(state.length + steps)
-    path.length.copy_(state.length)
     torch.cat([kept, (tokens >= 0).sum(0, keepdim=True)], out=path.result[:2])
     state.last.copy_(last)
     # where nothing is committed, the root stays

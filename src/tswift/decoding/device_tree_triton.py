@@ -49,7 +49,7 @@ def lay_out_node(
 
 @triton.jit(do_not_specialize=["nodes", "longest"])
 def walk_tree(
-    tokens, parents, position, length, last, ancestors, depths, drawn, control, newest, result, slots, before, nodes,
+    tokens, parents, position, length, last, ancestors, depths, drawn, control, newest, result, places, slots, nodes,
     longest,
     NODES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +94,8 @@ def walk_tree(
     path = result + 2 + longest
     tl.store(path + depth, node.to(tl.int64), mask=on_path)
     tl.store(path + step, tl.zeros_like(step), mask=some & (step > deepest))
+    tl.store(places + depth, held.to(tl.int64) + node, mask=on_path)
+    tl.store(places + step, held.to(tl.int64) + tl.zeros_like(step), mask=some & (step > deepest))
     tl.store(result + 1 + depth, tl.maximum(token, 0), mask=on_path & (depth > 0) & (count > 0))
     tl.store(result + 2 + step, tl.zeros_like(step) + new, mask=some & (step >= count - 1))
     tl.store(slots + step, held + step, mask=some)
@@ -103,7 +105,6 @@ def walk_tree(
             newest + tl.maximum(token, 0), place + depth, mask=on_path & (depth > 0) & (count > 0)
         )
         tl.atomic_max(newest + tl.maximum(new, 0), place + count, mask=count > 0)
-    tl.store(before, held)
     tl.store(last, end)
     tl.store(tokens, new, mask=count > 0)
     tl.store(position, place + count)
@@ -141,7 +142,7 @@ def walk(
     with torch.cuda.device_of(drawn):
         walk_tree[1,](
             state.tokens, state.parents, state.position, state.length, state.last, tree.ancestors.view(torch.int8),
-            tree.depths, drawn, control, newest, path.result, path.slots, path.length, nodes, path.longest,
+            tree.depths, drawn, control, newest, path.result, path.places, path.slots, nodes, path.longest,
             NODES=_padded(nodes), STEPS=_padded(path.longest), num_warps=max(4, _padded(nodes) // 8),
         )  # fmt: skip
 
@@ -192,7 +193,7 @@ def differ(nodes: int, depth: int, random: Random, device: torch.device) -> bool
         sampler = Sampler(SamplingParams(window=24), 0, _WORDS, device)
         ours[1](state, tree, drawn, control, sampler, path)
         moved = state.tokens, state.position, state.length, state.last
-        left.append([*moved, *tree, sampler.newest, path.result, path.slots, path.length])
+        left.append([*moved, *tree, sampler.newest, path.result, path.places, path.slots])
     return not all(torch.equal(one, other) for one, other in zip(*left, strict=True))
 
 

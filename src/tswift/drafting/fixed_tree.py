@@ -165,7 +165,7 @@ class FixedTree:
             assert partial.device_length is not None
             to = self._device["slots"][: len(slots)]
             for own, full in zip(partial.pairs, kv.pairs, strict=True):
-                self.target.backend.append(own, full, partial.device_length, slots, to, count)
+                self.target.backend.append(own, full, slots, to, count, partial.device_length)
 
     def ready(self, most: int) -> bool:
         """As :meth:`DeviceDraft.ready`: no selection is due, and no queries are taken from the

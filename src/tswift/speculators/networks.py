@@ -141,6 +141,9 @@ class SpeculatorSpec:
         )
 
 
+Angles = tuple[Tensor, Tensor]  # ``[n, d / 2]`` cosines and sines of positions
+
+
 class Rotary(nn.Module):
     """Rotary embeddings; cosines and sines are taken in float32, at any position."""
 
@@ -151,14 +154,20 @@ class Rotary(nn.Module):
         self.rates = made.inv_freq.float()
         self.scale = float(made.attention_scaling)
 
-    def forward(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``[heads, n, d]``, or the first numbers of each head, to ``positions`` ``[n]``."""
-        self.rates = self.rates.to(rows.device)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Cosines and sines of positions ``[n]``, once for all layers."""
+        self.rates = self.rates.to(positions.device)
         angles = positions[:, None].float() * self.rates
-        cos, sin = ((turn * self.scale).to(rows.dtype) for turn in (angles.cos(), angles.sin()))
-        count = len(self.rates)
-        first, second, rest = rows.split([count, count, rows.shape[-1] - 2 * count], dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+        cos, sin = ((turn * self.scale).to(dtype) for turn in (angles.cos(), angles.sin()))
+        return cos, sin
+
+
+def _rotated(rows: Tensor, angles: Angles) -> Tensor:
+    """``[heads, n, d]``, of which the first numbers of each head are rotated."""
+    cos, sin = angles
+    count = cos.shape[-1]
+    first, second, rest = rows.split([count, count, rows.shape[-1] - 2 * count], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 class LayerKV(Protocol):
@@ -192,23 +201,17 @@ class DrafterAttention(nn.Module):
         )
 
     def remember(
-        self,
-        index: int,
-        rows: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        rotary: Rotary,
-        kv: LayerKV,
+        self, index: int, rows: Tensor, angles: Angles, slots: Tensor, kv: LayerKV
     ) -> None:
         """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
         keys, values = (
             proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(0, 1)
             for proj in (self.k_proj, self.v_proj)
         )
-        kv.put(index, slots, rotary(self.k_norm(keys), positions), values)
+        kv.put(index, slots, _rotated(self.k_norm(keys), angles), values)
 
     def forward(
-        self, index: int, rows: Tensor, positions: Tensor, rotary: Rotary, kv: LayerKV, seen: Tensor
+        self, index: int, rows: Tensor, angles: Angles, kv: LayerKV, seen: Tensor
     ) -> Tensor:
         """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n
         or 1, slots]``.
@@ -216,7 +219,7 @@ class DrafterAttention(nn.Module):
         queries, *gates = (
             self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
         )
-        queries = rotary(self.q_norm(queries.transpose(0, 1)), positions)
+        queries = _rotated(self.q_norm(queries.transpose(0, 1)), angles)
         # the query heads of a KV head are its rows: keys and values are not repeated
         packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
         mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
@@ -358,8 +361,9 @@ class BlockSpeculator(DraftNetwork):
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
+        angles = self.rotary(places, rows.dtype)
         for index, layer in enumerate(self.layers):
-            layer.self_attn.remember(index, rows, places, slots, self.rotary, kv)
+            layer.self_attn.remember(index, rows, angles, slots, kv)
         return rows
 
     def begin(
@@ -422,11 +426,12 @@ class BlockSpeculator(DraftNetwork):
 
         Layers that see a window see what is ``windowed``, where that is given.
         """
+        angles = self.rotary(places, rows.dtype)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(rows)
-            layer.self_attn.remember(index, normed, places, slots, self.rotary, kv)
+            layer.self_attn.remember(index, normed, angles, slots, kv)
             sees = seen if windowed is None or index not in self.spec.sliding else windowed
-            rows = rows + layer.self_attn(index, normed, places, self.rotary, kv, sees)
+            rows = rows + layer.self_attn(index, normed, angles, kv, sees)
             rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
         return self.norm(rows)
 
@@ -458,18 +463,17 @@ class ChainSpeculator(DraftNetwork):
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         states = self.states(taps)
-        self.midlayer.self_attn.remember(
-            0, self.inputs(states, following)[0], places, slots, self.rotary, kv
-        )
+        rows = self.inputs(states, following)[0]
+        self.midlayer.self_attn.remember(0, rows, self.rotary(places, rows.dtype), slots, kv)
         return states
 
     def after(
-        self, inputs: tuple[Tensor, Tensor], places: Tensor, kv: LayerKV, seen: Tensor
+        self, inputs: tuple[Tensor, Tensor], angles: Angles, kv: LayerKV, seen: Tensor
     ) -> Tensor:
         """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or
         1, slots]``.
         """
-        out = inputs[1] + self.midlayer.self_attn(0, inputs[0], places, self.rotary, kv, seen)
+        out = inputs[1] + self.midlayer.self_attn(0, inputs[0], angles, kv, seen)
         return out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
 
     def begin(
@@ -486,12 +490,13 @@ class ChainSpeculator(DraftNetwork):
             if rows is not None:
                 states = states.index_select(0, rows)
             inputs = self.inputs(states, tokens)
+            angles = self.rotary(places, inputs[0].dtype)
             if rows is not None:  # the root's row is among those remembered
                 slots = torch.arange(used, used + len(tokens), device=tokens.device)
                 used += len(tokens)
                 lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
-                self.midlayer.self_attn.remember(0, inputs[0], places, slots, self.rotary, kv)
-            out = self.after(inputs, places, kv, lines)
+                self.midlayer.self_attn.remember(0, inputs[0], angles, slots, kv)
+            out = self.after(inputs, angles, kv, lines)
             normed = self.norm(out)
             states = normed if self.spec.norm_output else out
             return self.scores(normed)
