@@ -80,45 +80,45 @@ class StateShape:
 class States:
     """States of a text's recurrent layers, after all that was committed.
 
-    A pass changes none of them. It leaves a function for every layer, which takes the nodes that
-    are accepted and replays them, as no state is kept of a node: a matrix is as large as the keys
-    and values of a hundred tokens. Only the end of a chain is kept, which often is accepted as it
-    is, in prompts and in plain decoding always.
+    A pass changes none of them. It leaves functions which take the nodes that are accepted and
+    replay them, as no state is kept of a node: a matrix is as large as the keys and values of a
+    hundred tokens. Only the end of a chain is kept, which often is accepted as it is, in prompts
+    and in plain decoding always.
 
     Attributes:
         rows: ``[layers, taps - 1, channels]``, the newest one last.
         matrices: ``[layers, heads, keys, values]``.
-        ahead: the same at the end of the last pass, if its nodes were a chain.
+        ahead: both at the end of the last pass, if its nodes were a chain.
         chain: how many nodes that had; 0 if they were none.
-        replays: of the last pass, by layer: given nodes, and whether they are all of a chain.
+        replays: of the last pass, given the nodes that are accepted.
     """
 
     def __init__(self, shape: StateShape) -> None:
         self.shape = shape
-        self.rows = torch.zeros(
-            shape.layers, shape.taps - 1, shape.channels, dtype=shape.dtype, device=shape.device
-        )
+        rows = shape.layers, shape.taps - 1, shape.channels
+        self.rows = torch.zeros(rows, dtype=shape.dtype, device=shape.device)
         sizes = shape.layers, shape.heads, shape.keys, shape.values
-        self.matrices, self.ahead = (
-            torch.zeros(sizes, dtype=shape.wide, device=shape.device) for _ in range(2)
-        )
+        self.matrices = torch.zeros(sizes, dtype=shape.wide, device=shape.device)
+        self.ahead = torch.zeros_like(self.rows), torch.zeros_like(self.matrices)
         self.chain = 0
-        self.replays: dict[int, Callable[[Sequence[int], bool], None]] = {}
+        self.replays: list[Callable[[Sequence[int]], None]] = []
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Go on by these nodes of the last pass, a path from its root."""
-        whole = len(nodes) == self.chain
-        for replay in self.replays.values():
-            replay(nodes, whole)
-        if whole:
-            self.matrices, self.ahead = self.ahead, self.matrices
-        self.replays = {}
+        if len(nodes) == self.chain:
+            kept = self.rows, self.matrices
+            self.rows, self.matrices = self.ahead
+            self.ahead = kept
+        else:
+            for replay in self.replays:
+                replay(nodes)
+        self.replays = []
 
     def copy_from(self, other: States) -> None:
         """Copy another text's."""
         self.rows.copy_(other.rows)
         self.matrices.copy_(other.matrices)
-        self.replays = {}
+        self.replays = []
 
     def copy(self) -> States:
         """The same states, which stay as they are."""

@@ -21,11 +21,12 @@ from tests.helpers import (
     Proposals,
     decode_steps,
     first,
+    needs_program,
     options_for,
     random_prompt,
     tokens_of,
 )
-from tests.lossless.models import exact_target, state_of
+from tests.lossless.models import exact_target, network, state_of
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Context, Drafter
@@ -33,6 +34,7 @@ from tswift.decoding.loop import Decoding
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward import recurrent
+from tswift.forward.adapting import fingerprint, set_width, wrap_model
 from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import load
@@ -55,6 +57,8 @@ KINDS = [
     if ARCHITECTURES[kind].there
 ]
 LENGTH = 60
+BY_C = f"{DELTA}, one C program"
+DECODED = [DELTA, CONVOLVED, SCANNED, pytest.param(BY_C, marks=needs_program)]
 WRONG = 96  # a token that no text below has
 SAMPLED = PLAIN.__class__(min_p=0.0, penalty=1.0, temperature=0.5, banned=(WRONG,))
 
@@ -135,6 +139,17 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     torch.testing.assert_close(step_states(rows, state, range(count), range(-1, count - 1)), other)
 
 
+def target_of(kind: str, dtype: torch.dtype) -> Target:
+    """A model whose rows are exact; a C program's is in float32 whatever is asked for."""
+    if kind != BY_C:
+        return exact_target(kind, dtype)
+    target = wrap_model(network(DELTA, torch.float32), kind, "native", kv_dtype=torch.int16)
+    assert target.program is not None
+    assert set_width(target, "native", None) is None
+    fingerprint(target)
+    return target
+
+
 def plain(target: Target, prompt: Sequence[int], length: int = LENGTH) -> list[int]:
     return tokens_of(decode_steps(target, Drafter(), prompt, SAMPLED, 4, length))
 
@@ -172,7 +187,7 @@ def scripted(right: Sequence[int], prompt: int) -> Drafter:
     return Drafter([Proposals(paths)], depth=8, limit=16)
 
 
-@pytest.mark.parametrize("kind", [DELTA, CONVOLVED, SCANNED])
+@pytest.mark.parametrize("kind", DECODED)
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
 def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: torch.dtype) -> None:
     """Bit for bit. A step without a draft after one that accepted reads the states after that one,
@@ -180,7 +195,7 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
 
     That is vLLM's #52942; llama.cpp's #26695 needs a second rejection in a row.
     """
-    target, prompt = exact_target(kind, dtype), random_prompt(21, 3, WRONG)
+    target, prompt = target_of(kind, dtype), random_prompt(21, 3, WRONG)
     wanted = plain(target, prompt)
     assert len({*wanted}) > 10
     taken = []
@@ -198,10 +213,12 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
     )
 
 
-@pytest.mark.parametrize("kind", first(1, [DELTA, CONVOLVED]))
+@pytest.mark.parametrize(
+    "kind", [DELTA, DECODED[3], pytest.param(CONVOLVED, marks=pytest.mark.slow)]
+)
 def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
     """After a rejection, after all of a draft was accepted, and before anything was generated."""
-    target, prompt = exact_target(kind, torch.bfloat16), random_prompt(21, 3, WRONG)
+    target, prompt = target_of(kind, torch.bfloat16), random_prompt(21, 3, WRONG)
     wanted = plain(target, prompt)
     ends = [0]
     for step in decode_steps(target, scripted(wanted, len(prompt)), prompt, SAMPLED, 4, LENGTH)[

@@ -28,12 +28,13 @@ def bits(*parts: torch.Tensor) -> str:
 def of_the_program() -> dict[str, str]:
     """Of passes and of attention; none where there is no C program."""
     found = {}
-    for dtype in KINDS_OF_KV:
-        target = target_of("qwen3", kv_dtype=dtype)
+    kinds = [*(("qwen3", dtype) for dtype in KINDS_OF_KV), ("qwen3.5", torch.int16)]
+    for kind, dtype in kinds:
+        target = target_of(kind, kv_dtype=dtype)
         if target.program is None:
             return {}
         target.width = target.program.most_nodes
-        found[f"a small model with a cache in {dtype}"] = fingerprint(target)
+        found[f"a small {kind} with a cache in {dtype}"] = fingerprint(target)
     for nodes, dtype in ((1, torch.float32), (7, torch.bfloat16), (64, torch.float16)):
         # with the small model's size of heads, as each takes the compiler two seconds
         query, keys, values, ancestors, scale = case(2, 3, 16, 1500, nodes, dtype)

@@ -9,7 +9,7 @@ program does is seen by comparing logits, near and far into a text (see adapting
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,27 +49,51 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
+class MemoryParts:
+    """What a gated delta net has beside its linear layers.
+
+    Attributes:
+        module: it, whose own parameters tell how fast its states decay.
+        convolution: of each channel with rows before.
+        norm: of what is read from its states.
+        heads, group, key_size, value_size: of its states; so many heads share queries and keys.
+    """
+
+    module: Any
+    convolution: Any
+    norm: Any
+    heads: int
+    group: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """A layer's modules; linear layers that are one matrix are there once,
     the others of them are None.
 
     Attributes:
-        linears: by the name in program.c's ``Layer``: queries, keys, values, output, gate, let,
-            down.
+        linears: by the name in program.c's ``Layer``: queries, keys, values, more, output, gate,
+            let, down.
         norms: likewise: before, attended, between, fed, query_norm, key_norm; None where there is
             none.
         joint: whether queries (and keys) are normed over all heads at once.
         rotary: which rotary embedding turns queries and keys; None for none.
         spec: of its attention.
         scale: of the scores.
+        gated: whether queries bring gates for what attention puts out.
+        memory: of a recurrent layer, in the place of attention; None for attention.
     """
 
     linears: Mapping[str, Any]
     norms: Mapping[str, Any]
-    joint: bool
-    rotary: int | None
-    spec: AttentionSpec
-    scale: float
+    joint: bool = False
+    rotary: int | None = None
+    spec: AttentionSpec = field(default_factory=AttentionSpec)
+    scale: float = 0.0
+    gated: bool = False
+    memory: MemoryParts | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,7 @@ class Parts:
 
     Attributes:
         layers: one by one.
+        head_dim: of attention.
         norm: the last one.
         embeddings, lm_head: before and after them.
         rotaries: rates ``[turned / 2]`` and scale of each rotary embedding.
@@ -88,6 +113,7 @@ class Parts:
     """
 
     layers: Sequence[LayerParts]
+    head_dim: int
     norm: Any
     embeddings: Any
     lm_head: Any
@@ -105,7 +131,7 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
 
     Args:
         network: the model.
-        specs: of its layers' attention; empty where they are not known.
+        specs: of its layers with attention; empty where they are not known.
 
     Raises:
         Unfit: it has others.
@@ -116,28 +142,24 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
         raise Unfit(f"{kind} has no program")
     config = network.config.get_text_config()
     _refuse_other_turns(config)
-    if (
-        len(
-            {
-                getattr(layer.self_attn, "head_dim", 0)
-                for layer in decoder.layers
-                if hasattr(layer, "self_attn")
-            }
-        )
-        > 1
-    ):
+    attending = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
+    sizes = {getattr(each, "head_dim", 0) for each in attending}
+    if len(sizes) != 1:
         raise Unfit("heads of several sizes have no program")
     rates = _Rates(decoder.rotary_emb)
-    specs = specs or [AttentionSpec()] * len(decoder.layers)
+    left = iter(specs or [AttentionSpec()] * len(attending))
     layers = [
-        _layer(layer, rates.index(config, index), spec)
-        for index, (layer, spec) in enumerate(zip(decoder.layers, specs, strict=True))
+        _layer(layer, rates.index(config, index), next(left))
+        if hasattr(layer, "self_attn")
+        else _recurrent_layer(layer)
+        for index, layer in enumerate(decoder.layers)
     ]
     mlps = [layer.mlp for layer in decoder.layers]
     residual = {float(getattr(layer, "residual_multiplier", 1)) for layer in decoder.layers}
     norms = [
         decoder.norm,
         *(norm for layer in layers for norm in layer.norms.values() if norm is not None),
+        *(layer.memory.norm for layer in layers if layer.memory is not None),
     ]
     eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
     if (
@@ -149,6 +171,7 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     scale, cap = output_rule(config)
     parts = Parts(
         layers=layers,
+        head_dim=sizes.pop(),
         norm=decoder.norm,
         embeddings=decoder.embed_tokens,
         lm_head=network.get_output_embeddings(),
@@ -182,13 +205,7 @@ def norm_weight(norm: Any) -> Tensor:
 
 
 def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerParts:
-    own = getattr(layer, "self_attn", None)
-    mlp = getattr(layer, "mlp", None)
-    norms = next(
-        (each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None
-    )
-    if own is None or mlp is None or norms is None:
-        raise Unfit(f"{type(layer).__name__} has parts that have no program")
+    own: Any = layer.self_attn
     if spec.sinks is not None:
         raise Unfit("attention sinks have no program")
     if _has(own, "qkv_proj"):
@@ -197,30 +214,71 @@ def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerPa
         linears = {"queries": own.q_proj, "keys": own.k_proj, "values": own.v_proj}
     else:
         raise Unfit(f"{type(own).__name__} has no program")
+    output = getattr(own, "o_proj", None)
+    heads = {"query_norm": getattr(own, "q_norm", None), "key_norm": getattr(own, "k_norm", None)}
+    products, norms = _around(layer, linears | {"output": output}, heads)
+    joint = any(norm is not None and len(norm.weight) != own.head_dim for norm in heads.values())
+    separate = products["keys"] is not None
+    gated = separate and products["queries"].out_features == 2 * products["output"].in_features
+    if gated and joint:
+        raise Unfit("gated attention normed over all heads has no program")
+    return LayerParts(
+        linears=products,
+        norms=norms,
+        joint=joint,
+        rotary=rotary if getattr(own, "use_rope", True) else None,
+        spec=spec,
+        scale=float(own.scaling),
+        gated=gated,
+    )
+
+
+def _recurrent_layer(layer: nn.Module) -> LayerParts:
+    """A layer with a gated delta net in the place of attention."""
+    own: Any = getattr(layer, "linear_attn", None)
+    products = {
+        "queries": "in_proj_qkv",
+        "keys": "in_proj_z",
+        "values": "in_proj_b",
+        "more": "in_proj_a",
+        "output": "out_proj",
+    }
+    if own is None or not _has(own, *products.values(), "conv1d", "norm"):
+        raise Unfit(f"{type(layer).__name__} has parts that have no program")
+    linears, norms = _around(
+        layer, {name: getattr(own, module) for name, module in products.items()}, {}
+    )
+    group = own.num_v_heads // own.num_k_heads
+    memory = MemoryParts(
+        own, own.conv1d, own.norm, own.num_v_heads, group, own.head_k_dim, own.head_v_dim
+    )
+    return LayerParts(linears, norms, memory=memory)
+
+
+def _around(
+    layer: Any, linears: Mapping[str, Any], norms: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A layer's linear layers and norms, given those of its attention."""
+    mlp = getattr(layer, "mlp", None)
+    places = next(
+        (each for each in reversed(_NORMS.values()) if _has(layer, *filter(None, each))), None
+    )
+    if mlp is None or places is None:
+        raise Unfit(f"{type(layer).__name__} has parts that have no program")
     if _has(mlp, "gate_up_proj", "down_proj"):
-        linears |= {"gate": mlp.gate_up_proj, "let": None}
+        own = {"gate": mlp.gate_up_proj, "let": None, "down": mlp.down_proj}
     elif _has(mlp, "gate_proj", "up_proj", "down_proj"):
-        linears |= {"gate": mlp.gate_proj, "let": mlp.up_proj}
+        own = {"gate": mlp.gate_proj, "let": mlp.up_proj, "down": mlp.down_proj}
     else:
         raise Unfit(f"{type(mlp).__name__} has no program")
-    linears |= {"output": getattr(own, "o_proj", None), "down": mlp.down_proj}
-    for linear in linears.values():
+    for linear in (*linears.values(), *own.values()):
         if not isinstance(linear, nn.Linear | IntegerLinear | PackedLinear | None):
             raise Unfit(f"{type(linear).__name__} has no program")
     found = {
         name: getattr(layer, norm) if norm else None
-        for name, norm in zip(("before", "attended", "between", "fed"), norms, strict=True)
+        for name, norm in zip(("before", "attended", "between", "fed"), places, strict=True)
     }
-    found |= {"query_norm": getattr(own, "q_norm", None), "key_norm": getattr(own, "k_norm", None)}
-    heads = [norm for norm in (found["query_norm"], found["key_norm"]) if norm is not None]
-    return LayerParts(
-        linears=linears,
-        norms=found,
-        joint=any(len(norm.weight) != own.head_dim for norm in heads),
-        rotary=rotary if getattr(own, "use_rope", True) else None,
-        spec=spec,
-        scale=float(own.scaling),
-    )
+    return {**linears, **own}, {**norms, **found}
 
 
 def _has(module: nn.Module, *names: str) -> bool:
@@ -276,7 +334,9 @@ def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[An
     linears = (
         linear for layer in parts.layers for linear in layer.linears.values() if linear is not None
     )
+    memories = [layer.memory for layer in parts.layers if layer.memory is not None]
     modules = [*norms, *linears, parts.embeddings, parts.lm_head]
+    modules += [each for memory in memories for each in (memory.module, memory.convolution)]
     known = {id(weight) for module in modules for weight in module.parameters(recurse=False)}
     for name, weight in network.named_parameters():
         if id(weight) not in known:

@@ -35,7 +35,11 @@ def _structures(source: str) -> Any:
     return SimpleNamespace(**known)
 
 
-C = _structures(_SOURCE.with_name("products.c").read_text() + _SOURCE.read_text())
+C = _structures(
+    "".join(
+        _SOURCE.with_name(name).read_text() for name in ("products.c", "recurrence.c", "program.c")
+    )
+)
 
 
 def library() -> ctypes.CDLL:

@@ -7,6 +7,7 @@
    program.py has the same structures. */
 
 #include "products.c"
+#include "recurrence.c"
 
 /* As in native.c. */
 typedef struct {
@@ -21,12 +22,25 @@ typedef struct {
     float scale, softcap;
 } Attention;
 
+/* What a recurrent layer has beside its products: a convolution of a row with those before it on its path, which has
+   queries, keys and values of the recurrence one after the other, and for every head a state. */
 typedef struct {
-    Linear queries, keys, values; /* these one after the other, as they are one product, */
+    const float *taps;              /* [count][channels], the oldest row's first */
+    const float *decays, *shifts;   /* [heads], at which a state decays, and what is added to the time that passes */
+    const float *norm;              /* [value_size], weights for what is read from a state */
+    int64_t count, channels, heads, group, key_size, value_size; /* as in recurrence.c */
+} Memory;
+
+typedef struct {
+    Linear queries, keys, values, more; /* these one after the other, as they are one product, */
     Linear gate, let;             /* and these: what lets through, and what it does. The first may have the rows of all */
     Linear output, down;
     const float *before, *attended, *between, *fed; /* weights of norms: before and after attention and the MLP; or none */
     const float *query_norm, *key_norm;             /* of every head, or of all as one; or none */
+    const Memory *memory;  /* of a recurrent layer, whose products are what is convolved, gates for what it puts out, how
+                              much is new, and how much time passes; none of one with attention */
+    int64_t place;         /* among the layers of its kind */
+    int64_t gated;         /* whether a head's queries are followed by gates for what its attention puts out */
     int64_t joint;         /* whether they are of all heads as one */
     int64_t rotary;        /* which rotary embedding turns queries and keys; -1 for none */
     int64_t window;        /* as for attention */
@@ -42,10 +56,12 @@ typedef struct {
     void (*attend)(const Attention *);
     int64_t (*attention_scratch)(const Attention *);
     parallel_region *parallel; /* tswift_parallel of pool.c */
-    int64_t count, hidden, inner, heads, kv_heads, width, kind; /* of keys and values, as in native.c */
+    int64_t count, kept;       /* layers, and those of them with keys and values */
+    int64_t hidden, inner, heads, kv_heads, width, kind; /* of keys and values, as in native.c */
     int64_t most;              /* nodes that attention takes at a time */
     int64_t rotaries, turned;  /* so many first dimensions of a head are turned */
     int64_t widest;            /* window of a layer */
+    int64_t gated;             /* whether a layer's attention is */
     int64_t gelu;              /* whether this lets through, by a tangent, and not the SiLU */
     float epsilon;
     float embedding_scale, residual_scale; /* of embeddings, and of what is added to a state */
@@ -60,6 +76,10 @@ typedef struct {
     float *states;                     /* [layers, nodes, hidden], after each layer; or none */
     float *space;                      /* as many numbers as tswift_space says */
     const float *steps;                /* [2, layers, kv heads, width], what 1 stands for in keys and values of int16 */
+    float *mixed;                      /* [nodes, what is multiplied], products of recurrent layers, so far apart as: */
+    int64_t by_memory;
+    const float *rows, *matrices;       /* of each of these layers the rows before its convolution, and its state */
+    float *rows_after, *matrices_after; /* the same after a chain, perhaps in their place; or none */
     int64_t nodes, prefix, by_layer, by_head, threads;
 } Pass;
 
@@ -98,17 +118,23 @@ static void embed(const Linear *e, int64_t token, float *out) {
     }
 }
 
-/* x over the root of its mean square, times weights. */
-void tswift_norm(const float *x, const float *weight, float *out, int64_t count, float epsilon) {
+static float squares(const float *x, int64_t count) {
     float sums[32] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + 32 <= count; i += 32)
         for (int lane = 0; lane < 32; lane++) sums[lane] += x[i + lane] * x[i + lane];
     for (; i < count; i++) sums[i % 32] += x[i] * x[i];
     for (int lane = 0; lane < 32; lane++) sum += sums[lane];
-    const float by = 1 / sqrtf(sum / count + epsilon);
-    for (i = 0; i < count; i++) out[i] = weight[i] * (x[i] * by);
+    return sum;
 }
+
+/* x over the root of its mean square, times weights. */
+void tswift_norm(const float *x, const float *weight, float *out, int64_t count, float epsilon) {
+    const float by = 1 / sqrtf(squares(x, count) / count + epsilon);
+    for (int64_t i = 0; i < count; i++) out[i] = weight[i] * (x[i] * by);
+}
+
+INLINE float logistic(float x) { return 1 / (1 + power(-x)); }
 
 /* NaN stays NaN: what is broken has to show. */
 void tswift_silu(const float *x, float *out, int64_t count) {
@@ -176,6 +202,13 @@ static int64_t depth(const Pass *p, int64_t node) {
     return found;
 }
 
+/* The last of a node's ancestors; below 0 for none. */
+static int64_t parent(const Pass *p, int64_t node) {
+    int64_t found = node - 1;
+    while (p->ancestors && found >= 0 && !p->ancestors[node * p->nodes + found]) found--;
+    return found;
+}
+
 /* A pass under way: where its rows are. */
 typedef struct Run {
     const Model *model;
@@ -183,7 +216,8 @@ typedef struct Run {
     const Layer *layer;
     int64_t index;          /* of the layer */
     float *normed, *wide, *inner, *queries, *seen, *turned, *cosines, *sines, *scratch;
-    int64_t *depths;
+    float *convolved, *decays, *rates, *states; /* of a recurrent layer */
+    int64_t *depths, *parents, *places;
     void (*step)(const struct Run *, int64_t row);
     int64_t next;
 } Run;
@@ -199,23 +233,45 @@ static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t
 
 INLINE int64_t aligned(int64_t count) { return (count + ALIGNED - 1) / ALIGNED * ALIGNED; }
 
+/* Numbers of a row of a recurrent layer's products. */
+INLINE int64_t mixed_row(const Memory *m) { return m->channels + m->heads * m->value_size + 2 * m->heads; }
+
+/* A row of attention's products. */
+INLINE int64_t attended_row(const Model *m, int64_t gated) { return ((1 + gated) * m->heads + 2 * m->kv_heads) * m->width; }
+
+/* The largest sizes of recurrent layers; zeros where there are none. */
+static Memory largest(const Model *m) {
+    Memory found = {0};
+    for (const Layer *l = m->layers; l < m->layers + m->count; l++)
+        if (l->memory) found = *l->memory; /* they are alike */
+    return found;
+}
+
 /* Lay out the working space; returns how many numbers it takes. Attention reads whole vectors of its part, which must
    not cross a line of the cache. */
 static int64_t lay_out(Run *run) {
     const Model *m = run->model;
     const Pass *p = run->pass;
-    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most);
+    const Memory memory = largest(m);
+    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most), read = memory.heads * memory.value_size;
+    const int64_t integers = sizeof(int64_t) / sizeof(float), states = p->ancestors ? n : 1;
     int64_t at = 0, scratch = 0;
     struct { float **part; int64_t size; } parts[] = {
         {&run->normed, n * m->hidden},
-        {&run->wide, n * most(heads + 2 * m->kv_heads * m->width, 2 * m->inner)},
+        {&run->wide, n * most(attended_row(m, m->gated), 2 * m->inner)},
         {&run->inner, n * m->inner},
         {&run->queries, some * heads},
         {&run->seen, some * heads},
-        {&run->turned, n * heads},
+        {&run->turned, n * most(heads, read)},
+        {&run->convolved, n * memory.channels},
+        {&run->decays, n * memory.heads},
+        {&run->rates, n * memory.heads},
+        {&run->states, memory.heads ? p->threads * states * memory.key_size * COLUMNS : 0},
         {&run->cosines, m->rotaries * n * m->turned / 2},
         {&run->sines, m->rotaries * n * m->turned / 2},
-        {(float **)&run->depths, p->ancestors ? n * (int64_t)(sizeof(int64_t) / sizeof(float)) : 0},
+        {(float **)&run->depths, p->ancestors ? n * integers : 0},
+        {(float **)&run->parents, memory.heads ? n * integers : 0},
+        {(float **)&run->places, memory.heads ? 2 * n * integers : 0},
     };
     const int64_t start = p->space ? aligned((uintptr_t)p->space / sizeof(float)) - (uintptr_t)p->space / sizeof(float) : 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -289,18 +345,18 @@ static void split_row(const Run *run, int64_t row) {
     const int64_t kept = width + (m->kind == INT8 ? 4 : 0); /* numbers of a row of the cache; of 8 bits, with its step */
     const int64_t turned = (most(l->rotary, 0) * n + row) * half;
     const float *cosines = run->cosines + turned, *sines = run->sines + turned;
-    float *from = run->wide + row * (m->heads + 2 * m->kv_heads) * width, *keys = from + m->heads * width;
+    float *from = run->wide + row * attended_row(m, l->gated), *keys = from + (1 + l->gated) * m->heads * width;
     if (l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, m->heads * width, m->epsilon);
     if (l->joint && l->key_norm) tswift_norm(keys, l->key_norm, keys, m->kv_heads * width, m->epsilon);
-    for (int64_t h = 0; h < m->heads; h++, from += width) {
+    for (int64_t h = 0; h < m->heads; h++, from += (1 + l->gated) * width) {
         if (!l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, width, m->epsilon);
         if (l->rotary >= 0) rotate(from, cosines, sines, half);
-        memcpy(p->queries + ((run->index * m->heads + h) * n + row) * width, from, width * sizeof *from);
+        memcpy(p->queries + ((l->place * m->heads + h) * n + row) * width, from, width * sizeof *from);
     }
     for (int64_t h = 0; h < 2 * m->kv_heads; h++, from += width) {
         const int64_t value = h >= m->kv_heads, head = h % m->kv_heads;
-        const int64_t at = run->index * p->by_layer + head * p->by_head + (p->prefix + row) * kept;
-        const float *steps = p->steps + ((value * m->count + run->index) * m->kv_heads + head) * width;
+        const int64_t at = l->place * p->by_layer + head * p->by_head + (p->prefix + row) * kept;
+        const float *steps = p->steps + ((value * m->kept + l->place) * m->kv_heads + head) * width;
         if (!value && !l->joint && l->key_norm) tswift_norm(from, l->key_norm, from, width, m->epsilon);
         if (!value && l->rotary >= 0) rotate(from, cosines, sines, half);
         keep((value ? p->values : p->keys) + at * size, from, steps, width, m->kind);
@@ -312,17 +368,18 @@ static void split_row(const Run *run, int64_t row) {
 static void attend(Run *run) {
     const Model *m = run->model;
     const Pass *p = run->pass;
+    const Layer *l = run->layer;
     const int64_t width = m->width, n = p->nodes, size = bytes(m->kind);
-    float *queries = p->queries + run->index * m->heads * n * width;
+    float *queries = p->queries + l->place * m->heads * n * width;
     for (int64_t first = 0, some; first < n; first += some) {
         some = least(n - first, m->most);
-        Attention a = attention(m, p, first, some, run->layer->window);
-        a.scale = run->layer->scale, a.softcap = run->layer->softcap;
+        Attention a = attention(m, p, first, some, l->window);
+        a.scale = l->scale, a.softcap = l->softcap;
         a.query = queries, a.out = run->seen, a.scratch = run->scratch;
         a.depths = p->ancestors ? run->depths : 0;
-        a.key_steps = p->steps + run->index * m->kv_heads * width;
-        a.value_steps = a.key_steps + m->count * m->kv_heads * width;
-        a.keys = p->keys + run->index * p->by_layer * size, a.values = p->values + run->index * p->by_layer * size;
+        a.key_steps = p->steps + l->place * m->kv_heads * width;
+        a.value_steps = a.key_steps + m->kept * m->kv_heads * width;
+        a.keys = p->keys + l->place * p->by_layer * size, a.values = p->values + l->place * p->by_layer * size;
         for (int64_t h = 0; some < n && h < m->heads; h++) {
             a.query = run->queries;
             memcpy(run->queries + h * some * width, queries + (h * n + first) * width, some * width * sizeof(float));
@@ -331,9 +388,104 @@ static void attend(Run *run) {
         for (int64_t row = 0; row < some; row++)
             for (int64_t h = 0; h < m->heads; h++) {
                 float *to = run->turned + ((first + row) * m->heads + h) * width;
+                const float *gate = run->wide + (first + row) * attended_row(m, 1) + (2 * h + 1) * width;
                 memcpy(to, run->seen + (h * some + row) * width, width * sizeof *to);
+                for (int64_t i = 0; l->gated && i < width; i++) to[i] *= logistic(gate[i]);
             }
     }
+}
+
+/* A row of products of a recurrent layer. */
+INLINE float *mixed(const Run *run, int64_t row) {
+    return run->pass->mixed + run->layer->place * run->pass->by_memory + row * mixed_row(run->layer->memory);
+}
+
+/* Rows before a layer's convolution, after what is committed. */
+INLINE int64_t kept_rows(const Run *run) {
+    return run->layer->place * (run->layer->memory->count - 1) * run->layer->memory->channels;
+}
+
+/* The gates of a recurrence, and what is convolved: each queries and keys over their length. */
+static void convolve_row(const Run *run, int64_t row) {
+    const Memory *m = run->layer->memory;
+    const float *own = mixed(run, row), *fresh = own + m->channels + m->heads * m->value_size;
+    const float *kept = run->pass->rows + kept_rows(run);
+    float *out = run->convolved + row * m->channels;
+    int64_t node = run->parents[row], behind = m->count - 2;
+    for (int64_t i = 0; i < m->channels; i++) out[i] = own[i] * m->taps[(m->count - 1) * m->channels + i];
+    for (int64_t tap = m->count - 2; tap >= 0; tap--) {
+        const float *from = node < 0 ? kept + behind-- * m->channels : mixed(run, node), *by = m->taps + tap * m->channels;
+        for (int64_t i = 0; i < m->channels; i++) out[i] += from[i] * by[i];
+        if (node >= 0) node = run->parents[node];
+    }
+    tswift_silu(out, out, m->channels);
+    const int64_t heads = m->heads / m->group, size = m->key_size;
+    for (int64_t h = 0; h < 2 * heads; h++) {
+        const float by = 1 / sqrtf((squares(out + h * size, size) + 1e-6f) * (h < heads ? size : 1));
+        for (int64_t i = 0; i < size; i++) out[h * size + i] *= by;
+    }
+    for (int64_t h = 0; h < m->heads; h++) {
+        const float time = fresh[m->heads + h] + m->shifts[h];
+        run->decays[row * m->heads + h] = power(m->decays[h] * (time > 20 ? time : log1pf(power(time))));
+        run->rates[row * m->heads + h] = logistic(fresh[h]);
+    }
+}
+
+/* Norm what a row reads from the states, and let it through. */
+static void read_row(const Run *run, int64_t row) {
+    const Memory *m = run->layer->memory;
+    const int64_t size = m->value_size;
+    float *read = run->turned + row * m->heads * size, *gate = mixed(run, row) + m->channels;
+    for (int64_t h = 0; h < m->heads; h++, read += size, gate += size) {
+        tswift_norm(read, m->norm, read, size, run->model->epsilon);
+        for (int64_t i = 0; i < size; i++) read[i] *= gate[i] * logistic(gate[i]);
+    }
+}
+
+/* The newest rows before a convolution, after a chain. */
+static void keep_rows(const Run *run) {
+    const Memory *m = run->layer->memory;
+    const float *kept = run->pass->rows + kept_rows(run);
+    float *to = run->pass->rows_after + kept_rows(run);
+    for (int64_t row = 0, at = run->pass->nodes; row < m->count - 1; row++, at++) {
+        const float *from = at < m->count - 1 ? kept + at * m->channels : mixed(run, at - (m->count - 1));
+        memmove(to + row * m->channels, from, m->channels * sizeof *to);
+    }
+}
+
+/* A recurrent layer, whose products are known. */
+static void remember(Run *run) {
+    const Memory *m = run->layer->memory;
+    const Pass *p = run->pass;
+    const int64_t n = p->nodes, at = run->layer->place * m->heads * m->key_size * m->value_size;
+    const float *keys = run->convolved + m->heads / m->group * m->key_size;
+    each_row(run, convolve_row);
+    Steps steps = {
+        .state = p->matrices + at, .after = p->matrices_after ? p->matrices_after + at : 0,
+        .queries = run->convolved, .keys = keys, .contents = keys + m->heads / m->group * m->key_size,
+        .decays = run->decays, .rates = run->rates, .parents = run->parents, .places = run->places,
+        .out = run->turned, .scratch = run->states, .parallel = run->model->parallel, .nodes = n, .heads = m->heads,
+        .group = m->group, .key_size = m->key_size, .value_size = m->value_size, .states = p->ancestors ? n : 1,
+        .threads = p->threads, .key_row = m->channels, .content_row = m->channels, .corrects = 1,
+    };
+    tswift_recur(&steps);
+    if (p->rows_after) keep_rows(run);
+    each_row(run, read_row);
+}
+
+static Run begin(const Model *m, const Pass *p) {
+    Run run = {.model = m, .pass = p};
+    lay_out(&run);
+    for (int64_t r = 0; p->ancestors && r < p->nodes; r++) run.depths[r] = depth(p, r);
+    for (int64_t r = 0; p->mixed && r < p->nodes; r++) run.parents[r] = parent(p, r);
+    return run;
+}
+
+/* Go on by nodes whose products are known, a chain, in all recurrent layers. */
+void tswift_go_on(const Model *m, const Pass *p) {
+    Run run = begin(m, p);
+    for (run.layer = m->layers; run.layer < m->layers + m->count; run.layer++)
+        if (run.layer->memory) remember(&run);
 }
 
 /* Add what attention or the MLP puts out, normed by weights if there are any, to a row of the states. */
@@ -366,16 +518,17 @@ static void last_row(const Run *run, int64_t row) {
 }
 
 void tswift_forward(const Model *m, const Pass *p) {
-    Run run = {.model = m, .pass = p};
-    lay_out(&run);
-    for (int64_t r = 0; p->ancestors && r < p->nodes; r++) run.depths[r] = depth(p, r);
+    Run run = begin(m, p);
     each_row(&run, begin_row);
     for (; run.index < m->count; run.index++) {
         const Layer *layer = run.layer = m->layers + run.index;
         each_row(&run, norm_row);
-        multiply_rows(&run, &layer->queries, 3, run.normed, run.wide);
-        each_row(&run, split_row);
-        attend(&run);
+        multiply_rows(&run, &layer->queries, layer->memory ? 4 : 3, run.normed, layer->memory ? mixed(&run, 0) : run.wide);
+        if (layer->memory) remember(&run);
+        else {
+            each_row(&run, split_row);
+            attend(&run);
+        }
         multiply_rows(&run, &layer->output, 1, run.turned, run.normed);
         each_row(&run, between_row);
         multiply_rows(&run, &layer->gate, 2, run.normed, run.wide);

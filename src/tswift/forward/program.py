@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
-from tswift.caches import FullKV, KVBuffer
+from tswift.caches import FullKV, KVBuffer, States
 from tswift.forward.floats import PackedLinear
 from tswift.forward.integers import IntegerLinear, PackedEmbedding, lay_together
-from tswift.forward.parts import LayerParts, Unfit, norm_weight, read_parts
+from tswift.forward.parts import LayerParts, MemoryParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import C, library, multiply
 from tswift.models.checkpoint import skeleton
@@ -89,25 +89,30 @@ class PassProgram:
         specs: Sequence[AttentionSpec] = (),
     ) -> None:
         parts = read_parts(network, specs)
-        _refuse_unfit(network)
+        _refuse_unfit(network, parts.head_dim)
         lay_together(network)
         self._kv_dtype = kv_dtype
         self._packed_state = weights_state(network)
         config = network.config.get_text_config()
         heads = config.num_attention_heads
-        width = network.get_decoder().layers[0].self_attn.head_dim
+        width = parts.head_dim
+        kept = sum(layer.memory is None for layer in parts.layers)
         attention = native.library(width, kv_dtype)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
         self._kept: list[Any] = []  # what the C structures point to
         self._layers = (C.Layer * len(parts.layers))()
+        places = {True: count(), False: count()}  # of layers with attention, and of recurrent ones
         for layer, made in zip(parts.layers, self._layers, strict=True):
             self._fill(made, layer)
+            made.place = next(places[layer.memory is None])
         self._windowed = any(layer.spec.window for layer in parts.layers)
         self.lm_head_c = self._pack(parts.lm_head)
         self.lm_head_c.scale = parts.output_scale
         self.lm_head_c.softcap = parts.output_cap
-        self._shape = len(parts.layers), heads, width, config.hidden_size
+        self._shape = kept, heads, width, config.hidden_size
+        memory = next((layer.memory for layer in parts.layers if layer.memory is not None), None)
+        self._mixed = len(parts.layers) - kept, _mixed(memory)
         self.embeddings = self._embeddings(parts.embeddings)
         self._model = C.Model(
             layers=ctypes.addressof(self._layers),
@@ -119,6 +124,7 @@ class PassProgram:
             attention_scratch=_address(attention.tswift_scratch),
             parallel=native.parallel_region(),
             count=len(parts.layers),
+            kept=kept,
             hidden=config.hidden_size,
             inner=parts.layers[0].linears["down"].in_features,
             heads=heads,
@@ -129,6 +135,7 @@ class PassProgram:
             rotaries=len(parts.rotaries),
             turned=2 * len(parts.rotaries[0][0]),
             widest=max(layer.spec.window or 0 for layer in parts.layers),
+            gated=any(layer.gated for layer in parts.layers),
             gelu=parts.gelu,
             epsilon=parts.eps,
             embedding_scale=parts.embedding_scale,
@@ -148,11 +155,30 @@ class PassProgram:
                 setattr(made, name, self._pack(linear))
         for name, norm in layer.norms.items():
             setattr(made, name, 0 if norm is None else self._pointer(norm_weight(norm)))
+        if layer.memory is not None:
+            made.memory = ctypes.addressof(self._memory(layer.memory))
+        made.gated = layer.gated
         made.joint = layer.joint
         made.rotary = -1 if layer.rotary is None else layer.rotary
         made.window = layer.spec.window or 0
         made.softcap = layer.spec.softcap or 0
         made.scale = layer.scale * math.log2(math.e)  # scores are powers of two: see native.c
+
+    def _memory(self, memory: MemoryParts) -> ctypes.Structure:
+        """The structure of a gated delta net."""
+        taps = _plain(memory.convolution.weight).squeeze(1).T
+        if memory.convolution.bias is not None:
+            raise Unfit("a convolution with a bias has no program")
+        made: ctypes.Structure = C.Memory(
+            self._pointer(taps),
+            self._pointer(-_plain(memory.module.A_log).exp()),
+            self._pointer(memory.module.dt_bias),
+            self._pointer(memory.norm.weight),
+            *taps.shape,
+            *(memory.heads, memory.group, memory.key_size, memory.value_size),
+        )
+        self._kept.append(made)
+        return made
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
@@ -225,11 +251,11 @@ class PassProgram:
             pre_norm: whether the states before the final norm are asked for.
             tapped: the layers after which the states are.
         """
-        layers, heads, width, hidden = self._shape
+        kept, heads, width, hidden = self._shape
         nodes = len(tokens)
-        threads = torch.get_num_threads()
         states = torch.empty(2, nodes, hidden, dtype=torch.float32)
-        queries = torch.empty(layers, heads, nodes, width, dtype=torch.float32)
+        queries = torch.empty(kept, heads, nodes, width, dtype=torch.float32)
+        layers = len(self._layers)
         inner = torch.empty(layers, nodes, hidden, dtype=torch.float32) if tapped else None
         tokens = tokens.contiguous()
         positions = positions.contiguous()
@@ -245,17 +271,58 @@ class PassProgram:
             0 if inner is None else inner.data_ptr(),
             0,
             0 if kv.shape.steps is None else kv.shape.steps.data_ptr(),
-            nodes,
-            kv.length,
-            *kv.buffers[0].stride()[:2],
-            threads,
+            nodes=nodes,
+            prefix=kv.length,
+            by_layer=kv.buffers[0].stride(0),
+            by_head=kv.buffers[0].stride(1),
         )
+        run.kept = tokens, positions, ancestors  # as long as it is
+        if isinstance(kv, FullKV) and kv.states is not None:
+            self._remember(run, kv.states, ancestors is None or bool(ancestors[-1].all()))
+        self._make_room(run)
+        return run, _Result(states, queries, pre_norm, inner, tapped)
+
+    def _make_room(self, run: Any) -> None:
+        """Threads and working space of a pass."""
+        run.threads = torch.get_num_threads()
         size = self._library.tswift_space(ctypes.byref(self._model), ctypes.byref(run))
         if len(self._space) < size:  # kept, as memory that is new has to be mapped
             self._space = torch.empty(size, dtype=torch.float32)
         run.space = self._space.data_ptr()
-        run.kept = tokens, positions, ancestors  # as long as it is
-        return run, _Result(states, queries, pre_norm, inner, tapped)
+
+    def _remember(self, run: Any, states: States, chain: bool) -> None:
+        """Let a pass read states, and leave behind how they go on by what is accepted.
+
+        Of a long chain, as in prompts, only the end is kept: it is accepted as a whole.
+        """
+        layers, size = self._mixed
+        long = run.nodes > self.most_nodes
+        mixed = torch.empty(1 if long else layers, run.nodes, size, dtype=torch.float32)
+        run.mixed, run.by_memory = mixed.data_ptr(), 0 if long else mixed.stride(0)
+        run.rows, run.matrices = states.rows.data_ptr(), states.matrices.data_ptr()
+        if chain:
+            run.rows_after, run.matrices_after = (each.data_ptr() for each in states.ahead)
+        run.kept = *run.kept, mixed
+        states.chain = run.nodes if chain else 0
+        states.replays = [partial(self._go_on, states, mixed)]
+
+    def _go_on(self, states: States, mixed: Tensor, nodes: Sequence[int]) -> None:
+        """Step all states by accepted nodes of a pass, given its products."""
+        if len(mixed) < self._mixed[0]:
+            raise ValueError("a long chain is committed as a whole")
+        rows = mixed[:, list(nodes)]
+        own, matrices = states.rows.data_ptr(), states.matrices.data_ptr()
+        run = C.Pass(
+            mixed=rows.data_ptr(),
+            by_memory=rows.stride(0),
+            rows=own,
+            rows_after=own,
+            matrices=matrices,
+            matrices_after=matrices,
+            nodes=len(nodes),
+        )
+        self._make_room(run)
+        self._library.tswift_go_on(ctypes.byref(self._model), ctypes.byref(run))
 
 
 class _Result(Forwarded):
@@ -431,23 +498,28 @@ def too_large_to_copy(network: PreTrainedModel) -> bool:
 def may_serve(config: PreTrainedConfig) -> bool:
     """Whether the program takes models of a configuration, as far as that tells."""
     try:
-        network = skeleton(config)
-        read_parts(network)
-        return native.takes(network.get_decoder().layers[0].self_attn.head_dim)
+        return native.takes(read_parts(skeleton(config)).head_dim)
     except Exception:  # what is wrong with a configuration is told when the model is loaded
         return False
 
 
-def _refuse_unfit(network: PreTrainedModel) -> None:
+def _mixed(memory: MemoryParts | None) -> int:
+    """Numbers of a row of a recurrent layer's products, as in program.c."""
+    if memory is None:
+        return 0
+    values = memory.heads * memory.value_size
+    channels = values + 2 * memory.heads // memory.group * memory.key_size
+    return channels + values + 2 * memory.heads
+
+
+def _refuse_unfit(network: PreTrainedModel, head_dim: int) -> None:
     weights = list(network.parameters())
     for reason, wrong in {
         "its weights are not plain float32": {(type(each), each.dtype) for each in weights}
         != {_FLOATS},
         "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
         "its weights are too large to be held twice": too_large_to_copy(network),
-        "its heads are of a size that native attention does not take": not native.takes(
-            network.get_decoder().layers[0].self_attn.head_dim
-        ),
+        "its heads are of a size that native attention does not take": not native.takes(head_dim),
     }.items():
         if wrong:
             raise Unfit(reason)
@@ -465,7 +537,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     """
     config = network.config.get_text_config()
     parts = read_parts(network)
-    width = network.get_decoder().layers[0].self_attn.head_dim
+    width = parts.head_dim
     turned = max(abs(scale) for _, scale in parts.rotaries)
     share = 2 * len(parts.rotaries[0][0])  # of a head, which rotation mixes
     queries = config.num_attention_heads * width
@@ -496,6 +568,8 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
 
     bounds = []
     for layer in parts.layers:
+        if layer.memory is not None:
+            continue
         keys = most(layer, "keys", 0)
         values = most(layer, "values", rows)
         norm = layer.norms["key_norm"]

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ from transformers import PreTrainedModel
 
 from tswift.attention.native import parallel_region
 from tswift.caches import States
+from tswift.forward.products import C
 from tswift.native_build import Unbuilt, build, widest_vectors
 
 _EPS = 1e-6  # of the norms of queries and keys
+_COLUMNS = 64  # as in recurrence.c
 
 
 @dataclass(frozen=True)
@@ -103,26 +105,6 @@ def _last_children(parents: Sequence[int]) -> dict[int, int]:
     return {parent: node for node, parent in enumerate(parents)}
 
 
-class _Call(ctypes.Structure):
-    """``Call`` in recurrence.c."""
-
-    _fields_: ClassVar = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("state", "after", "queries", "keys", "contents", "decays", "rates")
-        ),
-        *((name, ctypes.c_void_p) for name in ("rows", "from", "to", "out", "scratch", "parallel")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("nodes", "heads", "group", "key_size", "value_size", "states", "threads")
-        ),
-        *((name, ctypes.c_int64) for name in ("corrects", "taken", "workers")),
-    ]
-
-
-_COLUMNS = 64  # as in recurrence.c
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled recurrence; None if there is none here."""
@@ -140,35 +122,24 @@ def _step_in_c(
     parents: Sequence[int],
     after: Tensor | None,
 ) -> Tensor:
-    """As :func:`step_states`.
-
-    A node takes the place of its parent's state, if it is the last one to read that.
-    """
-    last = _last_children(parents)
-    places = {-1: 0}
-    count = 1
-    read, written = [], []
-    for node, parent in enumerate(parents):
-        read.append(places[parent])
-        if last[parent] == node:
-            places[node] = places[parent]
-        else:
-            places[node] = count
-            count = count + 1
-        written.append(places[node])
-    order = torch.tensor([[*nodes], read, written])
-    heads, keys, values = state.shape
-    out = state.new_empty(len(read), heads, values)
-    threads = torch.get_num_threads()
-    scratch = state.new_empty(threads * count * keys * _COLUMNS)
+    """As :func:`step_states`."""
     given = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
     held = [each.contiguous() for each in given]
-    call = _Call(
+    order = torch.tensor([[*nodes], [*parents]])
+    count = order.shape[1]
+    heads, keys, values = state.shape
+    states = 1 if list(parents) == [*range(-1, count - 1)] else count
+    threads = torch.get_num_threads()
+    out = state.new_empty(count, heads, values)
+    scratch = state.new_empty(threads * states * keys * _COLUMNS)
+    places = torch.empty_like(order)
+    call = C.Steps(
         state.data_ptr(),
         None if after is None else after.data_ptr(),
-        *(each.data_ptr() for each in (*held, *order, out, scratch)),
+        *(each.data_ptr() for each in (*held, *order, places, out, scratch)),
         parallel_region(),
-        *(len(read), heads, heads // held[1].shape[1], keys, values, count, threads, rows.corrects),
+        *(count, heads, heads // held[1].shape[1], keys, values, states, threads),
+        *(held[1].stride(0), held[2].stride(0), rows.corrects),
     )
     library.tswift_recur(ctypes.byref(call))
     return out
@@ -199,6 +170,7 @@ class StatePass:
         self._paths = torch.where(seen, places, -1).sort(1).values[:, -before - 1 :]
         self._parents: list[int] = (self._paths[:, -2] - before).clamp_min(-1).tolist()
         states.chain = nodes if self._parents == [*range(-1, nodes - 1)] else 0
+        states.replays = []
 
     def convolve(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -208,11 +180,13 @@ class StatePass:
         """
         self._layer += 1
         own = rows[0, :, : self._nodes].T
-        kept = self._states.rows[self._layer]
+        states = self._states
+        kept = states.rows[self._layer]
         known = torch.cat([kept, own])
-        self._states.replays[self._layer] = partial(_shift, kept, own)
-        wide = self._states.shape.wide
-        taps = weight.to(self._states.shape.wide).unbind(1)
+        states.ahead[0][self._layer] = known[-len(kept) :]
+        states.replays.append(partial(_shift, kept, own))
+        wide = states.shape.wide
+        taps = weight.to(wide).unbind(1)
         read = [known[places].to(wide) for places in self._paths.unbind(1)]
         # product by product: an operator that adds and multiplies may round otherwise at the end of
         # a row
@@ -269,32 +243,22 @@ class StatePass:
         and how to replay what is accepted.
         """
         states, layer = self._states, self._layer
-        committed, ahead = states.matrices[layer], states.ahead[layer]
+        committed, ahead = states.matrices[layer], states.ahead[1][layer]
         out = step_states(
             rows, committed, range(self._nodes), self._parents, ahead if states.chain else None
         )
-        states.replays[layer] = partial(_replay, states.replays[layer], committed, rows)
+        states.replays.append(partial(_replay, committed, rows))
         return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
 
 
-def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int], whole: bool) -> None:
+def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int]) -> None:
     """Let the newest rows before a convolution be those of accepted nodes."""
     kept.copy_(torch.cat([kept, own[list(nodes)]])[-len(kept) :])
 
 
-def _replay(
-    shift: Callable[[Sequence[int], bool], None],
-    state: Tensor,
-    rows: Rows,
-    nodes: Sequence[int],
-    whole: bool,
-) -> None:
-    """Step a layer's state by accepted nodes, unless they are the whole pass,
-    whose end is known.
-    """
-    shift(nodes, whole)
-    if not whole:
-        step_states(rows, state, nodes, range(-1, len(nodes) - 1), state)
+def _replay(state: Tensor, rows: Rows, nodes: Sequence[int]) -> None:
+    """Step a layer's state by accepted nodes."""
+    step_states(rows, state, nodes, range(-1, len(nodes) - 1), state)
 
 
 def _normalised(rows: Tensor) -> Tensor:
