@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -26,7 +25,7 @@ from benchmarks.gpu import GRACE, LEAST, probe
 from benchmarks.gpu import SECTIONS as SECONDS
 from benchmarks.gpu.clocks import interleaved
 from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
-from tswift.benchmarking.peers import PeerRun
+from benchmarks.peers import Clock
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
@@ -238,14 +237,10 @@ def generate(run: Run) -> None:
     network.generation_config.eos_token_id = None  # random weights must not end the text early
     ids = torch.randint(config.vocab_size, (1, context), device=run.device)
     own = {"do_sample": False, "disable_compile": True, "attention_mask": torch.ones_like(ids)}
-    work = partial(network.generate, ids, max_new_tokens=_PEER_TOKENS + 1, **own)
-    peer = PeerRun("transformers", True, work, 0, run.device)
-    peer.prefill()
-    peer.advance(_PEER_TOKENS // 2)  # warm then
-    started = peer.stats.seconds
-    peer.advance(_PEER_TOKENS)
-    theirs = 1e3 * (peer.stats.seconds - started) / (_PEER_TOKENS - _PEER_TOKENS // 2)
-    peer.close()
+    clock = Clock()
+    network.generate(ids, max_new_tokens=_PEER_TOKENS + 1, streamer=clock, **own)
+    half = _PEER_TOKENS // 2  # warm then
+    theirs = 1e3 * (clock.times[-1] - clock.times[half]) / (len(clock.times) - 1 - half)
     run.note("generate", what="transformers, generate", context=context, ms=theirs, x=theirs / ours)
 
 

@@ -1,11 +1,8 @@
-"""Workloads: what is bundled, generated and read; tables by kind;
-transformers' generate beside ours.
-"""
+"""Workloads: what is bundled, generated and read; tables by kind."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -15,16 +12,11 @@ from pyarrow import Table, parquet
 
 from tests.benchmarking.helpers import make_measurement, typed
 from tests.rows import every_row
-from tswift.benchmarking.config import BenchOptions, Plan, configure, parse_peers
-from tswift.benchmarking.record import to_json
+from tswift.benchmarking.config import Plan
 from tswift.benchmarking.report import csv_text, tables
-from tswift.benchmarking.run import begin_measurement, measure
-from tswift.benchmarking.workloads import Prompt, encode, read_workloads
+from tswift.benchmarking.workloads import encode, read_workloads
 from tswift.errors import InputError
 from tswift.jobs.prompts import Text
-
-PEERS = ("transformers", "prompt-lookup", "assisted")
-PLAN = Plan((9,), (12, 30), warmup=2)
 
 
 def test_the_bundled_ones() -> None:
@@ -155,131 +147,6 @@ def test_a_table_by_kind() -> None:
     assert steps == ["1.00 ± 0.00", "2.23 ± 0.04", "1.00", "2.26"]
     lines = csv_text(measurement).splitlines()
     assert [line.split(",")[8] for line in lines] == ["workload", "prose", "prose", "log", "log"]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    from tests.conftest import make_checkpoint
-
-    return make_checkpoint(tmp_path_factory.mktemp("small"), num_hidden_layers=1)
-
-
-def beside(checkpoint: Path, small: Path, plan: Plan = PLAN, **sampling: float):
-    """The record of a tiny benchmark with all peers, as a file has it, and its texts by label."""
-    asked = {
-        "model": str(checkpoint),
-        "draft_model": str(small),
-        "dtype": "float64",
-        "peers": PEERS,
-    }
-    options = BenchOptions.of({}, {"methods": ("ar", "reuse"), **asked, **sampling})
-    config, texts = configure(options), {}
-    prompts = [Prompt("a/1", list(range(1, 9)), "a"), Prompt("b/1", list(range(3, 12)), "b")]
-    record = begin_measurement(config, prompts, plan, ["tswift"])
-    keep = lambda label, case, found, samples: texts.update({case.prompt.name: found})  # noqa: E731
-    state = measure({"": config}, record, prompts, plan, lambda *at: None, lambda: None, keep)
-    assert state == "finished"
-    content = json.loads(json.dumps(to_json(record)))
-    assert typed(content) == record
-    return content, texts
-
-
-@pytest.mark.slow
-def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint: Path, small: Path) -> None:
-    # with a penalty the text does not loop, and shows that both sides penalise the same
-    record, texts = beside(checkpoint, small, temperature=0.0, min_p=0.0, penalty=1.2)
-    for found in texts.values():
-        assert set(found) == {"ar", "reuse", *PEERS}
-        assert all(found[name] == found["ar"][:30] for name in PEERS)
-    for sample in record["samples"]:
-        assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
-        assert sample["explained"] is None
-        assert [point["len"] for point in sample["points"]] == [12, 30]
-        for point in sample["points"]:
-            assert (
-                sum(count * steps for count, steps in enumerate(point["accepted"], 1))
-                == point["tokens"]
-            )
-            assert (point["passes"] == point["tokens"]) >= (
-                sample["method"] in ("ar", "transformers")
-            )
-    assert record["workload"]["peers"]["assisted"]["assistant_model"] == str(small)
-    notes = " ".join(tables(typed(record))[0].notes)
-    assert "10 tokens looked up: the text of AR in 2 of 2 runs." in notes
-    assert "Same tokens as AR: yes (2 runs)." in notes
-
-
-@pytest.mark.slow
-def test_sampled_peers_are_said_to_draw_their_own(checkpoint: Path, small: Path) -> None:
-    record, texts = beside(checkpoint, small, temperature=1.0)
-    again, others = beside(checkpoint, small, Plan((9,), (12, 30), warmup=0), temperature=1.0)
-    for name in PEERS:  # whatever else draws between its slices
-        assert [found[name] for found in texts.values()] == [
-            found[name] for found in others.values()
-        ]
-        assert texts["a/1"][name] != texts["a/1"]["ar"]
-    assert all(one["same_as_ar"] is None for one in record["samples"] if one["method"] in PEERS)
-    assert again["workload"] == record["workload"]
-    assert "samples with torch's random numbers, so a text of its own" in " ".join(
-        tables(typed(record))[0].notes
-    )
-
-
-def test_a_penalty_over_less_than_the_text_is_not_transformers() -> None:
-    record = make_measurement(methods=("ar", "medusa"), prompts=("a",))
-    record["workload"]["prompts"][0].update(kind="prose", tokens=9)
-    record["workload"]["peers"] = {"transformers": {"do_sample": False}}
-    assert "a text of its own, since its penalty is over more than the window" in " ".join(
-        tables(typed(record))[0].notes
-    )
-
-
-def test_ctrl_c_waits_for_a_peer(checkpoint: Path, small: Path) -> None:
-    asked = {
-        "model": str(checkpoint),
-        "draft_model": str(small),
-        "dtype": "float64",
-        "peers": PEERS,
-    }
-    options = BenchOptions.of({}, {"methods": ("ar",), **asked})
-    config, prompts = configure(options), [Prompt("a", list(range(1, 9)))]
-    record = begin_measurement(config, prompts, PLAN, ["tswift"])
-
-    def press(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
-        if run.label == "prompt-lookup" and run.stats.tokens > 20:
-            raise KeyboardInterrupt
-
-    assert measure({"": config}, record, prompts, PLAN, press, lambda: None) == "interrupted"
-    assert {len(sample.points) for sample in record.samples} == {1}
-    assert not {thread.name for thread in threading.enumerate()} & set(PEERS)
-
-
-def test_what_no_peer_can_do() -> None:
-    assert parse_peers("assisted, transformers,assisted") == ("assisted", "transformers")
-    with pytest.raises(
-        InputError, match=r"peers: knows transformers, prompt-lookup, assisted, got 'vllm'"
-    ):
-        parse_peers("vllm")
-    for changes, message in (
-        (
-            {"simulate_alpha": 0.5},
-            "peers: transformers' generate is not measured with simulated acceptance",
-        ),
-        (
-            {"model": "shape:tiny"},
-            "peers: transformers' generate is not measured with random weights",
-        ),
-        (
-            {"model": "a-folder", "peers": ("assisted",)},
-            "draft_model: is required: assisted drafts with a smaller model",
-        ),
-        ({"logit_bias": {3: 1.0}}, "logit_bias: is not handed to transformers' generate"),
-    ):
-        options = BenchOptions.of(
-            {}, {"methods": ("ar", "reuse"), "peers": ("transformers",), **changes}
-        )
-        with pytest.raises(InputError, match=message):
-            options.check()
 
 
 def test_prompts_in_a_chat_template(tmp_path: Path) -> None:

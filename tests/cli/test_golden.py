@@ -51,7 +51,7 @@ RECORDS = {
     ),
     "roofline": (
         *("roofline", "--bandwidth", 4, "--flops", 1, "--len", 9, "--prefill", 9),
-        *("--alpha", 0.5, "--json", "b/roofline.json"),
+        *("--json", "b/roofline.json"),
     ),
 }
 

@@ -70,12 +70,8 @@ def test_every_number_has_a_range_and_every_choice_is_taken(kind: type[TrainConf
             bad = carried.above if carried.least is None else carried.least - 1
             with pytest.raises(InputError, match=rf"^{item.name}: must be .*, got "):
                 kind("x", **{item.name: bad})
-        given = {"kind": "block"} if carried.panel == "Block drafter" else {}
         for value in carried.choices:
-            assert getattr(kind("x", **{**given, item.name: value}), item.name) == value
-
-
-BLOCK = {"block": 4, "layers": 1, "attention_heads": 1, "mlp": 9, "rank": 4, "markov": "rnn"}
+            assert getattr(kind("x", **{item.name: value}), item.name) == value
 
 
 @pytest.mark.parametrize(
@@ -97,16 +93,6 @@ BLOCK = {"block": 4, "layers": 1, "attention_heads": 1, "mlp": 9, "rank": 4, "ma
             HeadsConfig,
             {"model": "shape:llama3.1-8b"},
             "model: shape:llama3.1-8b has random weights",
-        ),
-        (DraftConfig, {"kind": "block", "shape": "demo"}, "shape: is not for --kind block"),
-        *(
-            (DraftConfig, {name: value}, f"{name}: is not for --kind lm")
-            for name, value in BLOCK.items()
-        ),
-        (
-            DraftConfig,
-            {"kind": "block", "block": 8, "seq_len": 9},
-            "seq_len: must be at least 10, got 9",
         ),
         (
             DraftConfig,

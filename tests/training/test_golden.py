@@ -30,10 +30,6 @@ RUNS = {
         f"draft {objective}": f"train-draft --objective {objective} --reach 500"
         for objective in ("text", "distill")
     },
-    **{
-        f"block {objective}": f"train-draft --kind block --objective {objective} --block 3 --rank 8"
-        for objective in ("text", "distill")
-    },
 }
 SHORT = (
     "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out "

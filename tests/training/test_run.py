@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import tswift
-from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.helpers import first
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
@@ -45,17 +44,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "draft_vocabulary": 200,
     },
     "lm": {"batch": 4, "reach": 1000},
-    "block": {"kind": "block", "batch": 2, "block": 3, "mlp": 32, "rank": 8, "markov": "rnn"},
 }
-RESULT = {"heads": HEADS, "lm": MODEL, "block": MODEL}
+RESULT = {"heads": HEADS, "lm": MODEL}
 
 
 def config_of(what: str, tiny: Tiny, /, **changes: object) -> HeadsConfig | DraftConfig:
-    """Short settings of a training of heads, of a language model, of a block drafter."""
-    model = tiny.deep if what == "block" else tiny.model
+    """Short settings of a training of heads, of a language model."""
     common = {
         "corpus": str(tiny.corpus),
-        "model": str(model),
+        "model": str(tiny.model),
         "seq_len": 64,
         "steps": STEPS,
         "accumulate": 2,
@@ -96,9 +93,6 @@ class StopAt(Reporter):
             os.kill(os.getpid(), self.what)
 
 
-SLOW_BLOCK = {"objective": "distill", "markov": "rnn", "steps": 40, "batch": 4, "lr": 0.05}
-
-
 @pytest.mark.parametrize(
     ("what", "changes", "less", "option", "method"),
     first(
@@ -113,14 +107,6 @@ SLOW_BLOCK = {"objective": "distill", "markov": "rnn", "steps": 40, "batch": 4, 
             ),
             ("heads", {"steps": 20, "batch": 4}, 0.1, "heads", "tokenswift"),
             ("lm", {"steps": 15}, 1.5, "draft_model", "standalone"),
-            (
-                "block",
-                {"markov": "vanilla", "steps": 40, "batch": 4, "lr": 0.05},
-                0.3,
-                "drafter",
-                "block",
-            ),
-            ("block", SLOW_BLOCK, 0.01, "drafter", "block"),
         ],
     ),
 )
@@ -178,27 +164,6 @@ def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str
     assert (tmp_path / "out" / RESULT[kind]).exists()
 
 
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        (None, "has a single layer, and a block drafter reads the states before"),
-        ("Gemma 3 (windows)", "has no rope_theta for all layers, which a block drafter takes over"),
-        ("GPT-2", "has no rms_norm_eps, which a block drafter takes over"),
-    ],
-)
-def test_models_without_block_drafters(
-    model: str | None, problem: str, tiny: Tiny, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    if model is not None:
-        checkpoint(ARCHITECTURES[model], folder)
-    with pytest.raises(InputError, match=rf"^model: .*{problem}"):
-        train(
-            config_of("block", tiny, model=str(folder if model else tiny.model)), tmp_path / "out"
-        )
-    assert not (tmp_path / "out").exists()
-
-
 def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
     model = tswift.load(str(tiny.model), device="cpu")
 
@@ -232,7 +197,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number"),
-    first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM), ("block", signal.SIGINT)]),
+    first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)]),
 )
 def test_stopped_by_a_signal_and_gone_on_with(
     tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int

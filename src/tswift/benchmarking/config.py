@@ -19,9 +19,9 @@ from tswift.drafting.options import (
     refuse_unused,
     used,
 )
-from tswift.errors import InputError, did_you_mean, renamed
+from tswift.errors import InputError, renamed
 from tswift.jobs.config import TextConfig, parse_shard, to_load
-from tswift.models.config import BITS, DEMO, DEMO_DRAFT, SHAPE_PREFIX, SHAPES, ModelConfig
+from tswift.models.config import DEMO, SHAPES, ModelConfig
 from tswift.options import (
     Values,
     changed,
@@ -35,15 +35,12 @@ from tswift.options import (
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.peers import Peers
     from tswift.loading import LoadedModel
 
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
 DRAFTLESS = (BASELINE, REFERENCE)
 FULL, SAMPLED = "full", "sampled"
-TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "prompt-lookup", "assisted"
-PEERS = (TRANSFORMERS, LOOKUP, ASSISTED)  # transformers' generate, plain and drafted
 
 _GRID = "Grid"
 _MOST = 1_000_000_000
@@ -61,17 +58,6 @@ def parse_methods(words: str) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise InputError(f"names a method twice: {words}", "methods")
     return (BASELINE, *(name for name in names if name != BASELINE))
-
-
-def parse_peers(words: str) -> tuple[str, ...]:
-    """Peers of ``a,b``."""
-    names = tuple(dict.fromkeys(name.strip() for name in words.split(",")))
-    for name in names:
-        if name not in PEERS:
-            raise InputError(
-                f"knows {', '.join(PEERS)}, got {name!r:.40}{did_you_mean(name, PEERS)}", "peers"
-            )
-    return names
 
 
 def parse_trees(words: Sequence[str] | None) -> Trees:
@@ -140,15 +126,6 @@ class BenchOptions:
         above=0,
         most=1,
     )
-    peers: Sequence[str] = option(
-        (),
-        f"transformers' own generate in the same run: {', '.join(PEERS)}.",
-        panel=_GRID,
-        shown="none",
-        parse=parse_peers,
-        flag="--peer",
-        also=("--peers",),
-    )
     given: frozenset[str] = given_names()
 
     def __post_init__(self) -> None:
@@ -172,20 +149,6 @@ class BenchOptions:
             method: replace(self.drafting, tree=self.tree(method)) for method in self.methods
         }
         self.to_load()
-        if self.peers:
-            assistant_of(self)
-            if self.sampling.logit_bias:
-                raise InputError(
-                    "is not handed to transformers' generate; leave `peers` out", "logit_bias"
-                )
-            for reason, given in {
-                "random weights": self.model.model.startswith(SHAPE_PREFIX),
-                "simulated acceptance": self.simulate_alpha is not None,
-            }.items():
-                if given:
-                    raise InputError(
-                        f"transformers' generate is not measured with {reason}", "peers"
-                    )
         if self.simulate_alpha is not None:
             drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
             if not drafting_methods:
@@ -201,18 +164,8 @@ class BenchOptions:
         return drafting
 
     def to_load(self, methods: Sequence[str] | None = None) -> ModelConfig:
-        """What is loaded for methods, if not for all of these:
-        without a draft model that only a peer uses.
-        """
-        uses = any(
-            find_method(method).draft or find_method(method).may_draft for method in self.methods
-        )
-        own = (
-            replace(self.model, draft_model=None)
-            if ASSISTED in self.peers and not uses
-            else self.model
-        )
-        return to_load(own, self.methods if methods is None else methods)
+        """What is loaded for methods, if not for all of these."""
+        return to_load(self.model, self.methods if methods is None else methods)
 
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
@@ -227,20 +180,6 @@ class BenchOptions:
                 raise InputError(
                     f"is given for {method}, which is not among the methods or has no tree", "tree"
                 )
-
-
-def assistant_of(options: BenchOptions) -> str | None:
-    """The model that drafts for the assisted peer; None where that is not asked for."""
-    if ASSISTED not in options.peers:
-        return None
-    model = options.model
-    if model.draft_model is None and model.model != DEMO:
-        message = (
-            f"is required: {ASSISTED} drafts with a smaller model that has the tokens of "
-            f"{model.model}"
-        )
-        raise InputError(message, "draft_model")
-    return model.draft_model or DEMO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -368,7 +307,7 @@ def fit_note(model: str, positions: int, prefill: int, lens: Sequence[int]) -> s
 
 
 _machine = partial(option, panel="Machine")
-_predicted = partial(option, panel="Prediction")
+_job = partial(option, panel="Job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,25 +351,8 @@ class RooflineQuery:
         least=1,
         most=_MOST,
     )
-    prefill: int = _predicted(4096, "Prompt tokens.", least=1)
-    length: int = _predicted(100_000, "Generated tokens.", flag="--len", least=1)
-    alpha: float | None = _predicted(
-        None, "Predict tokenswift at this acceptance rate.", least=0, most=1
-    )
-    depth: int = _predicted(4, "Tokens drafted along a path, with --alpha.", least=1, most=_MOST)
-    budget: int = _predicted(
-        4096, "Tokens of the partial KV cache, with --alpha.", least=1, most=_MOST
-    )
-    draft_weights: str | None = _predicted(
-        None,
-        "Also with drafting passes in fp8 or int4, as generate takes it, with --alpha.",
-        choices=tuple(BITS),
-    )
-    drafter: str | None = _predicted(
-        None,
-        "Also with a published drafter: a folder or a hub id, for a shape dspark, dflash or "
-        "eagle3; with --alpha.",
-    )
+    prefill: int = _job(4096, "Prompt tokens.", least=1)
+    length: int = _job(100_000, "Generated tokens.", flag="--len", least=1)
     given: frozenset[str] = given_names()
 
     def __post_init__(self) -> None:
@@ -469,7 +391,6 @@ class BenchConfig:
     contenders: Sequence[Contender]  # labels are unique; ``ar`` is among them
     simulate_alpha: float | None = None
     note: str | None = None  # what of the options had to be changed
-    peers: Peers | None = None  # transformers' generate beside them
 
     @property
     def simulated(self) -> dict[str, Any] | None:
@@ -523,9 +444,4 @@ def configure(
     params, _ = ending(options.sampling, model.eos_ids, stop_at_eos=False)
     cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
-    peers = None
-    if options.peers:
-        from tswift.benchmarking.peers import load_peers
-
-        peers = load_peers(options, model)
-    return BenchConfig(model, params, contenders, options.simulate_alpha, note, peers)
+    return BenchConfig(model, params, contenders, options.simulate_alpha, note)

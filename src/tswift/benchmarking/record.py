@@ -245,7 +245,7 @@ class Workload(_Closed):
     kv_dtype: str | None = None  # where it is not the model's
     exact: Size | None = None  # rows of every pass
     variants: dict[str, str] | None = None  # methods of contenders with labels of their own
-    peers: dict[str, Options] | None = None  # what transformers' generate was given
+    peers: dict[str, Options] | None = None  # transformers' generate beside ours, until 0.1
     simulated: Simulation | None = None
 
     def differing(self, other: Workload) -> list[str]:

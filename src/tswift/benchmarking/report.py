@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from tswift.benchmarking import plots, resume, suites, summary
-from tswift.benchmarking.config import ASSISTED, BASELINE, LOOKUP, SAMPLED
+from tswift.benchmarking.config import BASELINE, SAMPLED
 from tswift.benchmarking.record import Measurement, Record, SuiteRecord, encode, to_json
 from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
 from tswift.benchmarking.summary import METRICS, Figure, Row, method_name, source, summarise
@@ -406,7 +406,6 @@ def _notes(cells: Sequence[Row], measurement: Measurement, what: str, state: str
         notes.append(
             f"The {what} did not run to its end: these are the cells and lengths that were reached."
         )
-    notes += peer_notes(measurement) if cells else []
     if measurement.workload.ar == SAMPLED:
         time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
         notes.append(
@@ -444,10 +443,7 @@ def same_text_note(measurement: Measurement) -> str:
     """How many runs yielded plain decoding's tokens, and where the others left them,
     in one line.
     """
-    peers = measurement.workload.peers or ()
-    known = [
-        one for one in measurement.samples if one.same_as_ar is not None and one.method not in peers
-    ]
+    known = [one for one in measurement.samples if one.same_as_ar is not None]
     differing = [sample for sample in known if not sample.same_as_ar or sample.explained is False]
     what = "Same tokens as AR"
     what += (
@@ -472,31 +468,6 @@ def same_text_note(measurement: Measurement) -> str:
     return (
         f"{what}: {len(known) - len(differing)} of {_runs(len(known))}. Not: {'; '.join(places)}."
     )
-
-
-def peer_notes(measurement: Measurement) -> list[str]:
-    """What transformers' figures mean, and whether its greedy texts are ours."""
-    notes = []
-    for name, settings in (measurement.workload.peers or {}).items():
-        known = [
-            one for one in measurement.samples if one.method == name and one.same_as_ar is not None
-        ]
-        places = [one.first_difference or 0 for one in known if not one.same_as_ar]
-        how = (
-            f", {settings.get('prompt_lookup_num_tokens')} tokens looked up"
-            if name == LOOKUP
-            else ""
-        )
-        how += f", drafted by {settings.get('assistant_model')}" if name == ASSISTED else ""
-        if known:
-            text = f"the text of AR in {len(known) - len(places)} of {_runs(len(known))}"
-            text += f", others leave it, at token {min(places):,} or later" if places else ""
-        elif settings.get("do_sample"):
-            text = "samples with torch's random numbers, so a text of its own"
-        else:
-            text = "a text of its own, since its penalty is over more than the window"
-        notes.append(f"{name}: transformers {measurement.environment.transformers}{how}: {text}.")
-    return notes
 
 
 def _runs(count: int) -> str:

@@ -47,6 +47,10 @@ def read_record(folder: Path, option: str) -> Record:
         raise InputError(
             f"{path} was written by an older tswift, which did not keep its options", option
         )
+    if any(one.workload.peers for one in record.parts.values()):
+        raise InputError(
+            f"{path} has transformers' generate, which benchmarks/peers.py runs", option
+        )
     record.options = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in record.options.items()

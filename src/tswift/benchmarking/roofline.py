@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BASELINE, BenchConfig, RooflineQuery, fit_grid, fit_note
+from tswift.benchmarking.config import BenchConfig, RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options
-from tswift.benchmarking.summary import method_name
 from tswift.caches import ask_for_huge_pages
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
@@ -52,9 +51,7 @@ from tswift.models.devices import (
 )
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
-from tswift.speculators.formats import drafter_of, native_head
-from tswift.speculators.networks import SpeculatorSpec
-from tswift.tables import NOTHING, Table, duration, quantity
+from tswift.tables import Table, duration, quantity
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel
@@ -62,8 +59,6 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
 Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number, or several
-# kept in records
-_QUESTION = ("nodes", "prefill", "length", "alpha", "depth", "budget", "draft_weights")
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES, _LEAST_SECONDS = 5, 0.1  # whatever else the machine does, some of them are undisturbed
@@ -345,13 +340,9 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     else:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
-    file = native_head(query.model, config)
-    if query.drafter is not None:
-        file = drafter_of(query.drafter, config, is_shape)
-    drafter = None if file is None else file.spec
-    found = predict(shape, machine, query, max_positions(config), drafter)
+    found = floors(shape, machine, query, max_positions(config))
     about = {"model": query.model, "dtype": words, "device": where}
-    return tables(found, ", ".join(about.values())), {**about, **found.as_dict()}
+    return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -366,87 +357,88 @@ class PassFloor:
     floor_seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeFloor:
-    """The least time of a decode."""
-
-    method: str
-    alpha: float | None
-    tokens_per_step: float
-    passes: int
-    floor_seconds: float
-    speedup: float
-    step_seconds: float
-    needed: float  # tokens per step with which it would be as quick as plain decoding
-    draft_weights: str | None
-    draft_bits: int | None  # of the weights that drafting reads, except the LM head's
-    # with which a cheaper draft is as quick as one with the model's own weights
-    even_alpha: float | None
-
-
 @dataclass(frozen=True)
-class Prediction:
-    """Floors of passes and decodes that a query asks for."""
+class Floors:
+    """Floors of passes, and of a job by plain decoding."""
 
     shape: Shape
     machine: Machine
-    query: RooflineQuery
-    contexts: Sequence[int]
+    prefill: int  # the job's
+    length: int
     passes: Sequence[PassFloor]
-    decodes: Sequence[DecodeFloor]  # plain decoding's first
+    plain_seconds: float  # of the job, prefill apart
     note: str = ""  # that the model has no room for what would be usual
 
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
         shape = asdict(replace(self.shape, states=None))
-        shape |= {
-            name: getattr(self.shape, name) for name in ("weight_bytes", "kv_bytes", "state_bytes")
-        }
         del shape["states"]
-        return {
-            "shape": shape,
-            "machine": asdict(self.machine),
-            "question": {
-                **{name: getattr(self.query, name) for name in _QUESTION},
-                "contexts": self.contexts,
-            },
-            "passes": [asdict(floor) for floor in self.passes],
-            "decodes": [asdict(floor) for floor in self.decodes],
+        for name in ("weight_bytes", "kv_bytes", "state_bytes"):
+            shape[name] = getattr(self.shape, name)
+        rest = {name: value for name, value in asdict(self).items() if name != "note"}
+        return {**rest, "shape": shape}
+
+    def tables(self, label: str) -> list[Table]:
+        """Figures of the paper's table 2, and floors of passes."""
+        shape, machine = self.shape, self.machine
+        longest = max(floor.context for floor in self.passes)
+        rates = {
+            "memory bandwidth": quantity(machine.bandwidth, "B/s"),
+            "peak": quantity(machine.flops, "FLOP/s"),
+            "parameters": f"{shape.parameters:,}",
+            "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
+            "KV cache of a token": f"{shape.kv_bytes:,} B",
+            "states, read and written by a pass": quantity(shape.state_bytes, "B"),
+            f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
+            "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
+            f"computing time of a node at {longest:,} tokens": _milliseconds(
+                computing_seconds(shape, machine, longest, 1), 1
+            ),
+            f"plain decoding of {self.length:,} tokens after {self.prefill:,}": duration(
+                self.plain_seconds
+            ),
         }
+        if not shape.states:
+            del rates["states, read and written by a pass"]
+        rows = [
+            [
+                f"{floor.context:,}",
+                f"{floor.nodes:,}",
+                quantity(floor.context * shape.kv_bytes, "B"),
+                quantity(floor.read_bytes, "B"),
+                _milliseconds(floor.loading_seconds),
+                _milliseconds(floor.computing_seconds),
+                _milliseconds(floor.floor_seconds),
+            ]
+            for floor in self.passes
+        ]
+        columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
+        notes = [
+            "floor: the longer of the two, since a machine can load and compute at the same time. "
+            "Real passes take longer: tswift bench says by how much.",
+            *([f"{self.note}."] if self.note else []),
+        ]
+        return [
+            Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1),
+            Table(f"Least time of a pass: {label}", columns, rows, notes=notes),
+        ]
 
 
-def predict(
-    shape: Shape,
-    machine: Machine,
-    query: RooflineQuery,
-    positions: int,
-    drafter: SpeculatorSpec | None = None,
-) -> Prediction:
-    """Floors of passes and decodes that a query asks for.
-
-    Args:
-        positions: that the model has.
-        drafter: a published drafter whose decode is to be predicted, too.
-    """
+def floors(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> Floors:
+    """Floors that a query asks for, of a model with so many ``positions``."""
     given = {"lens" if name == "length" else name for name in query.given}
     prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
     note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
-    query = replace(query, prefill=prefill, length=length)
-    contexts = (
-        query.contexts
-        or tuple(context for context in CONTEXTS if context <= positions)
-        or (positions,)
-    )
-    if max(contexts) > positions:
-        beyond = next(context for context in contexts if context > positions)
-        raise InputError(f"{beyond:,} is more than the model's {positions:,} positions", "context")
-    total = query.prefill + query.length
-    if total > positions:
-        need = (
-            f"{query.prefill:,} prompt tokens and {query.length:,} new ones need {total:,} "
-            "positions"
-        )
-        raise InputError(f"{need}, the model has {positions:,}", "length")
+    usual = [context for context in CONTEXTS if context <= positions]
+    contexts = query.contexts or usual or [positions]
+    for context in contexts:
+        if context > positions:
+            raise InputError(
+                f"{context:,} is more than the model's {positions:,} positions", "context"
+            )
+    if prefill + length > positions:
+        need = f"{prefill:,} prompt tokens and {length:,} new ones need {prefill + length:,}"
+        raise InputError(f"{need} positions, the model has {positions:,}", "length")
     passes = [
         PassFloor(
             context,
@@ -459,178 +451,8 @@ def predict(
         for context in contexts
         for nodes in query.nodes
     ]
-    return Prediction(
-        shape, machine, query, contexts, passes, _decodes(shape, machine, query, drafter), note
-    )
-
-
-def _decodes(
-    shape: Shape, machine: Machine, query: RooflineQuery, drafter: SpeculatorSpec | None
-) -> list[DecodeFloor]:
-    length = query.length
-    alpha = query.alpha
-    depth = query.depth
-    bits = 8 * shape.itemsize
-    # method, tokens drafted along a path, what drafting costs, its weights and their bits
-    lanes: list[tuple[str, int, Drafting | None, str | None, int | None]] = [
-        (BASELINE, 0, None, None, None)
-    ]
-    # recurrent layers cost a model that drafts for itself as much as a pass
-    for kind in (
-        dict.fromkeys((None, query.draft_weights))
-        if alpha is not None and shape.states is None
-        else ()
-    ):
-        own = BITS[kind] if kind else bits
-        head_bytes = (depth - 1) * shape.hidden_size**2 * shape.itemsize
-        lanes.append(("tokenswift", depth, Drafting(query.budget, head_bytes, bits=own), kind, own))
-    if drafter is not None and alpha is not None:
-        read = drafter.read_bytes(shape.itemsize, query.budget, drafter.count, shape.lm_head)
-        lanes.append((f"drafter {drafter.kind}", drafter.count, Drafting(None, read), None, bits))
-    floors: list[DecodeFloor] = []
-    for method, depth, drafting, kind, own_bits in lanes:
-        per_step = depth * (alpha or 0.0) + 1
-        passes = math.ceil(length / per_step)
-        nodes = max(query.nodes) if drafting else 1
-        seconds = decode_seconds(
-            shape, machine, query.prefill, length, passes, passes * nodes, drafting
-        )
-        plain = floors[0].floor_seconds if floors else seconds
-        # of a cheaper draft, beside the one with the model's own weights
-        even = (
-            None
-            if kind is None
-            else max(0.0, (per_step * seconds / floors[1].floor_seconds - 1) / depth)
-        )
-        floors.append(
-            DecodeFloor(
-                method=method,
-                alpha=alpha if drafting else None,
-                tokens_per_step=per_step,
-                passes=passes,
-                floor_seconds=seconds,
-                speedup=plain / seconds,
-                step_seconds=seconds / passes,
-                needed=seconds / passes * length / plain,
-                draft_weights=kind,
-                draft_bits=own_bits,
-                even_alpha=even,
-            )
-        )
-    return floors
-
-
-def tables(prediction: Prediction, label: str) -> list[Table]:
-    """Figures of the paper's table 2, floors of passes, and floors of decodes."""
-    return [
-        _rates(prediction, label),
-        _passes(prediction, label),
-        _decodes_table(prediction, label),
-    ]
-
-
-def _rates(prediction: Prediction, label: str) -> Table:
-    shape = prediction.shape
-    machine = prediction.machine
-    longest = max(prediction.contexts)
-    computing = computing_seconds(shape, machine, longest, 1)
-    rates = {
-        "memory bandwidth": quantity(machine.bandwidth, "B/s"),
-        "peak": quantity(machine.flops, "FLOP/s"),
-        "parameters": f"{shape.parameters:,}",
-        "model weights, read by every pass": quantity(shape.weight_bytes, "B"),
-        "KV cache of a token": f"{shape.kv_bytes:,} B",
-        **(
-            {"states, read and written by a pass": quantity(shape.state_bytes, "B")}
-            if shape.states
-            else {}
-        ),
-        f"operations of a node at {longest:,} tokens": quantity(shape.flops(longest), "FLOP"),
-        "loading time of the weights": _milliseconds(loading_seconds(shape, machine, 0), 1),
-        f"computing time of a node at {longest:,} tokens": _milliseconds(computing, 1),
-    }
-    return Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1)
-
-
-def _passes(prediction: Prediction, label: str) -> Table:
-    rows = [
-        [
-            f"{floor.context:,}",
-            f"{floor.nodes:,}",
-            quantity(floor.context * prediction.shape.kv_bytes, "B"),
-            quantity(floor.read_bytes, "B"),
-            *map(
-                _milliseconds, (floor.loading_seconds, floor.computing_seconds, floor.floor_seconds)
-            ),
-        ]
-        for floor in prediction.passes
-    ]
-    columns = ["context", "nodes", "KV cache", "read", "loading", "computing", "floor"]
-    notes = ["floor: the longer of the two, since a machine can load and compute at the same time."]
-    return Table(f"Least time of a pass: {label}", columns, rows, notes=notes)
-
-
-def _decodes_table(prediction: Prediction, label: str) -> Table:
-    rows = [
-        [
-            method_name(floor.method),
-            NOTHING
-            if floor.draft_bits is None
-            else floor.draft_weights or f"{floor.draft_bits} bits",
-            NOTHING if floor.alpha is None else f"{floor.alpha:g}",
-            f"{floor.tokens_per_step:.2f}",
-            f"{floor.needed:.2f}",
-            f"{floor.passes:,}",
-            _milliseconds(floor.step_seconds),
-            duration(floor.floor_seconds),
-            f"{floor.speedup:.2f}",
-        ]
-        for floor in prediction.decodes
-    ]
-    columns = [
-        "method",
-        "draft",
-        "alpha",
-        "tokens/step",
-        "break-even tokens/step",
-        "passes",
-        "step",
-        "least time",
-        "x",
-    ]
-    return Table(
-        f"Least time of a decode: {label}", columns, rows, left=1, notes=_decode_notes(prediction)
-    )
-
-
-def _decode_notes(prediction: Prediction) -> list[str]:
-    query, decodes = prediction.query, prediction.decodes
-    notes = [
-        f"Predicted, not measured: {query.length:,} tokens after a prompt of {query.prefill:,}, "
-        "prefill apart, every pass at its floor. Real passes take longer: tswift bench says by "
-        "how much.",
-        "step: its passes, on the average. break-even: tokens per step with which it would be as "
-        "quick as AR.",
-        "--alpha predicts tokenswift too."
-        if query.alpha is None
-        else f"tokenswift: a drafting pass over {query.budget:,} tokens of KV cache with "
-        f"{query.depth - 1} chained heads, then a verification of {max(query.nodes)} nodes; "
-        f"{query.depth} tokens are drafted along a path.",
-    ]
-    if prediction.note:
-        notes.append(f"{prediction.note}.")
-    if decodes[-1].method.startswith("drafter"):
-        notes.append(
-            f"drafter: a round of it over a window of {query.budget:,} tokens, then a "
-            "verification; alpha is divided by the tokens that it drafts along a path."
-        )
-    return notes + [
-        f"A draft in {floor.draft_weights} (but for the LM head; scales are not counted) is as "
-        f"quick at alpha {floor.even_alpha:.2f} as one of {8 * prediction.shape.itemsize} bits at "
-        f"{floor.alpha:g}. What alpha it has is not predicted."
-        for floor in decodes
-        if floor.even_alpha is not None
-    ]
+    plain = decode_seconds(shape, machine, prefill, length, length, length)
+    return Floors(shape, machine, prefill, length, passes, plain, note)
 
 
 def _milliseconds(seconds: float, digits: int = 2) -> str:

@@ -108,7 +108,6 @@ class Run:
     generation: Generation | None  # the decode; None once the run was closed
     # whether its text should be plain decoding's; not where its acceptance is set
     comparable: bool = True
-    peer: bool = False  # whether it is transformers', which we do not audit
     tokens: list[int] = field(default_factory=list)  # generated so far
     stats: DecodeStats = field(init=False)
     # (tokens, seconds) at the end of every slice
@@ -298,7 +297,7 @@ class Trial:
             nonlocal kept
             if len(run.marks) < len(self._lens) and run.stats.tokens >= self._lens[len(run.marks)]:
                 run.marks.append(run.stats.copy())
-            if self._plain is None and run.method != REFERENCE and not run.peer:
+            if self._plain is None and run.method != REFERENCE:
                 run.probe()
             on_progress(run)
             if self._reached > kept:
@@ -350,7 +349,7 @@ class Trial:
         estimated = run.label not in self.runs
         (different, compared) = self._compare(run)
         marks = run.marks[: len(lens)]
-        floor = None if run.peer else self._floor
+        floor = self._floor
         floors = (
             floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
         )
@@ -419,12 +418,12 @@ class Trial:
 
         A text needs it if it differs from plain decoding's; plain decoding's own then too; and all
         if plain decoding was sampled, since its few steps start from the runs' own state. Simulated
-        texts and peers' are never audited. All runs are closed, since an audit needs a cache of its
+        texts are never audited. All runs are closed, since an audit needs a cache of its
         own.
         """
         for run in self.runs.values():
             run.close()
-        own = [one for one in samples if not one.estimated and not self.runs[one.method].peer]
+        own = [one for one in samples if not one.estimated]
         differ = any(sample.same_as_ar is False for sample in own)
         audits = {}
         for sample in own:
@@ -584,7 +583,7 @@ def _measure_cell(
         measurement.layers = config.model.layers
         on_checkpoint()
 
-    runs = _open_all(config, case.tokens, lens[-1], case.seed, plan.ar)
+    runs = open_runs(config, case.tokens, lens[-1], case.seed, plan.ar)
     trial = Trial(config, case, runs, lens, floor_of(config, session.machine))
     interrupted = trial.run(on_progress, keep)
     samples = trial.samples()
@@ -598,16 +597,8 @@ def _measure_cell(
     keep(samples)
 
 
-def _open_all(
-    config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL
-) -> list[Run]:
-    """A run for each contender and each peer."""
-    runs = open_runs(config, prompt, length, seed, ar)
-    return config.peers.beside(runs, prompt, length, config.params, seed) if config.peers else runs
-
-
 def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
-    runs = _open_all(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
+    runs = open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
     for run in runs:
         run.prefill()
         run.advance(plan.warmup)
@@ -622,12 +613,12 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
     """
     model = config.model
     about = config.model.about()
-    params = config.params
     draft = model.draft
-    peers = config.peers
     simulated = config.simulated
     newer = ("logit_bias", "order", "presence_penalty", "frequency_penalty")
-    sampling = {name: value for name, value in asdict(params).items() if value or name not in newer}
+    sampling = {
+        name: value for name, value in asdict(config.params).items() if value or name not in newer
+    }
     drafting = {
         label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}
         for label, options in config.drafting().items()
@@ -665,9 +656,6 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
         exact=about["exact"] and about["exact"]["width"],
         variants={one.label: one.method for one in config.contenders if one.label != one.method}
         or None,
-        peers=None
-        if peers is None
-        else {name: peers.settings(name, params) for name in peers.names},
         simulated=None if simulated is None else Simulation(**simulated),
     )
     workload.hash = workload_hash(to_json(workload))

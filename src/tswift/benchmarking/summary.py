@@ -12,7 +12,7 @@ from functools import partial
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from tswift.benchmarking.config import DRAFTLESS, PEERS
+from tswift.benchmarking.config import DRAFTLESS
 from tswift.tables import duration, with_spread
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def summarise(measurement: Measurement) -> list[Row]:
         for point in sample.points:
             groups[sample.prefill, point.len, sample.method].append((sample, point))
     workload = measurement.workload
-    rank = {method: i for i, method in enumerate([*workload.methods, *(workload.peers or ())])}
+    rank = {method: i for i, method in enumerate(workload.methods)}
     order = sorted(groups, key=lambda key: (*key[:2], rank.get(key[2], len(rank)), key[2]))
     return [_row(*key, groups[key]) for key in order]
 
@@ -258,7 +258,7 @@ def _figure(name: str, points: Sequence[Point]) -> Figure:
 
 def drafts(method: str) -> bool:
     """Whether a method drafts with what we measure of drafting."""
-    return method not in (*DRAFTLESS, *PEERS)
+    return method not in DRAFTLESS
 
 
 def drafted_only(figures: Mapping[str, Figure], method: str) -> dict[str, Figure]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     BenchOptions,
     SamplingParams,
     DraftOptions,
-    without=("tree", "simulate_alpha", "peers"),
+    without=("tree", "simulate_alpha"),
 )
 def compare(
     typed: options.Typed,

@@ -150,18 +150,11 @@ def _text(value: Any) -> str:
 
 @options.takes(RooflineQuery)
 def roofline(typed: options.Typed, json: options.Json = None) -> None:
-    """Print the least time that a model can take: bytes, floors of passes,
-    and of plain and TokenSwift decoding.
+    """Print the least time that a model can take: bytes, floors of passes, and of plain decoding.
 
     Nothing is downloaded or built but the model's configuration.
     """
     query = typed.make(RooflineQuery)
-    drafted = [
-        name for name in ("depth", "budget", "draft_weights", "drafter") if name in typed.values
-    ]
-    if drafted and query.alpha is None:
-        raise InputError("goes with --alpha", drafted[0])
-
     from tswift.benchmarking.roofline import roofline_tables
     from tswift.cli import output
 

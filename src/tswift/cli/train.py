@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from tswift.cli import options
 from tswift.cli.output import BAD_INPUT
 from tswift.errors import InputError
-from tswift.training.config import BLOCK, TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
+from tswift.training.config import TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
     from tswift.cli.output import Bars
@@ -120,27 +120,9 @@ def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
         )
 
 
-def _levels_grid(outcome: Outcome, level: str, what: str, notes: Sequence[str] = ()) -> Table:
-    """A row for each drafted token: ``level`` is what guesses it."""
+def _heads_grid(outcome: Outcome) -> Table:
     from tswift.tables import Table
 
-    before, after = (
-        [(loss, *top) for loss, top in zip(scores["loss"], scores["top"], strict=True)]
-        for scores in (outcome.before, outcome.after)
-    )
-    rows = [
-        [
-            str(number),
-            f"{number + 1} on",
-            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(*level, strict=True)),
-        ]
-        for number, level in enumerate(zip(before, after, strict=True), 1)
-    ]
-    title = f"{what} on held-out text, untrained -> after {outcome.steps:,} steps"
-    return Table(title, [level, "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
-
-
-def _heads_grid(outcome: Outcome) -> Table:
     before = outcome.before
     after = outcome.after
     config = outcome.config
@@ -154,7 +136,21 @@ def _heads_grid(outcome: Outcome) -> Table:
             "defaults.",
             *_gain(before, after),
         ]
-    return _levels_grid(outcome, "head", f"{config.heads_count} {config.kind} heads", notes)
+    levels = (
+        [(loss, *top) for loss, top in zip(scores["loss"], scores["top"], strict=True)]
+        for scores in (before, after)
+    )
+    rows = [
+        [
+            str(number),
+            f"{number + 1} on",
+            *(f"{old:.3f} -> {new:.3f}" for old, new in zip(*level, strict=True)),
+        ]
+        for number, level in enumerate(zip(*levels, strict=True), 1)
+    ]
+    title = f"{config.heads_count} {config.kind} heads on held-out text, untrained -> after "
+    title += f"{outcome.steps:,} steps"
+    return Table(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
 
 
 def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -184,10 +180,6 @@ def _draft_grid(outcome: Outcome) -> Table:
 
     before = outcome.before
     after = outcome.after
-    config = outcome.config
-    assert isinstance(config, DraftConfig)
-    if config.kind == BLOCK:
-        return _levels_grid(outcome, "slot", f"A block of {config.slots} tokens")
     figures = {
         "loss on held-out text": (before["loss"], after["loss"], after["target_loss"]),
         "draws the same token": (before["agreement"], after["agreement"], 1.0),
@@ -216,11 +208,9 @@ train_draft = command(
     DraftConfig,
     "model.safetensors",
     _draft_grid,
-    """Train a small model or a block drafter that drafts for a model.
+    """Train a small model that drafts for a model: for --draft-model.
     Required: --corpus, or --resume.
 
-    A small model (--kind lm) has the large one's vocabulary: for --draft-model. A block drafter
-    (--kind block) reads the large model's states and guesses a few tokens in one pass, in DSpark's
-    layout: for --drafter. A folder takes it, figures and checkpoints.
+    It has the large one's vocabulary. A folder takes it, figures and checkpoints.
     """,
 )

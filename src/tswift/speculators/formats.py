@@ -552,33 +552,6 @@ def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
     )
 
 
-def published_config(spec: SpeculatorSpec) -> dict[str, Any]:
-    """The configuration of a DSpark drafter, as DeepSpec writes it."""
-    return {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.inner_size,
-        "num_hidden_layers": spec.layers,
-        "num_target_layers": spec.target_layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.eps,
-        "rope_parameters": dict(spec.rope),
-        "layer_types": ["full_attention"] * spec.layers,
-        "target_layer_ids": list(spec.tapped(0)),
-        "block_size": spec.block,
-        "mask_token_id": spec.mask,
-        "markov_rank": spec.rank,
-        "markov_head_type": spec.markov,
-        "enable_confidence_head": False,
-        "torch_dtype": "bfloat16",
-    }
-
-
 def describe_drafter(folder: Path) -> dict[str, object]:
     """What ``tswift heads inspect`` tells of the drafter in a folder, and its JSON has;
     no weights are read.

@@ -17,8 +17,6 @@ from tswift.models.config import DEMO, HEAD_KINDS, dtype_name, refuse_shape
 from tswift.options import check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
-LM, BLOCK = DRAFTS = ("lm", "block")
-MARKOV = ("vanilla", "gated", "rnn")
 
 
 def _shape(
@@ -62,7 +60,6 @@ _model = partial(option, panel="Model")
 _output = partial(option, panel="Output", free=True)
 _heads = partial(option, panel="Heads")
 _draft = partial(option, panel="Draft model")
-_block = partial(option, panel="Block drafter")
 _seq_len = partial(_text, help="Tokens of a row; only longer documents are used.", least=2)
 _batch = partial(_schedule, help="Rows forwarded together.", least=1, most=1 << 20)
 _accumulate = partial(_schedule, help="Batches of a step, for each process.", least=1, most=1 << 20)
@@ -74,8 +71,6 @@ _CORPUS = (
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
 _ALPHA_TOKENS = "Tokens decoded after each held-out text for alpha, before and after; 0 is none."
 _SHAPE_POSITIONS = "the shape's; 131,072 for demo, 2,048 for 205m"
-
-_OF_BLOCKS = ("block", "layers", "attention_heads", "mlp", "rank", "markov")
 
 Config = TypeVar("Config", bound="TrainConfig")
 # of decoding the same number of tokens, with what was trained and without
@@ -235,21 +230,13 @@ class HeadsConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class DraftConfig(TrainConfig):
-    """Settings of a training, from random weights, of what drafts for a model: a small one,
-    or a block drafter.
-    """
+    """Settings of a training, from random weights, of a small model that drafts for a large one."""
 
     seq_len: int = _seq_len(512)
     batch: int = _batch(16, shown="16; 8 on a CPU")
     accumulate: int = _accumulate(1)
     lr: float = _schedule(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
     weight_decay: float = _schedule(0.01, "Weight decay (Muon).", least=0)
-    kind: str = _text(
-        LM,
-        "lm, a small language model, or block, a DSpark drafter.",
-        panel="Options",
-        choices=DRAFTS,
-    )
     shape: str | None = _draft(
         None,
         "demo (as the bundled one), or 205m (the paper's table 11).",
@@ -263,23 +250,6 @@ class DraftConfig(TrainConfig):
         least=2,
         most=1 << 24,
     )
-    block: int | None = _block(None, "Tokens that it drafts.", shown="5", least=2, most=64)
-    layers: int | None = _block(None, "Layers.", shown="1", least=1, most=64)
-    attention_heads: int | None = _block(
-        None,
-        "Heads of its attention, each with keys of its own.",
-        shown="the model's",
-        least=1,
-        most=1 << 10,
-    )
-    mlp: int | None = _block(None, "Width of its MLPs.", shown="the model's", least=1, most=1 << 20)
-    rank: int | None = _block(None, "Rank of its Markov head.", shown="32", least=1, most=1 << 14)
-    markov: str | None = _block(
-        None,
-        "How it is told the token before: vanilla, gated or rnn.",
-        shown="vanilla",
-        choices=MARKOV,
-    )
     objective: str = _text(
         TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES
     )
@@ -289,12 +259,6 @@ class DraftConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("shape",) if self.kind == BLOCK else _OF_BLOCKS:
-            if getattr(self, name) is not None:
-                raise InputError(f"is not for --kind {self.kind}", name)
-        if self.kind == BLOCK and self.seq_len < self.slots + 2:
-            # every slot has a token to predict
-            raise InputError(f"must be at least {self.slots + 2}, got {self.seq_len}", "seq_len")
         if self.seq_len > self.positions:
             message = (
                 f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
@@ -310,11 +274,6 @@ class DraftConfig(TrainConfig):
     def sizes(self) -> dict[str, Any]:
         """The published shape of a small model."""
         return SHAPES[self.shape or "demo"]
-
-    @property
-    def slots(self) -> int:
-        """Tokens that a block drafter drafts."""
-        return self.block or 5
 
 
 def _absolute(name: str) -> str:

@@ -8,7 +8,7 @@ a stretch of positions at a time: 8,192 positions over a vocabulary of 128K woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,7 +21,6 @@ from transformers import AttentionInterface
 
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
-from tswift.speculators.networks import BlockSpeculator
 from tswift.training.config import DISTILL, TEXT
 from tswift.training.teacher import draft_logits, read_states
 
@@ -98,29 +97,6 @@ class NetworkLoss(nn.Module):
         self._target = target
         self._objective = objective
         self._max_logits = max_logits
-
-    def _piece(self, work: Callable[..., Any], *inputs: Any, logits: int) -> Any:
-        if logits <= self._max_logits or not torch.is_grad_enabled():
-            return work(*inputs)
-        return checkpoint(work, *inputs, use_reentrant=False)
-
-    @torch.no_grad()
-    def _teacher(self, hidden: Tensor) -> Tensor | None:
-        """The model's distributions ``[..., V]`` for its states ``[..., H]``,
-        where these are the objective.
-        """
-        return (
-            _float32(self._target.open_logits(hidden)).softmax(-1)
-            if self._objective == DISTILL
-            else None
-        )
-
-    def _summed(
-        self, logits: Tensor, tokens: Tensor, teacher: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of ``[n, V]`` logits, and ``[3]`` hits."""
-        loss = F.cross_entropy(logits, tokens if teacher is None else teacher, reduction="sum")
-        return loss, _hits(logits.detach(), tokens)
 
 
 class HeadsLoss(NetworkLoss):
@@ -206,105 +182,31 @@ class DraftLoss(NetworkLoss):
         hidden = self.network.get_decoder()(
             input_ids=ids, position_ids=positions, use_cache=False
         ).last_hidden_state
-        teacher = (
-            read_states(self._target, ids, positions)[0] if self._objective == DISTILL else hidden
-        )
-        per_place = rows * self._target.vocab_size
-        width = max(1, self._max_logits // per_place)
-        parts = []
+        distill = self._objective == DISTILL
+        states = read_states(self._target, ids, positions) if distill else hidden
+        width = max(1, self._max_logits // (rows * self._target.vocab_size))
+        losses, hits = [], []
         for start in range(0, count, width):
-            part = slice(start, min(start + width, count))
-            inputs = (hidden[:, part], ids[:, 1:][:, part].flatten(), teacher[:, part])
-            parts.append(self._piece(self._stretch, *inputs, logits=count * per_place))
-        losses, hits = zip(*parts, strict=True)
+            end = min(start + width, count)
+            tokens = ids[:, start + 1 : end + 1].flatten()
+            inputs = hidden[:, start:end], tokens, states[:, start:end]
+            if width < count and torch.is_grad_enabled():
+                loss, hit = checkpoint(self._stretch, *inputs, use_reentrant=False)
+            else:
+                loss, hit = self._stretch(*inputs)
+            losses.append(loss)
+            hits.append(hit)
         return Metrics(
-            torch.stack(losses).sum(0, keepdim=True),
-            torch.stack(hits).sum(0, keepdim=True),
-            rows * count,
+            torch.stack(losses).sum()[None], torch.stack(hits).sum(0)[None], rows * count
         )
 
     def _stretch(self, hidden: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
-        return self._summed(logits, tokens, self._teacher(states.flatten(0, 1)))
-
-
-class _RowKV:
-    """Keys and values of one row that is trained on: they only grow."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-
-    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        for held, new in ((self.keys, keys), (self.values, values)):
-            held[layer] = torch.cat([held[layer], new], 1) if layer in held else new
-
-
-class BlockLoss(NetworkLoss):
-    """Loss of a block drafter: blocks at many places of each row are filled,
-    each from what lies before it.
-    """
-
-    network: BlockSpeculator
-
-    def forward(self, ids: Tensor, positions: Tensor, roots: Tensor) -> Metrics:
-        """Metrics of each slot; ``[B, A]`` roots are where blocks begin: above 0,
-        at most ``T - 1 - slots``.
-        """
-        network, (rows, length) = self.network, ids.shape
-        slots = torch.arange(network.spec.block, device=ids.device)
-        hidden, taps = read_states(self._target, ids, positions)
-        weight = network.fc.weight
-        mask = torch.full_like(slots, network.spec.mask)
-        blocks = []
-        for row in range(rows):
-            kv = _RowKV()
-            at = roots[row]
-            unused = ids[row]
-            network.remember(taps[row].to(weight.dtype), unused, positions[row], unused, kv)
-            tokens = torch.where(slots == 0, ids[row, at, None], mask).flatten()
-            places = (positions[row, at, None] + slots).flatten()
-            before = (
-                torch.arange(length, device=ids.device) < at.repeat_interleave(len(slots))[:, None]
-            )
-            own = torch.arange(len(places), device=ids.device) // len(slots)
-            seen = torch.cat([before, own[:, None] == own], 1)
-            # inference tensors cannot be trained on
-            embedded = self._target.embed(tokens).to(weight.dtype, copy=True)
-            blocks.append(network.fill(embedded, places, places, kv, seen))
-        states = torch.stack(blocks).unflatten(1, (-1, len(slots)))  # [B, A, slots, H]
-        logits = (
-            states[:, :, 0].numel()
-            // network.spec.hidden_size
-            * self._target.vocab_size
-            * len(slots)
-        )
-        losses = []
-        hits = []
-        markov = None
-        line = torch.arange(rows, device=ids.device)[:, None]
-        for slot in range(len(slots)):
-            told = ids[line, roots + slot]
-            goal = ids[line, roots + slot + 1]
-            teacher = hidden[line, roots + slot]
-            given = (
-                states[:, :, slot].flatten(0, 1),
-                told.flatten(),
-                goal.flatten(),
-                teacher.flatten(0, 1),
-                markov,
-            )
-            loss, hit, markov = self._piece(self._slot, *given, logits=logits)
-            losses.append(loss)
-            hits.append(hit)
-        return Metrics(torch.stack(losses), torch.stack(hits), roots.numel())
-
-    def _slot(
-        self, states: Tensor, told: Tensor, goal: Tensor, teacher: Tensor, markov: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        bias, markov = self.network.markov_head(told, states, markov)
-        logits = _float32(self._target.open_logits(states.to(self._target.dtype))) + bias
-        return *self._summed(logits, goal, self._teacher(teacher)), markov
+        goal = tokens
+        if self._objective == DISTILL:
+            with torch.no_grad():
+                goal = _float32(self._target.open_logits(states.flatten(0, 1))).softmax(-1)
+        return F.cross_entropy(logits, goal, reduction="sum"), _hits(logits.detach(), tokens)
 
 
 def _float32(logits: Tensor) -> Tensor:

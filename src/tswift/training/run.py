@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import MAX_RECORD, DecodeError, InputError, read_file
+from tswift.jobs.config import fields_of
 from tswift.jobs.folder import (
     FINISHED,
     INTERRUPTED,
@@ -136,7 +137,7 @@ def resume(
     folder = TrainFolder(path, kind.COMMAND)
     record = folder.read_record()
     try:
-        began = kind(**record["plan"])
+        began = kind(**fields_of(kind, record["plan"]))
         steps = int(record["steps"])
         state = record["state"]
         before, after = (dict(record[when]) if when in record else None for when in (BEFORE, AFTER))
@@ -144,6 +145,8 @@ def resume(
         raise InputError(
             f"{path} holds a plan that is damaged, or of another version of tswift", "resume"
         ) from None
+    if record["plan"].get("kind") == "block":
+        raise InputError(f"{path} trains a block drafter, which this version does not", _FIELD)
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
         if state == FINISHED:

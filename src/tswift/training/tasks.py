@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,18 +24,15 @@ from tswift.engine import Request, begin, ending
 from tswift.errors import InputError, renamed
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import LoadedModel
-from tswift.models.checkpoint import CONFIG, fingerprint_in_any_dtype, silence
+from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
-from tswift.speculators.formats import attached, published_config
 from tswift.speculators.heads import HEAD_TYPES, load_heads
-from tswift.speculators.networks import DSPARK, BlockSpeculator, SpeculatorSpec, build
 from tswift.tables import Reporter
-from tswift.training.config import BLOCK, DISTILL, TIMES, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import DISTILL, TIMES, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import (
     CAUSAL,
-    BlockLoss,
     DraftLoss,
     HeadsLoss,
     Metrics,
@@ -51,7 +46,6 @@ TEACHER = "teacher-{}.bin"  # by rank
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
 _ROWS = 256  # of scores in float64 at a time, for each model
 _NEW = 0.5  # share of a training of heads in which rows are new ones
-_BLOCKS = 4  # tokens of a row for every block that is learnt from
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
 
 
@@ -396,109 +390,9 @@ class DraftTrainee(Trainee):
             self._model.tokenizer.save_pretrained(folder)
 
 
-class BlockTrainee(Trainee):
-    """A block drafter with a Markov head, in DSpark's layout,
-    that learns what a model says after the text so far.
-    """
-
-    loss_type, name = BlockLoss, "drafter.network"
-
-    def build(self) -> nn.Module:
-        """A block drafter with random weights, whose Markov head says nothing yet."""
-        network = build(block_spec(self._config, self._model), self._target)
-        assert isinstance(network, BlockSpeculator)
-        nn.init.zeros_(network.markov_head.markov_w2.weight)
-        self._progress.say(
-            f"block drafter of {sum(weight.numel() for weight in network.parameters()):,} "
-            "parameters"
-        )
-        return attached(network)
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon and AdamW."""
-        markov = self.network.markov_head
-        ends = markov.markov_w1.weight, markov.markov_w2.weight
-        return muon(self.network, ends, self._config.lr, self._config.weight_decay)
-
-    def places(self, rows: int, key: Sequence[int]) -> tuple[Tensor | None, ...]:
-        """Positions with jumps, and where blocks begin."""
-        config = self._config
-        rng = np.random.default_rng([*key, 1])
-        limit = max(config.seq_len + 2, min(config.positions, self._target.max_positions))
-        positions = torch.from_numpy(jumping_positions(rows, config.seq_len, limit, rng))
-        last = config.seq_len - 1 - config.slots
-        return positions, 1 + torch.from_numpy(
-            rng.integers(0, last, (rows, max(1, config.seq_len // _BLOCKS)))
-        )
-
-    @torch.no_grad()
-    def evaluate(self, folder: Path | None = None, quick: bool = False) -> Scores:
-        """Loss and accuracy of each slot."""
-        roots = torch.arange(1, self._config.seq_len - self._config.slots)[None]
-        places = torch.arange(self._config.seq_len)[None], roots
-        return (
-            total([self._metrics(self.loss, row[None], *places) for row in self._rows]).scores()
-            | _NO_ALPHA
-        )
-
-    def save(self, folder: Path) -> None:
-        """Write the drafter in bfloat16: a folder for ``--drafter``."""
-        (folder / CONFIG).write_text(
-            json.dumps(published_config(self.network.spec), indent=2) + "\n"
-        )
-        tensors = {
-            name: weight.detach().bfloat16().contiguous()
-            for name, weight in self.network.named_parameters()
-        }
-        save_file(tensors, folder / MODEL, metadata={"format": "pt"})
-
-
 def trainee_of(config: TrainConfig) -> Any:
     """What these settings train."""
-    if isinstance(config, HeadsConfig):
-        return HeadsTrainee
-    assert isinstance(config, DraftConfig)
-    return BlockTrainee if config.kind == BLOCK else DraftTrainee
-
-
-def block_spec(config: DraftConfig, model: LoadedModel) -> SpeculatorSpec:
-    """The sizes of a block drafter: its layers are as wide as the model's, but for the MLP."""
-    target = model.target
-    text = model.target.model.config.get_text_config()
-    shape = target.kv_shape
-    if shape.layers < 2:
-        raise InputError(
-            "has a single layer, and a block drafter reads the states before the last one", "model"
-        )
-    eps = getattr(text, "rms_norm_eps", None)
-    theta = (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
-    if eps is None or theta is None:
-        name = "rms_norm_eps" if eps is None else "rope_theta for all layers"
-        raise InputError(
-            f"{model.name} has no {name}, which a block drafter takes over from its model", "model"
-        )
-    last = shape.layers - 2
-    taps = sorted({round(min(1, last) + share * (last - min(1, last)) / 4) for share in range(5)})
-    return SpeculatorSpec(
-        kind=DSPARK,
-        hidden_size=target.hidden_size,
-        inner_size=config.mlp or text.intermediate_size,
-        layers=config.layers or 1,
-        heads=config.attention_heads or text.num_attention_heads,
-        kv_heads=config.attention_heads or shape.heads,
-        head_dim=shape.head_dim,
-        vocab_size=target.vocab_size,
-        eps=eps,
-        rope={"rope_type": "default", "rope_theta": theta},
-        tap_size=target.hidden_size,
-        tap_count=len(taps),
-        taps=tuple(taps),
-        target_layers=shape.layers,
-        block=config.slots,
-        mask=model.eos_ids[0] if model.eos_ids else 0,
-        markov=config.markov or "vanilla",
-        rank=config.rank or 32,
-    )
+    return HeadsTrainee if isinstance(config, HeadsConfig) else DraftTrainee
 
 
 @torch.inference_mode()

@@ -36,17 +36,13 @@ class Taught(NamedTuple):
     shares: Tensor
 
 
-def read_states(
-    target: Target, ids: Tensor, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Last hidden states ``[B, T, H]`` of the model,
-    and the taps ``[B, T, M * H]`` of one that has them.
+def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Last hidden states ``[B, T, H]`` of the model.
 
     They come from the passes that decode: heads see the same when they draft.
     """
     rows, length = ids.shape
     hidden = torch.empty(rows, length, target.hidden_size, dtype=target.dtype, device=target.device)
-    taps: list[Tensor] = []
     kv = FullKV(target.kv_shape, length)
     empty = kv.mark()
     if positions is None:
@@ -58,10 +54,8 @@ def read_states(
             with torch.autocast(target.device.type, enabled=False):
                 forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
             hidden[row, part] = forwarded.hidden
-            if forwarded.layer_states is not None:
-                taps.append(forwarded.layer_states.clone())
             kv.commit(range(len(ids[row, part])))
-    return hidden, torch.cat(taps).unflatten(0, (rows, length)) if taps else hidden[:, :, :0]
+    return hidden
 
 
 @torch.no_grad()
@@ -81,7 +75,7 @@ def teach(
         positions: ``[B, T]``; None for the first ones.
         count: of the likeliest tokens; with 0 no logits are computed.
     """
-    hidden, _ = read_states(target, ids, positions)
+    hidden = read_states(target, ids, positions)
     if not count:
         return Taught(ids, hidden, ids[..., None][..., :0], hidden[..., :0].float())
     likeliest, shares = [], []

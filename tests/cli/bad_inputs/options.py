@@ -116,7 +116,6 @@ TOGETHER = {
         table12 --prefill 8 --lens 5000 | --lens:
     """,
     "roofline": """
-        --draft-weights int4 | --draft-weights: goes with --alpha
         --device h200 | --bandwidth
         --budget 64 | --budget
     """,
