@@ -18,7 +18,7 @@ import typer.main
 
 from tests.conftest import SENTENCES
 from tswift.benchmarking.record import read
-from tswift.benchmarking.report import csv_text, markdown
+from tswift.benchmarking.report import csv_text
 from tswift.cli.app import app
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -143,15 +143,9 @@ def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no
 @pytest.mark.parametrize(
     "path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name
 )
-def test_tables_of_suites_that_were_run(path: Path) -> None:
-    """The committed records still give the committed tables, row by row."""
+def test_figures_of_suites_that_were_run(path: Path) -> None:
+    """The committed records still give the committed figures, row by row."""
     record = read(path.with_suffix(".json"), "resume")
     committed = list(csv.DictReader(path.read_text().splitlines()))
     ours = list(csv.DictReader(csv_text(record).splitlines()))
     assert all(line.items() <= known.items() for line, known in zip(ours, committed, strict=True))
-    published, shown = (
-        [line for line in text.split("##")[1].splitlines() if line.startswith("|")]
-        for text in (path.with_suffix(".md").read_text(), markdown(record))
-    )
-    assert published
-    assert shown == published

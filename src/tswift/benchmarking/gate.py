@@ -30,8 +30,8 @@ _MACHINE = ("cpu", "threads", "gpu")
 _MIN_REPEATS = 2
 
 Draw = tuple[str, int]  # prompt and seed
-# method, prefill, length; the draw of a counter
-Place = tuple[str, "int | None", "int | None", "Draw | None"]
+# method, prefill, length; the draw of a counter, or the prompts' kind of a time
+Place = tuple[str, "int | None", "int | None", str]
 Value = tuple["float | None", set[Draw]]  # a mean, and what it is over
 
 _ABSENT: Value = (None, set())
@@ -67,12 +67,12 @@ class Rule:
         for cell in summarise(measurement):
             if self.metric.exact:
                 for draw, means in cell.draws.items():
-                    values[cell.axis, cell.prefill, cell.length, draw] = (
+                    values[cell.axis, cell.prefill, cell.length, _draw_name(*draw)] = (
                         means.get(self.figure),
                         {draw},
                     )
             else:
-                values[cell.axis, cell.prefill, cell.length, None] = (
+                values[cell.axis, cell.prefill, cell.length, cell.kind] = (
                     cell.figures[self.figure].mean,
                     set(cell.draws),
                 )
@@ -225,9 +225,8 @@ def compare(
             if not why and expected - runs:
                 why = f"{len(expected - runs)} of the baseline's runs not measured"
             ok = before is None or (value is not None and not why and rule.allows(before, value))
-            method, prefill, length, draw = key
-            name = _draw_name(*draw) if draw and draws[key[:3]] > 1 else ""
-            note = ": ".join(filter(None, (name, why)))
+            method, prefill, length, name = key
+            note = ": ".join(filter(None, (name if draws[key[:3]] > 1 else "", why)))
             limit = None if before is None else rule.limit(before)
             verdicts.append(
                 Verdict(rule.metric.gate, method, prefill, length, ok, note, before, value, limit)

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from tswift.benchmarking import suites
-from tswift.benchmarking.config import BASELINE, REFERENCE
 from tswift.benchmarking.record import Measurement, Record, SuiteRecord
 from tswift.benchmarking.summary import (
     METRICS,
-    by_kind,
     drafted_only,
     method_name,
     source,
@@ -39,18 +37,12 @@ _DEFAULTS = {
     "svg.hashsalt": "tswift",
 }
 # Okabe and Ito's palette, which colour-blind readers can tell apart, and three more; markers repeat
-# it.
-_LOOKS = {
-    BASELINE: ("#000000", "o"),
-    "tokenswift": ("#0072B2", "s"),
-    "medusa": ("#D55E00", "^"),
-    "reuse": ("#009E73", "D"),
-    "triforce": ("#CC79A7", "v"),
-    "magicdec": ("#56B4E9", "P"),
-    "standalone": ("#E69F00", "X"),
-    REFERENCE: ("#7F7F7F", "o"),
-}
-_MORE_LOOKS = (("#8C564B", "<"), ("#17807E", ">"), ("#4B0082", "*"))
+# it. Plain decoding is black.
+_COLORS = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"),
+    *("#8C564B", "#17807E", "#4B0082"),
+)
+_MARKERS = "os^DvPX<>*"
 _CURVE_POINTS = 400
 
 Points = list[tuple[float, Value]]
@@ -129,9 +121,7 @@ def _line_figure(
         measurement: for the title.
         every: points from one marker to the next.
     """
-    used = {_LOOKS[name] for name in names if name in _LOOKS}
-    free = cycle([look for look in (*_LOOKS.values(), *_MORE_LOOKS) if look not in used])
-    looks = {name: _LOOKS.get(name) or next(free) for name in names}
+    looks = dict(zip(names, cycle(zip(_COLORS, _MARKERS, strict=True)), strict=False))
     dashed = {sample.method for sample in measurement.samples if sample.estimated}
     from matplotlib.figure import Figure
 
@@ -150,26 +140,20 @@ def _line_figure(
                 if not known:
                     continue
                 color, marker = looks[name]
-                label = method_name(name, measurement.simulated, name in dashed)
-                style = {
-                    "color": color,
-                    "marker": marker,
-                    "linestyle": "--" if name in dashed else "-",
-                }
-                xs, ys, _ = zip(*known, strict=True)
+                xs, ys, stds = zip(*known, strict=True)
                 axes.plot(
                     xs,
                     ys,
-                    label=label,
+                    label=method_name(name, measurement.simulated, name in dashed),
+                    color=color,
+                    marker=marker,
+                    linestyle="--" if name in dashed else "-",
                     linewidth=1.8,
                     markersize=6,
                     clip_on=False,
                     markevery=every,
-                    **style,
                 )
-                bars = [point for point in known if point[2] is not None]
-                if bars:
-                    xs, ys, stds = zip(*bars, strict=True)
+                if None not in stds:
                     axes.errorbar(xs, ys, yerr=stds, fmt="none", ecolor=color, elinewidth=1.4)
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
@@ -199,10 +183,14 @@ def time_figure(measurement: Measurement) -> Figure:
     a line per method, mean over runs.
     """
     curves: dict[Where, dict[str, list[np.ndarray]]] = {}  # by panel and method
-    for kind, part in by_kind(measurement).items():
-        for sample in sorted(part.samples, key=lambda sample: sample.prefill):
-            lines = curves.setdefault((kind, sample.prefill), {})
-            lines.setdefault(sample.method, []).append(np.array([(0, 0), *sample.slices], float).T)
+    prompts = measurement.workload.prompts
+    for kind in dict.fromkeys(prompt.kind for prompt in prompts):
+        own = {prompt.name for prompt in prompts if prompt.kind == kind}
+        for sample in sorted(measurement.samples, key=lambda sample: sample.prefill):
+            if sample.prompt in own:
+                lines = curves.setdefault((kind or "", sample.prefill), {})
+                curve = np.array([(0, 0), *sample.slices], float).T
+                lines.setdefault(sample.method, []).append(curve)
     longest = max(
         (curve[1, -1] for lines in curves.values() for runs in lines.values() for curve in runs),
         default=0.0,
@@ -234,13 +222,12 @@ def acceptance_figure(measurement: Measurement) -> Figure:
     shown = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
     points = [
         (
-            (kind, cell.prefill),
+            (cell.kind, cell.prefill),
             cell.axis,
             float(cell.length or 0),
             drafted_only(cell.figures, cell.axis),
         )
-        for kind, part in by_kind(measurement).items()
-        for cell in summarise(part)
+        for cell in summarise(measurement)
     ]
     panels = _panels(points, "generated tokens", shown)
     return _line_figure(
@@ -258,26 +245,23 @@ def suite_figure(record: SuiteRecord) -> Figure:
     the paper's figures are in the table.
     """
     suite = suites.find_suite(record.suite)
-    of_prefills = suites.PREFILL
-    over = (
-        "prompt tokens"
-        if suite.along == of_prefills
-        else suite.axis
-        if suite.across
-        else "generated tokens"
-    )
+    over = suite.axis if suite.across else "generated tokens"
     points = []
     for row in suites.measured_rows(suite, record.groups):
+        where: Where = "", row.prefill
         # over length, a line for each place on the axis; over the axis, or over prefills, for each
         # length
-        line = suites.place_name(suite, row.axis)
-        x = float(row.length or 0)
-        if suite.across:
-            line = "" if row.length is None else f"{row.length:,} tokens"
-            x = float(row.prefill or 0) if suite.along == of_prefills else float(row.axis)
-        points.append(
-            (("", None if suite.along == of_prefills else row.prefill), line, x, row.figures)
-        )
+        line = f"{row.length:,} tokens"
+        if suite.of_prefills:
+            over = "prompt tokens"
+            where = "", None
+            x = float(row.prefill or 0)
+        elif suite.across:
+            x = float(row.axis)
+        else:
+            line = f"{suite.axis} {row.axis}" if row.axis.isdecimal() else row.axis
+            x = float(row.length or 0)
+        points.append((where, line, x, row.figures))
     shown = {
         name: METRICS[name].heading + ", s" * (METRICS[name].digits is None)
         for name in suite.plotted

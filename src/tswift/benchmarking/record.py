@@ -329,9 +329,7 @@ class SuiteText:
 
 @dataclass(kw_only=True)
 class SuiteRecord:
-    """``suite.json``; its rows, the published ones and the pairs follow from it,
-    and are not read.
-    """
+    """``suite.json``; its rows and the published ones follow from it, and are not read."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 

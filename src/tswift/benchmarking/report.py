@@ -1,8 +1,8 @@
-"""Reports of ``tswift bench`` and its suites: tables, CSV and Markdown,
+"""Reports of ``tswift bench`` and its suites: a table, CSV and Markdown,
 and the files that hold them.
 
-The tables of bench have the layouts of the paper's tables 3 and 4; those of a suite have the
-published row beside each measured one.
+A row is a method, or another place on a suite's axis, at one prefill and generated length;
+published rows stand behind the measured ones.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import groupby, pairwise
 from pathlib import Path
 
 from tswift.benchmarking import plots, resume, suites, summary
-from tswift.benchmarking.config import BASELINE, SAMPLED
+from tswift.benchmarking.config import SAMPLED
 from tswift.benchmarking.record import Measurement, Record, SuiteRecord, encode, to_json
-from tswift.benchmarking.suites import SUITES, Suite, counterparts, published_rows
+from tswift.benchmarking.suites import SUITES, published_rows
 from tswift.benchmarking.summary import METRICS, Figure, Row, method_name, source, summarise
 from tswift.errors import InputError
 from tswift.jobs.folder import FINISHED, write_whole
@@ -27,11 +25,17 @@ from tswift.tables import NOTHING, Table, quantity
 
 _MAX_DIFFERENCES = 5
 _PAPER_DEPTH = 4  # tokens it drafts along a path
-_TABLE_3 = ("tokens_per_step", "alpha", "speedup")
-_TABLE_4 = ("tokens_per_step", "alpha", "speedup", "ar_seconds", "seconds", "delta")
-_WHAT = ("what", "value")
-_OF_WORKLOADS = ("tokens_per_step", "alpha", "speedup", "tokens_per_second", "seconds")
+_SHOWN = (
+    "tokens_per_step",
+    "alpha",
+    "speedup",
+    "tokens_per_second",
+    "ar_seconds",
+    "seconds",
+    "delta",
+)
 _FLOORS = ("ar_of_floor", "of_floor")
+_WHAT = ("what", "value")
 _FLOOR_NOTE = (
     "floor: the least time in which this machine, at the rates measured, reads the weights and "
     "the KV cache of every pass made, and computes on its nodes."
@@ -114,24 +118,23 @@ def _suite_lines(record: SuiteRecord) -> tuple[list[str], list[tuple[Lead, Mappi
 
 
 def _bench_lines(record: Measurement) -> tuple[list[str], list[tuple[Lead, Mapping[str, Figure]]]]:
-    kinds = summary.by_kind(record)
+    cells = summarise(record)
+    kinds = any(cell.kind for cell in cells)
     lines = []
-    for kind, part in kinds.items():
-        for cell in summarise(part):
-            method = f"{cell.axis} (simulated)" if record.simulated else cell.axis
-            flags = [str(flag).lower() for flag in (record.simulated, cell.estimated)]
-            lead = [
-                record.workload.model,
-                method,
-                cell.prefill,
-                cell.length,
-                *flags,
-                cell.runs,
-                " ".join(cell.varies),
-            ]
-            lines.append(([*lead, *[kind] * bool(kind)], cell.figures))
+    for cell in cells:
+        lead = [
+            record.workload.model,
+            f"{cell.axis} (simulated)" if record.simulated else cell.axis,
+            cell.prefill,
+            cell.length,
+            str(record.simulated).lower(),
+            str(cell.estimated).lower(),
+            cell.runs,
+            " ".join(cell.varies),
+        ]
+        lines.append(([*lead, *[cell.kind] * kinds], cell.figures))
     columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
-    return [*columns, *["workload"] * ("" not in kinds)], lines
+    return [*columns, *["workload"] * kinds], lines
 
 
 def markdown(record: Record, paper: bool = False) -> str:
@@ -187,235 +190,137 @@ def _settings(measurement: Measurement) -> list[tuple[str, str]]:
 
 
 def tables(record: Record, paper: bool = False) -> list[Table]:
-    """Of a bench, acceptance and speedup, then decoding times; of a suite, its table,
-    then the measured order.
+    """The table of a bench or a suite; behind it, what ran where if that was on several machines.
 
-    Behind them, what ran where if that was on several machines. ``paper`` puts the published rows
-    of the same prefill and generated length beside those of a bench.
+    ``paper`` puts the published rows of the same methods, prefills and lengths behind those of a
+    bench.
     """
-    if isinstance(record, SuiteRecord):
-        found = _suite_tables(record)
-    else:
-        found = (
-            _bench_tables(record, paper)
-            if "" in summary.by_kind(record)
-            else [_workload_table(record)]
-        )
-    return [*found, *filter(None, [resume.machines(record)])]
+    shown = _suite_table(record) if isinstance(record, SuiteRecord) else _bench_table(record, paper)
+    return [shown, *filter(None, [resume.machines(record)])]
 
 
-def _bench_tables(measurement: Measurement, paper: bool) -> list[Table]:
+def _bench_table(measurement: Measurement, paper: bool) -> Table:
     cells = summarise(measurement)
-    simulated = measurement.simulated
-    workload = measurement.workload
-    # plain decoding, which the others are compared with, is shown if it is alone
-    methods = list(dict.fromkeys(cell.axis for cell in cells if cell.axis != BASELINE)) or [
-        BASELINE
-    ]
-    here = f"{workload.model}, this machine{' (simulated)' if simulated else ''}"
-    published = [row for row in _paper_rows() if row.axis in methods] if paper else []
-    measured = _measured(cells, methods, here)
-
-    def label(method: str) -> str:
-        return method_name(method, simulated and method != "TokenSwift")
-
-    def text(row: Row | None, name: str) -> str:
-        if row is None or row.source != here:
-            return _text(row, name, digits=2)
-        sampled = name == "ar_seconds" and workload.ar == SAMPLED
-        return _text(row, name) + " est." * (sampled and row.figures[name].mean is not None)
-
-    places = sorted({row.place for row in measured})
-    groups = [[row for row in (*measured, *published) if row.place == place] for place in places]
-    below: list[Row] = []  # each row, and the paper's of the same method and place
-    for row in measured:
-        same = [one for one in published if (one.axis, one.place) == (row.axis, row.place)]
-        below += [
-            row,
-            *(replace(one, axis="TokenSwift") for one in same if "seconds" in one.figures),
-        ]
-    across = [
-        (method, name)
-        for method in methods
-        for name in _TABLE_3
-        if summary.drafts(method) or not METRICS[name].drafted
-    ]
-    names = [*_TABLE_4, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
-    names += [name for name, metric in METRICS.items() if metric.column]
-    sourced = bool(paper or simulated)
-    title = source(measurement)
-    acceptance = _table(
-        f"Acceptance rate and speedup: {title}", "", groups, across, label, text, sourced
-    )
-    times = _table(
-        f"Decoding time: {title}",
-        "method",
-        [below],
-        [("", name) for name in names],
-        label,
-        text,
-        sourced,
-    )
-    heads = ["T_method" if head == METRICS["seconds"].heading else head for head in times.columns]
-    notes = ["Nothing was measured: no length was reached."]
-    if cells:
-        notes = _notes(cells, measurement, "measurement", measurement.state)
-        notes += [_FLOOR_NOTE] if "of_floor" in names else []
-        notes += [_paper_note(measured, published)] if paper else []
-    acceptance = replace(acceptance, notes=_alpha_notes(measurement, methods, paper))
-    return [acceptance, replace(times, columns=heads, notes=notes)]
-
-
-def _measured(cells: Sequence[Row], methods: Sequence[str], here: str) -> list[Row]:
-    """The cells of these methods, with what plain decoding took of its floor at the same place."""
     floors = {
-        cell.place: {"ar_of_floor": cell.figures["of_floor"]}
-        for cell in cells
-        if cell.axis == BASELINE
+        (cell.kind, cell.place): cell.figures["of_floor"] for cell in cells if cell.axis == "ar"
     }
-    return [
+    none = Figure(0, None, None)
+    measured = [
         replace(
             cell,
-            source=here,
-            figures=summary.drafted_only({**cell.figures, **floors.get(cell.place, {})}, method),
+            axis=method_name(cell.axis, measurement.simulated),
+            figures=summary.drafted_only(
+                {**cell.figures, "ar_of_floor": floors.get((cell.kind, cell.place), none)},
+                cell.axis,
+            ),
         )
-        for method in methods
         for cell in cells
-        if cell.axis == method
     ]
-
-
-def _paper_note(measured: Sequence[Row], published: Sequence[Row]) -> str:
-    """How the paper's figures stand to those measured."""
-    matched = {(row.axis, row.place) for row in published} & {
-        (row.axis, row.place) for row in measured
-    }
-    return (
-        suites.CAUTION
-        if matched
-        else "The paper has no row of these methods, prefills and lengths."
+    places = {(cell.axis, cell.place) for cell in cells}
+    published = sorted(
+        (row for row in _paper_rows() if paper and (row.axis, row.place) in places),
+        key=lambda row: (row.prefill or 0, row.length or 0),
     )
-
-
-def _workload_table(measurement: Measurement) -> Table:
-    """A line for each kind of prompts, prefill, length and method."""
-    rows = []
-    kinds = summary.by_kind(measurement)
-    for kind, part in kinds.items():
-        prompts = [prompt for prompt in measurement.workload.prompts if prompt.kind == kind]
-        sizes = [prompt.tokens or 0 for prompt in prompts]
-        for cell in summarise(part):
-            figures = summary.drafted_only(cell.figures, cell.axis)
-            count = len({prompt for prompt, _ in cell.draws})
-            tokens = " to ".join(
-                f"{min(size, cell.prefill or size):,}" for size in sorted({min(sizes), max(sizes)})
-            )
-            lead = [
-                method_name(cell.axis, measurement.simulated),
-                kind,
-                str(count),
-                tokens,
-                f"{cell.length:,}",
-            ]
-            rows.append([*lead, *(METRICS[name].text(figures[name]) for name in _OF_WORKLOADS)])
-    cells = [cell for part in kinds.values() for cell in summarise(part)]
-    notes = _notes(cells, measurement, "measurement", measurement.state)
-    notes.insert(
-        0, "tokens/step: tokens / passes of the model. x: AR's time / the method's, prefill apart."
-    )
-    heads = ["method", "workload", "prompts", "prompt tokens", "length"]
-    columns = [*heads, *(METRICS[name].heading for name in _OF_WORKLOADS)]
-    return Table(f"Workloads: {source(measurement)}", columns, rows, left=2, notes=notes)
-
-
-def _paper_rows() -> list[Row]:
-    """Rows of the paper's tables 3 and 4, their axis the method."""
-    rows = [
-        replace(row, source=f"{row.source}, {suites.PAPER_MACHINE}")
-        for row in published_rows(SUITES["table3"])
-    ]
-    for row in published_rows(SUITES["table4"]):
-        rows.append(
-            replace(row, axis="tokenswift", source=f"paper: {row.axis}, {suites.PAPER_MACHINE}")
+    names = [*_SHOWN, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
+    names += [name for name, metric in METRICS.items() if metric.column]
+    notes = _notes(measurement, cells, names, paper)
+    notes += [_FLOOR_NOTE] if "of_floor" in names else []
+    if paper:
+        notes.append(
+            suites.CAUTION
+            if published
+            else "The paper has no row of these methods, prefills and lengths."
         )
-    return rows
+    rows = [*measured, *published]
+    return _table(source(measurement), "method", rows, names, notes, measurement)
 
 
-def _text(row: Row | None, name: str, digits: int | None = None) -> str:
-    return METRICS[name].text(row.figures.get(name) if row else None, digits)
+def _suite_table(record: SuiteRecord) -> Table:
+    suite = suites.find_suite(record.suite)
+    parts = list(record.parts.values())
+    joined = replace(parts[0], samples=[sample for one in parts for sample in one.samples])
+    joined.state = record.state
+    rows = [*suites.measured_rows(suite, record.groups), *published_rows(suite)]
+    cells = [cell for one in parts for cell in summarise(one)]
+    notes = _notes(joined, cells, suite.columns, paper=False)
+    notes += [f"Left out: {method.label}, since {method.why}." for method in record.missing]
+    notes += filter(None, [suite.note])
+    notes += [f"{suites.PUBLISHED} {suites.CAUTION}"] * bool(published_rows(suite))
+    title = f"{suite.name}: {suite.title}: {source(parts[0])}"
+    named = [replace(row, axis=method_name(row.axis)) for row in rows]
+    return _table(title, suite.axis, named, suite.columns, notes, joined)
 
 
 def _table(
     title: str,
     axis: str,
-    groups: Sequence[Sequence[Row]],
-    columns: Sequence[tuple[str, str]],  # a place on the axis, and a metric
-    label: Callable[[str], str],  # name of a place on the axis
-    text: Callable[[Row | None, str], str],  # of a row's figure
-    sourced: bool,
+    rows: Sequence[Row],
+    names: Sequence[str],  # of metrics
+    notes: Sequence[str],
+    measurement: Measurement,
 ) -> Table:
-    """A line for each row, its place on the axis in front; or, if the axis runs across,
-    for each source in a group.
-    """
-    across = bool(columns and columns[0][0])
+    """A line for each row; where all say the same, kind and source are left out."""
+    kinds = any(row.kind for row in rows)
+    sources = any(row.source != summary.HERE for row in rows)
+    sampled = measurement.workload.ar == SAMPLED
     lines = []
-    for rows in groups:
-        merged: dict[object, dict[str, Row]] = {}
-        for row in rows:
-            merged.setdefault(row.source if across else id(row), {})[row.axis if across else ""] = (
-                row
-            )
-        for found in merged.values():
-            row = next(iter(found.values()))
-            place = [NOTHING if count is None else f"{count:,}" for count in row.place]
-            lead = [*[label(row.axis)] * (not across), *[row.source] * sourced, *place]
-            lines.append([*lead, *(text(found.get(place), name) for place, name in columns)])
-    heads = [
-        f"{label(place)} {METRICS[name].heading}" if place else METRICS[name].heading
-        for place, name in columns
+    for row in rows:
+        figures = [METRICS[name].text(row.figures.get(name)) for name in names]
+        if sampled and row.source == summary.HERE and "ar_seconds" in names:
+            figures[names.index("ar_seconds")] += " est."
+        place = [NOTHING if count is None else f"{count:,}" for count in row.place]
+        lines.append([row.axis, *[row.kind] * kinds, *[row.source] * sources, *place, *figures])
+    lead = [axis, *["workload"] * kinds, *["source"] * sources]
+    heads = [*lead, "prefill", "length", *(METRICS[name].heading for name in names)]
+    return Table(title, heads, lines, left=len(lead), notes=notes)
+
+
+def _paper_rows() -> list[Row]:
+    """Rows of the paper's tables 3 and 4, their axis the method."""
+    of_models = [
+        replace(row, axis="tokenswift", source=f"paper: {row.axis}")
+        for row in published_rows(SUITES["table4"])
     ]
-    heads = [*[axis] * (not across), *["source"] * sourced, "prefill", "length", *heads]
-    return Table(title, heads, lines, left=(not across) + sourced)
+    return [*published_rows(SUITES["table3"]), *of_models]
 
 
-def _alpha_notes(measurement: Measurement, methods: Sequence[str], paper: bool) -> list[str]:
-    """What alpha is, and of each method what it is a share of:
-    beside another depth it would mislead.
-    """
-    notes = [
-        "tokens/step: tokens / passes of the model. x: AR's time / the method's, prefill apart."
-    ]
-    depths: dict[str, set[int]] = {method: set() for method in methods if summary.drafts(method)}
-    for sample in measurement.samples:
-        depths.get(sample.method, set()).update(point.depth for point in sample.points)
-    words = [
-        f"{method_name(method)} {' or '.join(map(str, sorted(depth)))}"
-        for method, depth in depths.items()
-    ]
-    beside = f"; the paper's is {_PAPER_DEPTH}" if paper else ""
-    formula = (
-        "alpha: accepted tokens / tokens drafted along the longest path of each step, which has"
-    )
-    return notes + [f"{formula} at most: {', '.join(words)}{beside}."] * bool(words)
-
-
-def _notes(cells: Sequence[Row], measurement: Measurement, what: str, state: str) -> list[str]:
-    """What all figures rest on."""
-    notes = [spread_note(cells), same_text_note(measurement)] if cells else []
-    if state != FINISHED:
+def _notes(
+    measurement: Measurement, cells: Sequence[Row], names: Sequence[str], paper: bool
+) -> list[str]:
+    """What the columns mean, and what all figures rest on."""
+    if not cells:
+        return ["Nothing was measured: no length was reached."]
+    shown = [METRICS[name] for name in names]
+    notes = [f"{'. '.join(f'{metric.heading}: {metric.meaning}' for metric in shown)}."]
+    if "alpha" in names:
+        notes += _depth_note(measurement, paper)
+    notes += [spread_note(cells), same_text_note(measurement)]
+    if measurement.state != FINISHED:
         notes.append(
-            f"The {what} did not run to its end: these are the cells and lengths that were reached."
+            "The measurement did not run to its end: these are the cells and lengths that were "
+            "reached."
         )
     if measurement.workload.ar == SAMPLED:
-        time = "est.: integrated" if what == "measurement" else "AR's time is integrated"
         notes.append(
-            f"{time} from AR steps sampled as the text grew; every x and delta rests on that time."
+            "AR's time is integrated from AR steps sampled as the text grew; every x and delta "
+            "rests on that time."
         )
     if measurement.simulated:
         notes.append(
             f"Simulated: {summary.simulation(measurement)}. The times are real, the texts are not."
         )
     return notes
+
+
+def _depth_note(measurement: Measurement, paper: bool) -> list[str]:
+    """Of each method, what alpha is a share of: beside another depth it would mislead."""
+    depths: dict[str, set[int]] = {}
+    for sample in measurement.samples:
+        if summary.drafts(sample.method):
+            depths.setdefault(sample.method, set()).update(point.depth for point in sample.points)
+    words = [f"{method} {' or '.join(map(str, sorted(each)))}" for method, each in depths.items()]
+    beside = f"; the paper's have {_PAPER_DEPTH}" if paper else ""
+    return [f"Paths have at most: {', '.join(words)} tokens{beside}."] * bool(words)
 
 
 def spread_note(cells: Sequence[Row]) -> str:
@@ -472,106 +377,3 @@ def same_text_note(measurement: Measurement) -> str:
 
 def _runs(count: int) -> str:
     return f"{count} {'run' if count == 1 else 'runs'}"
-
-
-def _suite_tables(record: SuiteRecord) -> list[Table]:
-    """The table of a suite in the paper's layout, then the order of what it compares."""
-    suite = suites.find_suite(record.suite)
-    measured = suites.measured_rows(suite, record.groups)
-    published = published_rows(suite)
-    title = f"{suite.name}: {suite.title}: {source(record.groups[0].measurement)}"
-    known = [row.axis for row in (*measured, *published)]
-    axis = [label for label in dict.fromkeys([*suite.labels, *known]) if label in known]
-    groups = [([row.axis], [row]) for row in measured]
-    columns = [("", name) for name in suite.columns]
-    label = method_name
-    sourced = bool(published)
-    if suite.wide:
-        places = sorted({row.place for row in measured})
-        groups = [(axis, [row for row in measured if row.place == place]) for place in places]
-        columns = [(place, name) for place in axis for name in suite.columns]
-        label = partial(suites.place_name, suite)
-        sourced = True
-    # behind each group of rows the paper's nearest ones, which are shown once each
-    beside = [
-        [one for axis in labels for one in counterparts(suite, axis, rows[0].place, published)]
-        for labels, rows in groups
-    ]
-    last = {id(row): index for index, rows in enumerate(beside) for row in rows}
-    shown = [
-        [*rows, *(row for row in beside[index] if last[id(row)] == index)]
-        for index, (_, rows) in enumerate(groups)
-    ]
-    table = _table(title, suite.axis, shown, columns, label, _text, sourced)
-    notes = _suite_notes(suite, record, published)
-    return [replace(table, notes=notes), order_table(suites.compared(suite, measured, published))]
-
-
-def order_table(pairs: Sequence[suites.Pair]) -> Table:
-    """Of each figure and place: the measured order,
-    and how many pairs the paper has in the same one.
-    """
-    rows = []
-    for (name, place), group in groupby(pairs, key=lambda pair: (pair.figure, pair.place)):
-        values = dict[str, float]()
-        close = list[set[str]]()
-        found: dict[str, list[str]] = {"same": [], "differs": [], "too close": []}
-        for pair in group:
-            values |= {pair.first: pair.values[0], pair.second: pair.values[1]}
-            high, low = (pair.first, pair.second) if pair.ours >= 0 else (pair.second, pair.first)
-            close += [{high, low}] * (pair.verdict == "too close")
-            if pair.paper:
-                found[pair.verdict].append(
-                    f"{high} {'~' if pair.verdict == 'too close' else '>'} {low}"
-                )
-        ranked = sorted(values, key=lambda label: -values[label])
-        order = [f"{'~' if {high, low} in close else '>'} {low}" for high, low in pairwise(ranked)]
-        judged = sum(map(len, found.values()))
-        as_paper = f"{len(found['same'])} of {judged}" if judged else "not in the paper"
-        lists = ["; ".join(found[verdict]) or NOTHING for verdict in ("differs", "too close")]
-        rows.append(
-            [
-                METRICS[name].heading,
-                place,
-                " ".join([ranked[0], *order]),
-                as_paper,
-                *lists,
-                str(pair.n),
-            ]
-        )
-    columns = [
-        "figure",
-        "at",
-        "measured",
-        "same as paper",
-        "other way round",
-        "too close to say",
-        "draws",
-    ]
-    notes = [
-        "Pairs are compared with the paper's row of the nearest prefill and length. Too close: "
-        "within the 95% interval of the paired difference over draws, or a fixed tolerance, which "
-        "is all there is for a single draw."
-    ]
-    return Table("Order", columns, rows, left=6, notes=notes)
-
-
-def _suite_notes(suite: Suite, record: SuiteRecord, published: Sequence[Row]) -> list[str]:
-    shown = [METRICS[name] for name in suite.columns if not name.startswith("distinct_")]
-    meanings = [f"{metric.heading}: {metric.meaning}" for metric in shown]
-    if "distinct_1" in suite.columns:
-        meanings.insert(0, "D-n: Distinct-n, unique n-grams of generated tokens / n-grams")
-    notes = [f"{'. '.join(meanings)}.", *filter(None, [suite.note])]
-    notes += [f"Left out: {method.label}, since {method.why}." for method in record.missing]
-    measurements = list(record.parts.values())
-    cells = [cell for one in measurements for cell in summarise(one)]
-    joined = replace(
-        measurements[0], samples=[sample for one in measurements for sample in one.samples]
-    )
-    notes += _notes(cells, joined, "suite", record.state)
-    if published:
-        timed = any({"speedup", "seconds"} & row.figures.keys() for row in published)
-        notes.append(
-            f"paper: on an {suites.PAPER_MACHINE}." + (f" {suites.CAUTION}" if timed else "")
-        )
-    return notes

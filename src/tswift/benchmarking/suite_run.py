@@ -26,7 +26,7 @@ from tswift.benchmarking.config import (
 )
 from tswift.benchmarking.record import Group, LeftOut, Sample, SuiteRecord, SuiteText
 from tswift.benchmarking.run import Case, begin_measurement
-from tswift.benchmarking.suites import AXIS, Suite, find_suite
+from tswift.benchmarking.suites import Suite, find_suite
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.stats import distinct
 from tswift.decoding.text import TextStream
@@ -195,7 +195,7 @@ def prepare(
     """
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods
-    if reference and not (suite.axis == "method" and suite.along == AXIS):
+    if reference and (suite.axis != "method" or suite.of_prefills):
         raise InputError(f"suite {suite.name} compares no methods", "with_reference_ar")
     params = {label: changed(options.sampling, own) for label, own in suite.settings.items()}
     try:

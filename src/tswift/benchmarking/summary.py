@@ -1,7 +1,4 @@
-"""The metrics of bench, and a measurement as means and deviations over its samples.
-
-Tables of text are rendered for Markdown, for a terminal and for a pipe.
-"""
+"""The metrics of bench, and a measurement as means and deviations over its samples."""
 
 from __future__ import annotations
 
@@ -60,31 +57,19 @@ class Metric:
     column: bool = False  # shown in bench's table of decoding times, behind the paper's columns
     plot: str = ""  # label of its panel in bench's plot; empty for none
     drafted: bool = False  # only methods that draft have it
-    # a difference in suites that says nothing: in its own unit, or relative to the larger value
-    close: float = 0.01
-    relative: bool = False  # see close
-    rounding: float = 0.01  # the paper's last digit, in our unit
 
     @property
     def sign(self) -> int:
         """1 where a higher value is better, -1 where a lower one is."""
         return -1 if self.lower_is_better else 1
 
-    def text(self, figure: Figure | None, digits: int | None = None) -> str:
-        """The figure with its spread, with ``digits`` decimals if given; times without spread."""
+    def text(self, figure: Figure | None) -> str:
+        """The figure with its spread; times without."""
         value, std = (figure.mean, figure.std) if figure else (None, None)
-        return (
-            duration(value)
-            if self.digits is None
-            else with_spread(value, std, digits or self.digits)
-        )
-
-    def tolerance(self, first: float, second: float) -> float:
-        """The largest difference of two values that says nothing."""
-        return self.close * max(abs(first), abs(second)) if self.relative else self.close
+        return duration(value) if self.digits is None else with_spread(value, std, self.digits)
 
 
-_time = partial(Metric, digits=None, close=0.05, relative=True, rounding=0.6)
+_time = partial(Metric, digits=None)
 _of_text = partial(Metric, source=QUALITY, exact=True)
 
 # in the order of bench.csv
@@ -118,8 +103,6 @@ METRICS: dict[str, Metric] = {
         digits=2,
         gate="speedup",
         plot="speedup over AR, x",
-        close=0.05,
-        relative=True,
     ),
     "tokens_per_second": Metric(
         "tokens/s", "tokens / decoding time", digits=1, gate="tokens_per_s"
@@ -137,9 +120,7 @@ METRICS: dict[str, Metric] = {
     "distinct": _of_text("D", "mean of Distinct-1 to Distinct-4"),
     "seq_rep_4": _of_text("seq-rep-4", "4-grams that were there before / 4-grams"),
     "self_bleu": _of_text("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others"),
-    "compression": _of_text(
-        "LZMA", "compression ratio, bytes / bytes after LZMA", digits=2, close=0.03, relative=True
-    ),
+    "compression": _of_text("LZMA", "compression ratio, bytes / bytes after LZMA", digits=2),
 }
 
 
@@ -176,6 +157,7 @@ class Row:
     estimated: bool = False  # whether some of its own times are integrated from sampled steps
     varies: tuple[str, ...] = ()  # what differs between the samples, of prompts, seeds and repeats
     exact: bool = True  # whether all repeats have equal counters
+    kind: str = ""  # of a workload's prompts
 
     @property
     def place(self) -> Place:
@@ -184,31 +166,27 @@ class Row:
 
 
 def summarise(measurement: Measurement) -> list[Row]:
-    """Measured rows, called cells, ordered by prefill,
-    length and the method's place in the workload.
+    """Measured rows, called cells, ordered by the kind of the prompts, prefill, length and the
+    method's place in the workload.
 
     Times vary from repeat to repeat, so every sample counts. Counters do not, so a draw's repeats
     count once; if some repeat did count differently, every sample counts.
     """
-    groups: dict[tuple[int, int, str], list[tuple[Sample, Point]]] = defaultdict(list)
-    for sample in measurement.samples:
-        for point in sample.points:
-            groups[sample.prefill, point.len, sample.method].append((sample, point))
     workload = measurement.workload
-    rank = {method: i for i, method in enumerate(workload.methods)}
-    order = sorted(groups, key=lambda key: (*key[:2], rank.get(key[2], len(rank)), key[2]))
-    return [_row(*key, groups[key]) for key in order]
-
-
-def by_kind(measurement: Measurement) -> dict[str, Measurement]:
-    """The measurement for each kind of a workload's prompts; as a whole, under ``""``,
-    where prompts have no kinds.
-    """
-    kinds = {prompt.name: prompt.kind or "" for prompt in measurement.workload.prompts}
-    samples: dict[str, list[Sample]] = {kind: [] for kind in kinds.values()}
+    kinds = {prompt.name: prompt.kind or "" for prompt in workload.prompts}
+    groups: dict[tuple[str, int, int, str], list[tuple[Sample, Point]]] = defaultdict(list)
     for sample in measurement.samples:
-        samples.setdefault(kinds.get(sample.prompt, ""), []).append(sample)
-    return {kind: replace(measurement, samples=found) for kind, found in samples.items()}
+        kind = kinds.get(sample.prompt, "")
+        for point in sample.points:
+            groups[kind, sample.prefill, point.len, sample.method].append((sample, point))
+    kind_order = [*dict.fromkeys([*kinds.values(), ""])]
+    methods = [
+        *dict.fromkeys([*workload.methods, *(sample.method for sample in measurement.samples)])
+    ]
+    order = sorted(
+        groups, key=lambda key: (kind_order.index(key[0]), *key[1:3], methods.index(key[3]))
+    )
+    return [replace(_row(*key[1:], groups[key]), kind=key[0]) for key in order]
 
 
 def _row(prefill: int, length: int, method: str, members: Sequence[tuple[Sample, Point]]) -> Row:
