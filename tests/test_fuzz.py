@@ -4,24 +4,19 @@ and soon.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import make_measurement
-from tests.fuzzing import damage, fuzzed, json_damage, other_values
+from tests.fuzzing import damage, fuzzed, json_damage
 from tests.helpers import first
 from tswift.benchmarking.record import encode, load_measurement
 from tswift.errors import InputError
-from tswift.jobs.config import read_prompt
-from tswift.jobs.folder import read_tokens
 from tswift.loading import load
 from tswift.models.checkpoint import read_config, stored_tensors
 from tswift.speculators.heads import load_heads
@@ -44,44 +39,6 @@ def refused(read: Callable[[], object], path: Path) -> None:
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzzed")
-
-
-@fuzzed
-@given(data=st.binary() | st.text().map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_prompts(here: Path, data: bytes) -> None:
-    path = here / "prompt.txt"
-    path.write_bytes(data)
-    refused(lambda: read_prompt(str(path)), path)
-
-
-@fuzzed
-@given(data=st.binary(max_size=64))
-def test_tokens(here: Path, data: bytes) -> None:
-    path = here / "tokens.u32"
-    path.write_bytes(data)
-    refused(lambda: read_tokens(path, "--tokens"), path)
-    if len(data) % 4 == 0 and data:
-        assert len(read_tokens(path)) == len(data) // 4
-
-
-@fuzzed
-@given(change=other_values(), told=st.booleans())
-def test_what_the_header_of_heads_says(
-    here: Path, checkpoint: Path, change: Callable[[Any], Any], told: bool
-) -> None:
-    data = (checkpoint / "heads.safetensors").read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    if told:  # of what tswift says there
-        header["__metadata__"]["tswift"] = json.dumps(
-            change(json.loads(header["__metadata__"]["tswift"]))
-        )
-    else:
-        header = change(header)
-    text = json.dumps(header).encode()
-    path = here / "heads.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-    refused(lambda: load_heads(path, 32, torch.float32, CPU), path)
 
 
 @pytest.fixture(scope="module")

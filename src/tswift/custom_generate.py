@@ -292,47 +292,18 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(model, shared)
 
 
-_STRUCTURE = {*vars(nn.Module())}
-_PLAIN = (bool, int, float, str, list, tuple, dict, set)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMS, _ROWS = 8191, 64  # a prime: what moves within a weight changes place among the sums, too
-
-
 def _state(model: PreTrainedModel) -> object:
-    """What shows that a model was changed: settings, modules,
-    and of its weights where they are and checksums.
+    """What shows that a model was changed: its configuration, and of its weights where they are and
+    how often they were written to.
     """
-    settings = list[Any]()
-    places = list[Any]()
-    sums = list[Tensor]()
-    for name, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if key not in _STRUCTURE}
-        plain = {key: repr(value) for key, value in own.items() if isinstance(value, _PLAIN)}
-        settings.append((name, type(module), plain))
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        known = type(weight) in (nn.Parameter, Tensor)
-        version = 0 if weight.is_inference() else weight._version
-        places.append(
-            (name, weight.data_ptr() if known else id(weight), version, weight.dtype, weight.shape)
+    weights = [
+        (
+            name,
+            weight.data_ptr() if type(weight) in (nn.Parameter, Tensor) else id(weight),
+            0 if weight.is_inference() else weight._version,
+            weight.dtype,
+            weight.shape,
         )
-        if known:  # also what was written past autograd
-            sums.append(_checksum(weight))
-    return model.config.to_json_string(), settings, places, torch.stack(sums).tolist()
-
-
-def _checksum(weight: Tensor) -> Tensor:
-    """A sum over all bits of a weight that depends on their places;
-    it takes as long as reading them once.
-    """
-    flat = weight.detach().flatten()
-    # words of eight bytes, where they come out even, are summed fastest
-    step = max(1, 8 // flat.element_size())
-    even = flat.numel() % step == 0 and flat.storage_offset() % step == 0
-    words = flat.view(torch.int64 if even else _INTEGERS[flat.element_size()])
-    rows = len(words) // _SUMS
-    sums = torch.zeros(_SUMS, dtype=torch.int64, device=weight.device)
-    for part in words[: rows * _SUMS].view(rows, _SUMS).split(_ROWS):
-        sums += part.sum(0)
-    rest = words[rows * _SUMS :]
-    sums[: len(rest)] += rest
-    return (sums * torch.arange(1, _SUMS + 1, device=weight.device)).sum()
+        for name, weight in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return model.config.to_json_string(), weights

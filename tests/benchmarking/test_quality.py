@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from html import unescape
@@ -12,10 +11,8 @@ import pytest
 from tests.benchmarking.helpers import make_measurement, typed
 from tswift.benchmarking.record import Group, SuiteRecord, SuiteText
 from tswift.benchmarking.suite_run import (
-    compression,
     quality,
     repeated,
-    self_bleu,
     spans,
     texts_html,
 )
@@ -26,30 +23,10 @@ def grams(tokens, n):
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
-def bleu(piece, others):
-    """BLEU-4 of a piece, by its definition: clipped matches, a tenth of one where there is none."""
-    product = 1.0
-    for n in range(1, 5):
-        mine = grams(piece, n)
-        matches = 0
-        for gram in set(mine):
-            matches += min(mine.count(gram), max(grams(other, n).count(gram) for other in others))
-        product *= (matches or 0.1) / len(mine)
-    return product ** (1 / 4)
-
-
-@pytest.mark.parametrize("vocabulary", [2, 12, 1000])
-def test_self_bleu_is_what_its_definition_says(vocabulary: int) -> None:
-    tokens = random.Random(vocabulary).choices(range(vocabulary), k=6 * 16 + 5)
-    pieces = [tokens[i : i + 16] for i in range(0, 96, 16)]
-    scores = [bleu(piece, pieces[:i] + pieces[i + 1 :]) for i, piece in enumerate(pieces)]
-    assert self_bleu(tokens, 16) == pytest.approx(sum(scores) / 6, rel=1e-12)
-
-
 @pytest.mark.parametrize("length", [1, 3, 4, 150, 700])
 def test_figures_are_what_their_definitions_say(length: int) -> None:
     tokens = random.Random(length).choices(range(9), k=length)
-    figures = quality(tokens, "x")
+    figures = quality(tokens)
     assert tuple(figures) == tuple(from_source(QUALITY))
     for n in range(1, 5):
         every = grams(tokens, n)
@@ -62,25 +39,6 @@ def test_figures_are_what_their_definitions_say(length: int) -> None:
     assert figures["distinct"] == pytest.approx(
         sum(figures[f"distinct_{n}"] for n in range(1, 5)) / 4
     )
-    assert (figures["self_bleu"] is None) == (length < 128)
-
-
-def test_the_same_piece_twice_is_a_bleu_of_one() -> None:
-    assert self_bleu(list(range(64)) * 2) == pytest.approx(1)
-    assert self_bleu(list(range(128))) == pytest.approx(
-        math.prod(0.1 / (65 - n) for n in range(1, 5)) ** 0.25
-    )
-    assert self_bleu(list(range(127))) is None
-
-
-def test_compression_sees_across_a_long_text() -> None:
-    page = "".join(random.Random(2).choices("abcdefghijklmnopqrstuvwxyz ", k=60_000))
-    once, twice = compression(page), compression(page * 2)
-    assert once is not None
-    assert twice is not None
-    assert twice > 1.9 * once  # 60,000 characters back, where DEFLATE's window would have ended
-    assert compression("") is None
-    assert compression("\udc80") is not None
 
 
 def kept(tokens: list[int], label: str = "with penalty", seed: int = 0) -> SuiteText:

@@ -29,6 +29,7 @@ from tests.helpers import (
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking import workloads
+from tswift.benchmarking.comparison import compare
 from tswift.benchmarking.config import (
     FULL,
     SAMPLED,
@@ -49,7 +50,6 @@ from tswift.benchmarking.run import (
     SimulatedWalk,
     Trial,
     begin_measurement,
-    compare,
     integrate,
     measure,
     open_runs,
@@ -583,7 +583,7 @@ def test_all_methods_write_the_same_text(checkpoint):
 def test_a_wrong_method_is_found(checkpoint, monkeypatch):
     patched(monkeypatch, "medusa", skip_the_penalty)
     comparison = compared(configure(options(checkpoint, "medusa")))
-    plain, wrong = (outcome.sample for outcome in comparison.outcomes)
+    plain, wrong = comparison.samples
     assert [comparison.ok, plain.explained, wrong.explained] == [False, True, False]
     findings = comparison.audits["medusa"].findings
     violations = [finding.index for finding in findings if finding.kind == "violation"]
@@ -620,10 +620,9 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
     patched(monkeypatch, "medusa", nudge)
     comparison = compared(config, 60)
     nudged = comparison.outcomes[1]
-    assert nudged.sample.first_difference is not None
-    assert nudged.sample.explained is True
-    assert nudged.margin is not None
-    assert nudged.margin <= comparison.audits["medusa"].bound
+    assert nudged["first_difference"] is not None
+    assert nudged["explained"] is True
+    assert nudged["margin"] <= comparison.audits["medusa"].bound
     assert comparison.ok
 
 
@@ -637,7 +636,7 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
     comparison = compare(config, [1, 2, 3], LENGTH, 5, press, lambda *_: None)
     assert comparison.interrupted
     assert comparison.ok
-    assert all(30 < outcome.sample.points[0].tokens < 60 for outcome in comparison.outcomes)
+    assert all(30 < outcome["tokens"] < 60 for outcome in comparison.outcomes)
 
     def press_at_once(run):
         raise KeyboardInterrupt

@@ -137,14 +137,14 @@ def test_a_grid_that_was_typed_is_refused(tswift: Tswift, small: Path, long_text
 def test_the_roofline(tswift: Tswift, small: Path) -> None:
     half = POSITIONS // 2
     told = " ".join(tswift("roofline", "--model", small, *RATES).out.decode().split())
-    assert f"{half} tokens after a prompt of {half}" in told
+    assert f"plain decoding of {half} tokens after {half}" in told
     assert f"has {POSITIONS} positions: {half} prompt tokens, and {half} generated ones." in told
     told = " ".join(
         tswift("roofline", "--model", small, *RATES, "--prefill", 10, "--len", 20)
         .out.decode()
         .split()
     )
-    assert "20 tokens after a prompt of 10" in told
+    assert "plain decoding of 20 tokens after 10" in told
     assert "generated ones" not in told
     refused = tswift("roofline", "--model", small, *RATES, "--len", POSITIONS)
     assert refused.code == 2

@@ -104,9 +104,7 @@ def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type
     assert "--resume: new/train.json is of kind train-draft" in result.err
 
 
-def test_defaults_of_a_cpu_and_warnings(
-    tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(
         "tswift.training.config.HeadsConfig.ON_CPU",
         {"batch": 2, "accumulate": 1, "minutes": 0.0005},
@@ -119,18 +117,13 @@ def test_defaults_of_a_cpu_and_warnings(
         f"tswift: on a CPU, to end in minutes rather than days, the defaults are {chosen}\n"
         in result.err
     )
-    short, few = re.findall(r"^tswift: warning: (.*)$", result.err, re.M)
+    (short,) = re.findall(r"^tswift: warning: (.*)$", result.err, re.M)
     assert short == (
         "6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len "
         "keeps them"
     )
-    assert re.fullmatch(r"0\.0005 minutes allow about \d+ steps; a higher --minutes, .*", few)
     result = tswift("train-draft", *words, "--batch", 1, "--steps", 2)
     assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
-    assert (
-        "tswift: warning: little is learnt in 2 steps; --steps 50 or more is advised\n"
-        in result.err
-    )
 
 
 @pytest.mark.parametrize(

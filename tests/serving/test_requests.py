@@ -14,7 +14,8 @@ from tswift.errors import InputError
 from tswift.jobs.config import PRESETS
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
-from tswift.serving.requests import Refused, Request, ServeConfig, listen, parse, parse_body
+from tswift.serving.config import ServeConfig, listen
+from tswift.serving.requests import Refused, Request, parse, parse_body
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -101,7 +102,7 @@ COMPLETIONS: dict[str, list[dict[str, Any]]] = {
         {"stream": True, "stream_options": 3},
     ],
     "stream_options.other": [{"stream": True, "stream_options": {"other": True}}],
-    "include_usage": [{"stream": True, "stream_options": {"include_usage": 3}}],
+    "stream_options.include_usage": [{"stream": True, "stream_options": {"include_usage": 3}}],
     "user": [{"user": 3}, {"user": "x" * 1000}],
     "stop": [{"stop": 3}, {"stop": ["a", 3]}, {"stop": ["x" * 2000]}],
     "logit_bias": [{"logit_bias": [1]}],
@@ -125,7 +126,9 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "messages[1].content": [{"messages": [USER, {"role": "user", "content": 3}]}],
     "messages[0].name": [{"messages": [{**USER, "name": "Ann"}]}],
     "messages[0].content[0].type": [{"messages": [IMAGE]}],
-    "messages[0].content[0]": [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}],
+    "messages[0].content[0].text": [
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    ],
 }
 
 

@@ -24,7 +24,8 @@ from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, Lock
 from tswift.loading import LoadedModel, load
 from tswift.serving import routes, runs
-from tswift.serving.requests import Refused, ServeConfig
+from tswift.serving.config import ServeConfig
+from tswift.serving.requests import Refused
 from tswift.serving.routes import Api, Logprobs, authorize
 from tswift.serving.runs import QUEUED, Run, Service
 

@@ -26,10 +26,7 @@ RUNS = {
         for kind in ("chained", "conditioned")
         for objective in ("text", "distill")
     },
-    **{
-        f"draft {objective}": f"train-draft --objective {objective} --reach 500"
-        for objective in ("text", "distill")
-    },
+    "draft text": "train-draft --reach 500",
 }
 SHORT = (
     "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out "

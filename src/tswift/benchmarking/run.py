@@ -1,5 +1,4 @@
-"""Runs of several methods side by side, in interleaved slices: one prompt for ``compare``,
-a grid for ``bench``.
+"""Runs of several methods side by side, in interleaved slices, over a grid.
 
 The samples of a grid go into a record, which becomes ``bench.json`` or ``suite.json``.
 """
@@ -31,7 +30,6 @@ from tswift.benchmarking.record import (
     Environment,
     Machine,
     Measurement,
-    Options,
     Point,
     PromptEntry,
     Record,
@@ -660,96 +658,3 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
     )
     workload.hash = workload_hash(to_json(workload))
     return workload
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a method came to in a comparison."""
-
-    sample: Sample
-    # how much the first differing token's logits, in either text, would have to change
-    margin: float | None
-    speedup_over_reference: float | None
-
-    def as_dict(self) -> Options:
-        """All that is shown of it, ready for JSON."""
-        sample, point = self.sample, self.sample.points[0]
-        about = ("method", "first_difference", "explained", "prefill_seconds", "slices")
-        return {
-            **{name: getattr(sample, name) for name in about},
-            **{
-                name: point.figure(name)
-                for name in ("tokens", "speedup", *summary.from_source(summary.STATS))
-            },
-            "margin": self.margin,
-            "speedup_over_reference": self.speedup_over_reference,
-        }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Methods side by side on one prompt."""
-
-    ok: bool  # no text differs beyond rounding
-    interrupted: bool
-    outcomes: Sequence[Outcome]  # plain decoding's first
-    audits: Mapping[str, Audit]  # by method, if there are any
-
-    def as_dict(self) -> Options:
-        """Everything, ready for JSON."""
-        audits = {label: audit.as_dict() for label, audit in self.audits.items()}
-        return {
-            **vars(self),
-            "outcomes": [outcome.as_dict() for outcome in self.outcomes],
-            "audits": audits,
-        }
-
-
-def compare(
-    config: BenchConfig,
-    prompt: Sequence[int],
-    length: int,
-    seed: int,
-    on_progress: Callable[[Run], None],
-    on_audit: Callable[[str, int, int], None],
-) -> Comparison:
-    """Run all methods in interleaved slices and compare their texts,
-    as far as they got if Ctrl-C is pressed.
-
-    Where a text differs from plain decoding's, it is audited as a whole, and so is plain
-    decoding's: after a near-tie the two are different draws, and comparing them further would say
-    nothing.
-
-    Args:
-        prompt: token ids.
-        length: tokens to generate.
-        on_progress: called when a run has been prefilled or has advanced by a slice.
-        on_audit: called with a method's name and the tokens audited so far and in all.
-    """
-    case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
-    trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
-    interrupted = trial.run(on_progress, lambda samples: None)  # a second Ctrl-C ends the audit too
-    if interrupted and not all(run.tokens for run in trial.runs.values()):
-        raise KeyboardInterrupt
-    for run in trial.runs.values():
-        run.marks = [run.stats]
-    samples = trial.samples()
-    audits = trial.explain(samples, on_audit)
-    points = {sample.method: sample.points[0] for sample in samples}
-    reference = points[REFERENCE].speedup if REFERENCE in points else None
-    outcomes = []
-    for sample in samples:
-        label = sample.method
-        different = sample.first_difference
-        point = points[sample.method]
-        findings = [
-            one for name in (label, BASELINE) if name in audits for one in audits[name].findings
-        ]
-        margins = [
-            one.margin
-            for one in findings
-            if one.index == different and one.margin not in (None, math.inf)
-        ]
-        over_reference = reference and point.speedup and point.speedup / reference
-        outcomes.append(Outcome(sample, max(margins, default=None), over_reference))
-    return Comparison(all(audit.ok for audit in audits.values()), interrupted, outcomes, audits)

@@ -2,15 +2,13 @@
 
 A group is what runs side by side: one setting, with its own plain decode.
 
-How much texts repeat themselves is judged by distinct n-grams, repetition rate, self-BLEU and
-compression; all depend on a text's length: compare texts of the same length only.
+How much texts repeat themselves is judged by distinct n-grams and the repetition rate; both depend
+on a text's length: compare texts of the same length only.
 """
 
 from __future__ import annotations
 
-import lzma
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -43,16 +41,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 4  # tokens of an n-gram
-SEGMENT = 64  # tokens of a piece that self-BLEU compares with the others
 REPEAT = 8  # tokens in a row that occurred before are marked as a repetition
 
-# of an n-gram, where none matches: Chen and Cherry's first smoothing, or the product would be 0
-_NO_MATCH = 0.1
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6}]
 
-
-def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
-    """Metrics of a text, given as tokens and decoded; None where it is too short.
+def quality(tokens: Sequence[int]) -> dict[str, float | None]:
+    """Metrics of a text's tokens; None where it is too short.
 
     ``distinct_1`` to ``distinct_4`` are unique n-grams of tokens / n-grams (the paper's
     Distinct-n), ``distinct`` their mean, ``seq_rep_4`` the share of 4-grams that occurred before
@@ -67,56 +60,7 @@ def quality(tokens: Sequence[int], text: str) -> dict[str, float | None]:
         },
         "distinct": sum(shares) / LONGEST if known else None,
         "seq_rep_4": 1 - shares[-1] if known else None,
-        "self_bleu": self_bleu(tokens),
-        "compression": compression(text),
     }
-
-
-def self_bleu(tokens: Sequence[int], segment: int = SEGMENT) -> float | None:
-    """Mean BLEU-4 of each piece of a text against all of its other pieces (Zhu et al., 2018);
-    higher repeats more.
-
-    Pieces have ``segment`` tokens each, so brevity is never penalised; a shorter rest at the end is
-    left out. None for a text of less than two pieces.
-    """
-    pieces = [
-        tokens[start : start + segment] for start in range(0, len(tokens) - segment + 1, segment)
-    ]
-    if len(pieces) < 2:
-        return None
-    logs = [0.0] * len(pieces)
-    for n in range(1, LONGEST + 1):
-        counts = [Counter(zip(*(piece[i:] for i in range(n)), strict=False)) for piece in pieces]
-        for index, matches in enumerate(_matches(counts)):
-            logs[index] += math.log((matches or _NO_MATCH) / (segment - n + 1)) / LONGEST
-    return sum(map(math.exp, logs)) / len(logs)
-
-
-def compression(text: str) -> float | None:
-    """Bytes of a text / bytes that LZMA makes of it, headers apart; higher repeats more.
-
-    None for no text.
-    """
-    data = text.encode(errors="backslashreplace")
-    return len(data) / len(lzma.compress(data, lzma.FORMAT_RAW, filters=_FILTERS)) if data else None
-
-
-def _matches(counts: Sequence[Counter[tuple[int, ...]]]) -> list[int]:
-    """Of each piece, its n-grams found in another piece,
-    each at most as often as in the piece with the most.
-    """
-    # the two highest counts, and which piece has the first
-    highest: dict[tuple[int, ...], tuple[int, int, int]] = {}
-    for index, count in enumerate(counts):
-        for gram, times in count.items():
-            first, second, owner = highest.get(gram, (0, 0, -1))
-            highest[gram] = (
-                (times, first, index) if times > first else (first, max(second, times), owner)
-            )
-    return [
-        sum(min(times, highest[gram][highest[gram][2] == index]) for gram, times in count.items())
-        for index, count in enumerate(counts)
-    ]
 
 
 def repeated(tokens: Sequence[int], length: int = REPEAT) -> list[bool]:
@@ -312,13 +256,9 @@ def judge_texts(
     """
     # plain decoding may have been sampled
     plain = texts.get(BASELINE) or next(iter(texts.values()))
-    known: dict[tuple[int, ...], dict[str, float | None]] = {}
     for sample in samples:
         for point in sample.points:
-            part = tuple((texts.get(sample.method) or plain)[: point.len])
-            if part not in known:  # nearly always, all runs have the same text
-                known[part] = quality(part, tokenizer.decode(list(part), skip_special_tokens=False))
-            point.quality = known[part]
+            point.quality = quality((texts.get(sample.method) or plain)[: point.len])
     if find_suite(record.suite).texts and samples and case.repeat == 0:
         tokens = list(plain)[: samples[0].points[-1].len]
         stream = TextStream(tokenizer)

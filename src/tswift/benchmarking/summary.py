@@ -119,8 +119,6 @@ METRICS: dict[str, Metric] = {
     **{f"distinct_{n}": _of_text(f"D-{n}", f"unique {n}-grams / {n}-grams") for n in range(1, 5)},
     "distinct": _of_text("D", "mean of Distinct-1 to Distinct-4"),
     "seq_rep_4": _of_text("seq-rep-4", "4-grams that were there before / 4-grams"),
-    "self_bleu": _of_text("self-BLEU", "mean BLEU-4 of pieces of 64 tokens against the others"),
-    "compression": _of_text("LZMA", "compression ratio, bytes / bytes after LZMA", digits=2),
 }
 
 

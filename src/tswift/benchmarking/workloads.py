@@ -1,18 +1,16 @@
 """Prompts of ``tswift bench``: texts of files, books and workloads, and their tokens.
 
 A workload's prompts are of several kinds, since how much a draft gets right depends on the text:
-``prose`` and ``reasoning`` are bundled, ``structured`` is generated, and files hold the user's own
-(see tswift.jobs.prompts).
+``prose``, ``reasoning`` and ``structured`` are bundled, and files hold the user's own (see
+tswift.jobs.prompts).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, did_you_mean, find_path
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"
-_ENTRIES = 16  # of a structured text, in the prompt
+KINDS = ("prose", "reasoning", "structured")
 _STRUCTURED = 3  # texts where nothing is said: one of each frame
 
 
@@ -125,12 +123,12 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         name = word if limit is None else name
         if limit == 0:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
-        if name in KINDS:
-            found = list(
-                islice(KINDS[name](), limit or (_STRUCTURED if name == "structured" else None))
-            )
+        if name == "prose":
+            found = _prose()
+        elif name in KINDS:
+            found = _of_file(bundled_prompts() / f"{name}.jsonl")
         elif name.endswith(SUFFIXES):
-            found = list(islice(_of_file(find_path(name, OPTION)), limit))
+            found = _of_file(find_path(name, OPTION))
         else:
             known = f"there are {', '.join(KINDS)} and files, FILE.jsonl or FILE.parquet"
             raise InputError(
@@ -138,58 +136,17 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
             )
         if limit is not None and len(found) < limit:
             raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
-        texts += found
+        texts += found[: limit or (_STRUCTURED if name == "structured" else None)]
     return _distinct(texts, OPTION)
 
 
-def _prose() -> Iterator[Text]:
-    for path in sorted(bundled_prompts().glob("*.txt")):
-        yield Text(f"prose/{path.stem}", path.read_text(encoding="utf-8"), "prose")
+def _prose() -> list[Text]:
+    return [
+        Text(f"prose/{path.stem}", path.read_text(encoding="utf-8"), "prose")
+        for path in sorted(bundled_prompts().glob("*.txt"))
+    ]
 
 
-def _reasoning() -> Iterator[Text]:
-    return _of_file(bundled_prompts() / "reasoning.jsonl")
-
-
-def _of_file(path: Path) -> Iterator[Text]:
+def _of_file(path: Path) -> list[Text]:
     """The prompts of a file; their kind is the line's, or the file's name."""
-    return (line.text(path.stem, path.stem, OPTION) for line in read_lines(path, OPTION))
-
-
-class _Slots(dict[str, object]):
-    """Words for an entry.
-
-    Only ``random()`` is used, which gives the same in every version of Python.
-    """
-
-    def __init__(self, words: Mapping[str, Sequence[str]], random: Random, number: int) -> None:
-        super().__init__(n=number)
-        self._words, self._random = words, random
-
-    def __missing__(self, name: str) -> str:
-        if name not in self._words:  # d3 for a number of three digits
-            return "".join(str(int(self._random.random() * 10)) for _ in range(int(name[1:])))
-        return self._words[name][int(self._random.random() * len(self._words[name]))]
-
-
-def _structured() -> Iterator[Text]:
-    """A diary, a building, a log, and so on with other contents: the frame repeats,
-    what stands in it does not.
-
-    ``structured.json`` has the frames, in which ``{n}`` counts entries, and the words for each
-    other name in braces.
-    """
-    content = json.loads((bundled_prompts() / "structured.json").read_text(encoding="utf-8"))
-    for seed in count():
-        for name, form in content["forms"].items():
-            random = Random(f"{name} {seed}")
-            slots = (_Slots(content["words"], random, number) for number in range(1, _ENTRIES + 1))
-            text = form["beginning"] + "".join(map(form["entry"].format_map, slots))
-            yield Text(f"structured/{name}-{seed}", text, "structured")
-
-
-KINDS: Mapping[str, Callable[[], Iterator[Text]]] = {
-    "prose": _prose,
-    "reasoning": _reasoning,
-    "structured": _structured,
-}
+    return [line.text(path.stem, path.stem, OPTION) for line in read_lines(path, OPTION)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tswift.benchmarking import gate
-from tswift.benchmarking.config import DRAFTLESS, BenchOptions, CompareConfig, Plan, parse_trees
+from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan, parse_trees
 from tswift.benchmarking.suites import SUITES
 from tswift.benchmarking.summary import simulation
 from tswift.cli import options, output
@@ -25,11 +25,10 @@ from tswift.models.config import SHAPES, ModelConfig, refuse_missing_heads, refu
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
-    from tswift.benchmarking.record import Measurement, Options, Record
+    from tswift.benchmarking.record import Measurement, Record
     from tswift.benchmarking.request import Begun, Request
-    from tswift.benchmarking.run import Case, Comparison, Outcome, Run
+    from tswift.benchmarking.run import Case, Run
     from tswift.benchmarking.suites import Suite
-    from tswift.tables import Table
 
 
 @options.takes(
@@ -59,71 +58,21 @@ def compare(
     refuse_missing_heads(bench_options.model.heads)
     text = text_config.read(model)
     with loading_notice(model, quiet):
-        from tswift.benchmarking.config import configure
-        from tswift.benchmarking.run import compare as run_all
-        from tswift.benchmarking.run import open_runs
-        from tswift.engine import fitting
-        from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
-        from tswift.jobs.prompts import Text
-        from tswift.models.devices import environment
+        from tswift.benchmarking.comparison import Comparing
+        from tswift.benchmarking.comparison import compare as run_all
 
         found = output.writable(json)
-        notes = list[str]()
-        length = text_config.length
-        prefill = text_config.prefill
-        seed = text_config.seed
-        least = prefill or (BUNDLED_PREFILL if text_config.bundled else 1)
-        flexible = "length" not in typed.values
-        config = configure(
-            bench_options,
-            least,
-            length,
-            "prefill" if prefill and prefill > length else "length",
-            flexible,
-        )
-        said = Text(text_config.source, text).encode(config.model, text_config.chat)
-        ids = take(said, prefill, bundled=text_config.bundled)
-        positions = config.model.target.max_positions
-        if flexible and (length := fitting(length, len(ids), positions)) < text_config.length:
-            notes.append(f"--len is {length:,}: the model has {positions:,} positions")
-        # allocated and freed: what does not fit is refused before anything is said
-        open_runs(config, ids, length, seed)
-        notes += [config.note] if config.note is not None else []
+        asked = Comparing.of(bench_options, text_config, text, "length" not in typed.values)
     bars = Bars(quiet, not no_progress)
-    device = config.model.target.device
-    for note in notes:
+    for note in asked.notes:
         bars.say(note)
-    name = f"model {model}, {device}{config.model.remarks()}"
-    bars.say(f"{name}, prompt {len(ids):,} tokens, {length:,} to generate, seed {seed}")
-    plain_speed = 0.0
-
-    def on_progress(run: Run) -> None:
-        nonlocal plain_speed
-        speed = run.stats.tokens_per_second
-        plain_speed = speed if run.label == "ar" else plain_speed
-        x = f" x {speed / plain_speed:.2f}" if plain_speed and run.stats.seconds else ""
-        bars.update(run.label, run.stats.tokens, length, f"{speed:,.1f} tokens/s{x}")
-
+    speeds = _Speeds(bars, asked.length)
     with bars:
         comparison = run_all(
-            config,
-            ids,
-            length,
-            seed,
-            on_progress,
-            lambda name, *done: bars.update(f"audit of {name}", *done),
+            asked.config, asked.ids, asked.length, asked.seed, speeds, speeds.audited
         )
-    found.show(_table(comparison))
-    about = {
-        "environment": environment(device),
-        "model": config.model.about(),
-        "prompt": {"source": text_config.source, "tokens": len(ids), "sha256": fingerprint(ids)},
-        "length": length,
-        "seed": seed,
-        "sampling": config.params,
-        "drafting": config.drafting(),
-    }
-    found.write("compare", typed.command, {**about, **comparison.as_dict()})
+    found.show(comparison.table())
+    found.write("compare", typed.command, {**asked.about(), **comparison.as_dict()})
     if not comparison.ok:
         raise typer.Exit(FAILED)
     if comparison.interrupted:
@@ -131,53 +80,24 @@ def compare(
         raise typer.Exit(INTERRUPTED)
 
 
-_SHOWN = {  # by figure: heading and format
-    "tokens_per_step": ("tokens/step", ".2f"),
-    "alpha": ("alpha", ".3f"),
-    "beta": ("beta", ".3f"),
-    "passes": ("passes", ","),
-    "tokens_per_second": ("tokens/s", ",.1f"),
-    "seconds": ("decode time, s", ",.2f"),
-    "speedup": ("x", ".2f"),
-    "speedup_over_reference": ("x over reference style", ".2f"),
-}
+class _Speeds:
+    """A bar for every method, with its speed over plain decoding's."""
 
+    def __init__(self, bars: Bars, length: int) -> None:
+        self._bars = bars
+        self._length = length
+        self._plain = 0.0
 
-def _table(comparison: Comparison) -> Table:
-    from tswift.benchmarking.summary import method_name
-    from tswift.tables import NOTHING, Table
+    def __call__(self, run: Run) -> None:
+        speed = run.stats.tokens_per_second
+        self._plain = speed if run.label == "ar" else self._plain
+        x = f" x {speed / self._plain:.2f}" if self._plain and run.stats.seconds else ""
+        figures = f"{speed:,.1f} tokens/s{x}"
+        self._bars.update(run.label, run.stats.tokens, self._length, figures)
 
-    outcomes = comparison.outcomes
-    cut = ", interrupted" if comparison.interrupted else ""
-    figures = [outcome.as_dict() for outcome in outcomes]
-    shown = {name: each for name, each in _SHOWN.items() if figures[0][name] is not None}
-
-    def text(values: Options, name: str) -> str:
-        undrafted = values["method"] in DRAFTLESS and name in ("alpha", "beta")
-        return NOTHING if undrafted else format(values[name], shown[name][1])
-
-    return Table(
-        f"{min(values['tokens'] for values in figures):,} tokens, in interleaved slices{cut}",
-        ["method", "same text as AR", *(heading for heading, _ in shown.values())],
-        [
-            [method_name(values["method"]), _same(outcome), *(text(values, name) for name in shown)]
-            for outcome, values in zip(outcomes, figures, strict=True)
-        ],
-        left=2,
-        notes=["x: AR's time / the method's, prefill apart."],
-    )
-
-
-def _same(outcome: Outcome) -> str:
-    sample = outcome.sample
-    if sample.first_difference is None:
-        if sample.explained is False:
-            # plain decoding's own text, audited since another one differs
-            return "not what the rule draws"
-        return "-" if sample.method == "ar" else "yes"
-    margin = "no margin found" if outcome.margin is None else f"margin {outcome.margin:.2g}"
-    why = "rounding" if sample.explained else "NOT rounding"
-    return f"to token {sample.first_difference:,}, then {why} ({margin})"
+    def audited(self, name: str, done: int, total: int) -> None:
+        """Show how far an audit has come."""
+        self._bars.update(f"audit of {name}", done, total)
 
 
 _OUTPUT = "Output"

@@ -24,7 +24,7 @@ from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import lock_folder
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
-from tswift.serving.requests import ServeConfig, job, listen
+from tswift.serving.config import ServeConfig, job, listen
 
 _KEYS = (100, 4_096, 25_000, 100_000)
 

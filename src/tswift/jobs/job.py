@@ -36,7 +36,6 @@ from tswift.jobs.config import (
     fingerprint,
     preset_note,
     read_prompt,
-    render_chat,
     take,
 )
 from tswift.jobs.folder import (
@@ -45,6 +44,7 @@ from tswift.jobs.folder import (
     INTERRUPTED,
     RUNNING,
     TEXT,
+    Lock,
     Record,
     RunFolder,
     RunRecord,
@@ -58,6 +58,7 @@ from tswift.jobs.folder import (
     text_fault,
     write_whole,
 )
+from tswift.jobs.prompts import Text
 from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
@@ -386,16 +387,10 @@ def start(
             params = replace(
                 params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size)
             )
-        if ids is not None:
-            prompt = list(ids)
-        elif config.chat:
-            said = {"system": system, "user": text}
-            messages = [
-                {"role": role, "content": each} for role, each in said.items() if each is not None
-            ]
-            prompt = model.encode(render_chat(model.tokenizer, model.name, messages), bare=True)
-        else:
-            prompt = take(model.encode(text), config.text.prefill, bundled=config.text.bundled)
+        prompt = list(ids or ())
+        if ids is None:
+            said = Text(config.text.source, text).encode(model, config.chat, system)
+            prompt = take(said, config.text.prefill, bundled=config.text.bundled)
         if flexible:
             length = fitting(config.text.length, len(prompt), model.target.max_positions)
             config = replace(config, text=replace(config.text, length=length))
@@ -404,25 +399,19 @@ def start(
     except BaseException:
         folder.discard()
         raise
-    # what was loaded for other methods has no part in this run
-    drafts = {
-        "draft": wanted.draft_model,
-        "drafter": wanted.drafter,
-        "draft_weights": wanted.draft_weights,
-    }
-    unused = [name for name, asked in drafts.items() if asked is None]
     about = Record(
         command=list(command),
         options=config.recorded(),
         sampling=asdict(generation.params),
         drafting=used_options(find_method(config.method), generation.options),
-        model={name: value for name, value in _identity(model).items() if name not in unused},
+        model=_used_identity(model, wanted),
         prompt={"source": config.text.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
         started=now(),
         environment=environment(model.target.device),
     )
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
-    notes += _drafting_notes(config, generation, len(prompt), model.target.width)
+    cut = cut_note(config.drafting, model.target.width)
+    notes += [] if cut is None else [cut]
     if config.text.length < asked:
         notes.append(
             f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} "
@@ -484,56 +473,67 @@ def resume(
             wanted = replace(wanted, heads=NO_HEADS)
         model = loaded or load_exact_or_not(wanted, "exact" in asked, ranks)
         draft = _refuse_other_model(run, config, model).get("draft")
-        whole = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
-        if config.stop or config.stop_on_loop:
-            whole.add(saved.tokens)
-            ended = ended or whole.ended
-        # a run that was stopped after its last token and before its last record has to draw that
-        # token again
-        below = made if ended else config.text.length
-        checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
-        tokens = saved.tokens[: checkpoint.tokens]
-        generation = _begin(model, run.prompt, config, run.params, written=tokens)
-        try:
-            stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
-        except ValueError as error:
-            raise InputError(f"the journal of {path} is broken: {error}", OPTION) from None
-        text = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
-        before = text.add(tokens)
-        folder = RunFolder.reopen(path, lock, run.record, checkpoint, before, row_bytes(config))
+        job = _continued(run, saved, config, model, lock, ended)
         unlocking.pop_all()
     moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    job.about = replace(
+        run.record,
+        options={**run.record.options, "length": config.text.length, **moved},
+        model={**run.record.model, "name": model.name},
+    )
     session = {
-        "at": len(tokens),
+        "at": len(job.tokens),
         "started": now(),
         "command": list(command),
-        "drafting": used_options(find_method(config.method), generation.options),
+        "drafting": used_options(find_method(config.method), job.generation.options),
         "draft": draft,
         "drafter": model.drafter_name,
         "draft_weights": model.draft_weights,
         "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }
-    about = replace(
-        run.record,
-        options={**run.record.options, "length": config.text.length, **moved},
-        model={**run.record.model, "name": model.name},
-    )
-    resumed = [*map(dict, run.record.resumed), session]
-    notes = _resume_notes(run, saved, len(tokens), draft, model)
+    job.resumed = [*map(dict, run.record.resumed), session]
+    job.notes = _resume_notes(run, saved, len(job.tokens), model)
+    return job
+
+
+def _continued(
+    run: RunRecord,
+    saved: Saved,
+    config: RunConfig,
+    model: LoadedModel,
+    lock: Lock,
+    ended: bool,
+) -> Job:
+    """A job that goes on from a run's last checkpoint; ``ended``: with an end-of-text token."""
+    if config.stop or config.stop_on_loop:
+        whole = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+        whole.add(saved.tokens)
+        ended = ended or whole.ended
+    # a run that was stopped after its last token and before its last record has to draw that
+    # token again
+    below = len(saved.tokens) if ended else config.text.length
+    checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
+    tokens = saved.tokens[: checkpoint.tokens]
+    generation = _begin(model, run.prompt, config, run.params, written=tokens)
+    try:
+        stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
+    except ValueError as error:
+        raise InputError(f"the journal of {run.path} is broken: {error}", OPTION) from None
+    text = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+    before = text.add(tokens)
+    folder = RunFolder.reopen(run.path, lock, run.record, checkpoint, before, row_bytes(config))
     return Job(
         model,
         generation,
         folder,
         config,
-        about,
+        run.record,
         run.prompt,
         text,
         stats,
         tokens,
-        resumed,
-        notes,
-        before,
+        before=before,
     )
 
 
@@ -609,28 +609,23 @@ def _identity(model: LoadedModel) -> dict[str, object]:
     return identity
 
 
+def _used_identity(model: LoadedModel, wanted: ModelConfig) -> dict[str, object]:
+    """What of a model has a part in a run: not what was loaded for other methods."""
+    identity = _identity(model)
+    drafts = {
+        "draft": wanted.draft_model,
+        "drafter": wanted.drafter,
+        "draft_weights": wanted.draft_weights,
+    }
+    for name, asked in drafts.items():
+        if asked is None:
+            identity.pop(name, None)
+    return identity
+
+
 def row_bytes(config: RunConfig) -> int:
     """Bytes of a token's log-probabilities; 0 if none are wanted."""
     return 0 if config.logprobs is None else row_type(config.logprobs).itemsize
-
-
-def _drafting_notes(
-    config: RunConfig, generation: Generation, prompt: int, width: int | None
-) -> list[str]:
-    options, params = generation.options, generation.params
-    cut = cut_note(config.drafting, width)
-    notes = [] if cut is None else [cut]
-    reused = (
-        "ngrams" in used(find_method(config.method), options)
-        and options.ngrams
-        and not options.reuse_recent
-    )
-    if reused and params.penalises and prompt + config.text.length <= params.window:
-        notes.append(
-            f"no n-gram is reused: all of the text is in the penalty window of {params.window:,} "
-            "tokens (--reuse-recent reuses it)"
-        )
-    return notes
 
 
 def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequence[str]) -> None:
@@ -712,30 +707,13 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
     return identity
 
 
-def _resume_notes(
-    run: RunRecord, saved: Saved, kept: int, draft: Mapping[str, Any] | None, model: LoadedModel
-) -> list[str]:
+def _resume_notes(run: RunRecord, saved: Saved, kept: int, model: LoadedModel) -> list[str]:
     notes = [f"going on after {kept:,} tokens"]
     if saved.damage:
         notes.append(f"{saved.damage}: what comes after token {kept:,} is drawn again")
-    elif saved.truncated:
-        notes.append("the last line of the journal was cut short: the checkpoint before it is used")
     again = len(saved.tokens) - kept + saved.unsure
     if again:
         notes.append(f"{again:,} tokens behind the last checkpoint are drawn again")
-    if draft is not None and draft["weights"] != (run.record.model.get("draft") or {}).get(
-        "weights"
-    ):
-        name = draft["name"]
-        notes.append(
-            f"the draft model {name} is not the one that the run was begun with; no token depends "
-            "on it"
-        )
-    if model.drafter_name is not None and model.drafter_name != run.config.model.drafter:
-        notes.append(
-            f"the drafter {model.drafter_name} is not the one that the run was begun with; no "
-            "token depends on it"
-        )
     if run.config.model.exact and model.exact != run.bits:
         notes.append(
             "this machine rounds otherwise than the one before: the text may go on differently "

@@ -6,78 +6,19 @@ here imports torch.
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from secrets import randbits
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from tswift.drafting.options import LOADED, DraftOptions, find_method
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
 from tswift.errors import InputError, did_you_mean
 from tswift.jobs.config import RunConfig, check_prompt
-from tswift.options import Values, check_options, option, options_of
+from tswift.options import Values, options_of
 from tswift.sampling.parameters import SamplingParams
-
-_PANEL = "Server"
-_LONGEST_NAME = 512  # characters of ``user``
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Where ``tswift serve`` listens, and what it keeps."""
-
-    host: str = option(
-        "127.0.0.1",
-        "Address to listen on; one that other machines can reach wants --api-key.",
-        panel=_PANEL,
-    )
-    port: int = option(
-        8000, "Port to listen on; 0 takes any that is free.", panel=_PANEL, least=0, most=65_535
-    )
-    api_key: str | None = option(
-        None,
-        "What clients have to send as Authorization: Bearer KEY.",
-        panel=_PANEL,
-        shown="TSWIFT_API_KEY, or none",
-    )
-    queue: int = option(
-        8,
-        "Requests that may wait; beyond it the answer is 429.",
-        panel=_PANEL,
-        least=0,
-        most=10_000,
-    )
-    runs: Path = option(
-        Path("runs"), "Folder in which every request has a run's folder.", panel=_PANEL
-    )
-    served_model_name: str | None = option(
-        None,
-        "The model's id, as clients know it.",
-        panel=_PANEL,
-        shown="its hub id, or the last name of its folder",
-        metavar="NAME",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.api_key is not None and not (
-            self.api_key.isascii() and self.api_key.isprintable() and self.api_key
-        ):
-            raise InputError("must be printable ASCII, at least one character", "api_key")
-        name = self.served_model_name
-        if name is not None and not (name and name.isprintable()):
-            raise InputError("must be printable text, at least one character", "served_model_name")
-
-    def model_id(self, model: str) -> str:
-        """The id under which clients know a model;
-        where it lies on this machine's disk is not theirs to know.
-        """
-        path = Path(model)
-        return self.served_model_name or (path.resolve().name if path.exists() else model)
+from tswift.serving.config import job
 
 
 class Refused(Exception):
@@ -107,7 +48,7 @@ def _wrong(param: str, problem: str, code: str | None = None) -> Refused:
 class Request:
     """A request that was understood."""
 
-    wants: frozenset[str]  # what is on of ``chat``, ``include_usage`` and ``_SWITCHES``
+    wants: frozenset[str]  # ``chat``, ``include_usage`` and those of ``_SWITCHES`` that are on
     config: RunConfig  # the job; its length is the most there may be where ``limit`` is None
     limit: str | None  # the field that says how many tokens
     prompt: Any  # a text, token ids, or a chat's messages
@@ -176,6 +117,63 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Part(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+def _filled(message: object) -> object:
+    """A message without the fields that say nothing."""
+    if not isinstance(message, dict):
+        return message
+    own = ("role", "content")
+    return {
+        name: each for name, each in message.items() if name in own or each not in (None, [], "")
+    }
+
+
+def _parts(content: object) -> object:
+    """A content as parts, which a text is one of."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[_Part], BeforeValidator(_parts)]
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class _Switches(_Strict):
+    """Fields of a body that are no options of the job."""
+
+    stream: bool = False
+    figures: bool = False
+    cancel_on_disconnect: bool = False
+    stream_options: _StreamOptions | None = None
+    user: str = Field("", max_length=512)
+    messages: list[Annotated[_Message, BeforeValidator(_filled)]] = Field([], min_length=1)
+
+
+def _checked(given: Values) -> _Switches:
+    """Of a body's fields those that are no options, checked."""
+    try:
+        return _Switches(**{name: given[name] for name in _Switches.model_fields if name in given})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        names = [f"[{step}]" if isinstance(step, int) else f".{step:.60}" for step in first["loc"]]
+        param = "".join(names).removeprefix(".")
+        unserved = first["type"] in ("extra_forbidden", "literal_error")
+        code = "unsupported_field" if unserved else None
+        raise Refused(400, f"{param}: {first['msg']}", param, code) from None
+
+
 def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
     """What a request asks for. :class:`Refused`, by its name, for a field not known, not served or
     out of range.
@@ -192,33 +190,31 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
     if given.get("model", model) != model:
         message = f"the model {given['model']!r:.80} is not served here; {model} is"
         raise Refused(404, message, "model", "model_not_found")
-    user = given.get("user", "")
-    if not isinstance(user, str) or len(user) > _LONGEST_NAME:
-        raise _wrong("user", f"must be a text of at most {_LONGEST_NAME} characters")
-    limits = {
-        name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given
-    }
-    if len(limits) == 2 and (
-        len({*map(str, limits.values())}) == 2 or type(limits["max_tokens"]) is not int
-    ):
-        raise _wrong(
-            "max_completion_tokens", "and max_tokens must be the same integer where both are given"
-        )
     if prompt_field not in given:
         raise _wrong(prompt_field, "is missing")
-    wants = {name for name in _SWITCHES if _switch(given, name)}
+    checked = _checked(given)
+    wants = {name for name in _SWITCHES if getattr(checked, name)}
     wants |= {"chat"} if chat else set()
-    wants |= _stream_options(given.get("stream_options", {}), "stream" in wants)
-    prompt = _messages(given["messages"]) if chat else _prompt(given["prompt"])
+    if checked.stream_options is not None:
+        if not checked.stream:
+            raise _wrong("stream_options", "goes with stream")
+        wants |= {"include_usage"} if checked.stream_options.include_usage else set()
+    prompt = _said(checked.messages) if chat else _prompt(given["prompt"])
     names = {option: name for name, option in _OPTIONS.items() if name in given}
     asked = {option: given[name] for option, name in names.items()}
+    limits = [name for name, option in _OPTIONS.items() if option == "length" and name in given]
+    if len(limits) == 2 and repr(given[limits[0]]) != repr(given[limits[1]]):
+        raise _wrong(limits[1], f"and {limits[0]} must be the same where both are given")
     if "stop" in asked:  # "" and [] stop nowhere
         stop = asked["stop"]
         asked["stop"] = tuple(stop) if isinstance(stop, list) else (stop,) if stop != "" else ()
-    if chat and not _switch(given, "logprobs"):
+    counted = given.get("logprobs") is not None
+    if chat and given.get("logprobs", False) not in (True, False):
+        raise _wrong("logprobs", "must be true or false")
+    if chat and not given.get("logprobs"):
         if "top_logprobs" in given:
             raise _wrong("top_logprobs", "goes with logprobs")
-    elif chat or "logprobs" in given:
+    elif counted:
         asked["logprobs"] = given.get(count_field, 0)
         names["logprobs"] = count_field
     asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
@@ -228,6 +224,17 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
         raise refused(error, names, prompt_field) from None
     kept = {**body, "seed": asked["seed"]}
     return Request(frozenset(wants), config, next(iter(limits), None), prompt, kept, typed, model)
+
+
+def _said(messages: Sequence[_Message]) -> tuple[dict[str, str], ...]:
+    """A chat's messages, each with a role and a text."""
+    return tuple(
+        {
+            "role": "system" if each.role == "developer" else each.role,
+            "content": "".join(part.text for part in each.content),
+        }
+        for each in messages
+    )
 
 
 def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
@@ -249,28 +256,6 @@ def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, objec
     return {name: value for name, value in body.items() if value is not None}
 
 
-def job(typed: Values, asked: Values, prompt: object, chat: bool) -> RunConfig:
-    """The job's configuration: what is asked for, then what was typed,
-    then the defaults of ``tswift generate``.
-
-    Where a request asks for another method than the server's own, drafting options that were typed
-    for that one are left out, and so is what the model was loaded with that the other method does
-    not use.
-    """
-    values = {**typed, **asked}
-    own = typed.get("method", "tokenswift" if typed.get("preset") is not None else RunConfig.method)
-    method = values.get("method", own)
-    if not isinstance(method, str) or find_method(method).reference:
-        raise InputError(
-            "must be a method that is served; ar-reference is for measurements", "method"
-        )
-    if method != own:
-        others = {*DraftOptions.__dataclass_fields__, *LOADED} - find_method(method).loads
-        values = {name: value for name, value in values.items() if name not in others}
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    return RunConfig.of(**values, prompt_text=text, chat=chat)
-
-
 def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> Refused:
     """A job's refusal in the words of the request: ``names`` are its fields,
     by the options that they became.
@@ -287,25 +272,6 @@ def refused(error: InputError, names: Mapping[str, str], prompt_field: str) -> R
     return Refused(400, message if param is None else f"{param}: {message}", param, "invalid_value")
 
 
-def _switch(given: Mapping[str, object], name: str) -> bool:
-    value = given.get(name, False)
-    if not isinstance(value, bool):
-        raise _wrong(name, "must be true or false")
-    return value
-
-
-def _stream_options(options: object, stream: bool) -> set[str]:
-    """Of the options of a stream, those that are on."""
-    if not isinstance(options, dict):
-        raise _wrong("stream_options", "must be an object")
-    if options and not stream:
-        raise _wrong("stream_options", "goes with stream")
-    for name in options:
-        if name != "include_usage":
-            raise _wrong(f"stream_options.{name[:60]}", "is no field; include_usage is")
-    return {name for name in options if options[name] is not None and _switch(options, name)}
-
-
 def _prompt(prompt: object) -> str | tuple[int, ...]:
     """A completion's prompt: one text, or one list of token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -320,68 +286,3 @@ def _prompt(prompt: object) -> str | tuple[int, ...]:
     raise _wrong(
         "prompt", "must be one text, or one list of token ids: one sequence is written at a time"
     )
-
-
-def _messages(messages: object) -> tuple[dict[str, str], ...]:
-    """A chat's messages, each with a role and a text."""
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "must be a list of messages, at least one")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
-
-
-def _message(message: object, place: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise _wrong(place, "must be an object")
-    for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, [], ""):
-            raise _wrong(f"{place}.{name[:60]}", "is not served", "unsupported_field")
-    role = message.get("role")
-    content = message.get("content")
-    if role not in ("system", "developer", "user", "assistant"):
-        raise _wrong(f"{place}.role", "must be system, developer, user or assistant")
-    if isinstance(content, list):
-        content = "".join(
-            _part(part, f"{place}.content[{index}]") for index, part in enumerate(content)
-        )
-    if not isinstance(content, str):
-        raise _wrong(f"{place}.content", "must be a text")
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _part(part: Any, place: str) -> str:
-    """The text of a part of a message."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise _wrong(f"{place}.type", f"{kind!r:.40} is not served; text is", "unsupported_field")
-    if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
-        raise _wrong(place, "must have a type and a text")
-    return str(part["text"])
-
-
-def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens where it is asked for;
-    refused where others can reach it and no key is asked for.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise InputError(
-            f"{config.host!r:.80} is no address ({getattr(error, 'strerror', error)})", "host"
-        ) from None
-    if (
-        config.api_key is None
-        and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    ):
-        raise InputError(
-            f"{config.host} can be reached by other machines: `api_key` has to be given", "host"
-        )
-    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dual)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise InputError(
-            f"{config.host} port {config.port} cannot be listened on ({reason})", "port"
-        ) from None

@@ -36,7 +36,8 @@ import tswift
 from tswift.decoding.text import TextStream
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
-from tswift.serving.requests import Refused, ServeConfig, parse_body
+from tswift.serving.config import ServeConfig
+from tswift.serving.requests import Refused, parse_body
 from tswift.serving.runs import Run, Service
 
 if TYPE_CHECKING:

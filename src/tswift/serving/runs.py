@@ -54,8 +54,9 @@ from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import recommends
-from tswift.serving.requests import Refused, Request, ServeConfig, parse, refused
-from tswift.serving.requests import job as job_of
+from tswift.serving.config import ServeConfig
+from tswift.serving.config import job as job_of
+from tswift.serving.requests import Refused, Request, parse, refused
 
 _EOS = "eos"
 QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"

@@ -250,9 +250,6 @@ class DraftConfig(TrainConfig):
         least=2,
         most=1 << 24,
     )
-    objective: str = _text(
-        TEXT, "text, or distill: the large model's distribution.", choices=OBJECTIVES
-    )
 
     COMMAND: ClassVar[str] = "train-draft"
     ON_CPU: ClassVar[Mapping[str, object]] = {"batch": 8, "minutes": 5.0}

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
-from tswift.training.config import DISTILL, TEXT
-from tswift.training.teacher import draft_logits, read_states
+from tswift.training.config import TEXT
+from tswift.training.teacher import draft_logits
 
 TOP = 3  # top-1 to top-3 accuracy
 # an attention of transformers: plain causality, whatever the positions
@@ -70,53 +70,29 @@ def total(metrics: Sequence[Metrics]) -> Metrics:
     return Metrics(loss, hits, sum(each.positions for each in metrics))
 
 
-class NetworkLoss(nn.Module):
-    """A network that is trained, with its loss: one module for several processes to wrap.
-
-    It is called with ``[B, T]`` int64 token ids and their positions, and gives metrics whose loss
-    has a gradient.
-
-    Args:
-        network: what is trained.
-        target: the frozen model.
-        objective: ``text``: against the token that follows; ``distill``: against the model's own
-            distribution there.
-        max_logits: most logits held at a time; but never fewer than one position's. Where there are
-            more, they are computed again for the backward pass.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        target: Target,
-        objective: str = TEXT,
-        max_logits: int = _MAX_LOGITS,
-    ) -> None:
-        super().__init__()
-        self.network: Any = network
-        self._target = target
-        self._objective = objective
-        self._max_logits = max_logits
-
-
-class HeadsLoss(NetworkLoss):
+class HeadsLoss(nn.Module):
     """Loss of heads over their draft vocabulary,
     over the positions for which every head has a token to predict.
 
     These are not the last ``heads + 1``. Where a token that follows is not in the draft vocabulary,
     or its probability is not among those learnt, nothing is learnt of it.
+
+    Args:
+        network: the heads.
+        target: the frozen model.
+        objective: ``text``: against the token that follows; ``distill``: against the model's own
+            distribution there.
+        max_logits: most logits held at a time; but never fewer than one position's.
     """
 
-    network: Heads
-
     def __init__(
-        self,
-        network: nn.Module,
-        target: Target,
-        objective: str = TEXT,
-        max_logits: int = _MAX_LOGITS,
+        self, network: Heads, target: Target, objective: str = TEXT, max_logits: int = _MAX_LOGITS
     ) -> None:
-        super().__init__(network, target, objective, max_logits)
+        super().__init__()
+        self.network = network
+        self._target = target
+        self._objective = objective
+        self._max_logits = max_logits
         drafted = self.network.draft_ids
         self._logits = draft_logits(target, drafted)
         self._size = target.vocab_size if drafted is None else len(drafted)
@@ -170,43 +146,42 @@ class HeadsLoss(NetworkLoss):
         return Metrics(losses + (along - along.detach()), hits, rows * used)
 
 
-class DraftLoss(NetworkLoss):
+class DraftLoss(nn.Module):
     """Loss of a draft model, whose attention must be ``CAUSAL``,
     over all positions but the last of each row.
+
+    Where there are more than ``max_logits``, they are computed again for the backward pass.
     """
 
+    def __init__(self, network: PreTrainedModel, max_logits: int = _MAX_LOGITS) -> None:
+        super().__init__()
+        self.network: Any = network
+        self._max_logits = max_logits
+
     def forward(self, ids: Tensor, positions: Tensor | None) -> Metrics:
-        """Metrics of the model as one head."""
+        """Metrics of the model as one head, from ``[B, T]`` int64 token ids."""
         rows = ids.shape[0]
         count = ids.shape[1] - 1
         hidden = self.network.get_decoder()(
             input_ids=ids, position_ids=positions, use_cache=False
         ).last_hidden_state
-        distill = self._objective == DISTILL
-        states = read_states(self._target, ids, positions) if distill else hidden
-        width = max(1, self._max_logits // (rows * self._target.vocab_size))
+        width = max(1, self._max_logits // (rows * self.network.config.vocab_size))
         losses, hits = [], []
         for start in range(0, count, width):
             end = min(start + width, count)
-            tokens = ids[:, start + 1 : end + 1].flatten()
-            inputs = hidden[:, start:end], tokens, states[:, start:end]
+            inputs = hidden[:, start:end], ids[:, start + 1 : end + 1].flatten()
             if width < count and torch.is_grad_enabled():
                 loss, hit = checkpoint(self._stretch, *inputs, use_reentrant=False)
             else:
                 loss, hit = self._stretch(*inputs)
             losses.append(loss)
             hits.append(hit)
-        return Metrics(
-            torch.stack(losses).sum()[None], torch.stack(hits).sum(0)[None], rows * count
-        )
+        loss = torch.stack(losses).sum(0, keepdim=True)
+        return Metrics(loss, torch.stack(hits).sum(0, keepdim=True), rows * count)
 
-    def _stretch(self, hidden: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _stretch(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
-        goal = tokens
-        if self._objective == DISTILL:
-            with torch.no_grad():
-                goal = _float32(self._target.open_logits(states.flatten(0, 1))).softmax(-1)
-        return F.cross_entropy(logits, goal, reduction="sum"), _hits(logits.detach(), tokens)
+        return F.cross_entropy(logits, tokens, reduction="sum"), _hits(logits.detach(), tokens)
 
 
 def _float32(logits: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import NO_HEADS
 from tswift.models.devices import environment, find_device, now, ran_out
 from tswift.tables import Reporter
-from tswift.training.config import TrainConfig, corpus_files
+from tswift.training.config import TEXT, TrainConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
 from tswift.training.tasks import TEACHER, Trainee, learning_rate, trainee_of
@@ -49,8 +49,6 @@ RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safeten
 _SCHEMA = 1
 _FIELD = "resume"
 BEFORE, AFTER, EVALUATING = "before", "after", "evaluation_seconds"
-_FEW_STEPS = 50  # with fewer, little is learnt
-_TIMED_STEPS = 3  # measured to estimate how many steps the time allows
 _UNCHANGED = {  # what a resumed training must find as it was, and the setting that names it
     "processes": ("resume", "number of processes"),
     "dtype": ("dtype", "dtype"),
@@ -103,9 +101,6 @@ def train(
             training = _Training(config.resolved(), folder, ranks, progress, {}, command)
         if note is not None:
             progress.say(note)
-        if config.minutes is None and config.last_step < _FEW_STEPS:
-            advice = f"--steps {_FEW_STEPS} or more is advised"
-            progress.say(f"warning: little is learnt in {config.last_step} steps; {advice}")
         outcome = training.run()
         # the gradients' reducer hangs if it is freed after the process group is closed
         del training
@@ -145,8 +140,11 @@ def resume(
         raise InputError(
             f"{path} holds a plan that is damaged, or of another version of tswift", "resume"
         ) from None
-    if record["plan"].get("kind") == "block":
-        raise InputError(f"{path} trains a block drafter, which this version does not", _FIELD)
+    for name, value in {**record["plan"]}.items():
+        if not hasattr(began, name) and value not in (None, "lm", TEXT):
+            raise InputError(
+                f"{path} was begun with --{name} {value}, which this version does not have", _FIELD
+            )
     config = began.resumed(changes or {}, path)
     with open_ranks(config.device) as ranks:
         if state == FINISHED:
@@ -288,7 +286,6 @@ class _Training:
         """
         config = self._config
         ranks = self._ranks
-        began = self._step
         while True:
             started = time.monotonic()
             stop, share = ranks.highest(signals.number, self._share())
@@ -302,16 +299,6 @@ class _Training:
             self._seconds += time.monotonic() - started
             self._log(metrics, factor)
             done = self._share()
-            if config.minutes is not None and not began and self._step <= _TIMED_STEPS:
-                steps = int(self._step / done)
-                if steps < _FEW_STEPS and (self._step == _TIMED_STEPS or done >= 1):
-                    advice = (
-                        "a higher --minutes, or a lower --seq-len, --batch or --accumulate allows "
-                        "more"
-                    )
-                    self._progress.say(
-                        f"warning: {config.minutes:g} minutes allow about {steps} steps; {advice}"
-                    )
             if (
                 config.eval_every
                 and self._step % config.eval_every == 0

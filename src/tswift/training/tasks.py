@@ -36,7 +36,6 @@ from tswift.training.losses import (
     DraftLoss,
     HeadsLoss,
     Metrics,
-    NetworkLoss,
     total,
 )
 from tswift.training.teacher import LIKELIEST, Lessons, Taught, teach
@@ -117,7 +116,6 @@ class Trainee(ABC):
     and how it is evaluated.
     """
 
-    loss_type: type[NetworkLoss]
     name: str  # in checkpoints
 
     def __init__(
@@ -143,15 +141,17 @@ class Trainee(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.network: Any = self.build().to(self._target.device, dtype)
-        self.loss = self.loss_type(self.network, self._target, config.objective)
-        self.trainer, self._wrapped = (
-            Trainer(self.network, self.optimizers(), self.name),
-            ranks.wrap(self.loss),
-        )
+        self.loss = self.make_loss()
+        self.trainer = Trainer(self.network, self.optimizers(), self.name)
+        self._wrapped = ranks.wrap(self.loss)
 
     @abstractmethod
     def build(self) -> nn.Module:
         """The network with random weights."""
+
+    @abstractmethod
+    def make_loss(self) -> nn.Module:
+        """The network and its loss: one module for several processes to wrap."""
 
     @abstractmethod
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -215,7 +215,7 @@ class HeadsTrainee(Trainee):
     heads of the model's own are not used.
     """
 
-    loss_type, name = HeadsLoss, "heads"
+    name = "heads"
     _ids: Tensor | None = None  # the draft vocabulary
 
     def build(self) -> nn.Module:
@@ -240,6 +240,10 @@ class HeadsTrainee(Trainee):
                 f"what the model says of up to {config.keep_tokens:,} tokens: {path}, {size:.1f} GB"
             )
         return heads
+
+    def make_loss(self) -> HeadsLoss:
+        """Over the draft vocabulary."""
+        return HeadsLoss(self.network, self._target, self._config.objective)
 
     def _teach(self, ids: Tensor) -> Taught:
         count = LIKELIEST if self._config.objective == DISTILL else 0
@@ -329,7 +333,7 @@ class HeadsTrainee(Trainee):
 class DraftTrainee(Trainee):
     """A small model that learns to draw what a large one draws."""
 
-    loss_type, name = DraftLoss, "draft.network"
+    name = "draft.network"
 
     def build(self) -> nn.Module:
         """A Llama of the published shape, with the vocabulary of the model."""
@@ -348,6 +352,10 @@ class DraftTrainee(Trainee):
             f"draft model of {parameters:,} parameters, {config.positions:,} positions"
         )
         return network
+
+    def make_loss(self) -> DraftLoss:
+        """Of the text."""
+        return DraftLoss(self.network)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon and AdamW."""

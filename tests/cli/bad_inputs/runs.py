@@ -62,17 +62,8 @@ CHANGES: dict[str, Change] = {
     "nothing in it": lambda folder: [path.unlink() for path in folder.iterdir()],
     **{f"no {name}": _gone(name) for name in _READ},
     **{f"an empty {name}": content(name, b"") for name in _READ},
-    "a folder for tokens": lambda folder: [
-        _gone("tokens.u32")(folder),
-        (folder / "tokens.u32").mkdir(),
-    ],
-    "a loop for its record": _link(RECORD, RECORD),
-    "a prompt cut within a token": cut("prompt.u32", -1),
     "a prompt cut by a token": cut("prompt.u32", -4),
-    "tokens that are text": content("tokens.u32", b"\xff" * 40),
-    "a record that is a list": content(RECORD, b"[]"),
     "a record of schema 99": record(lambda told: told.update(schema=99)),
-    "a record of a schema with escapes": record(lambda told: told.update(schema="\x1b[31m")),
     **{
         f"a record without {part}": record(lambda told, part=part: told.pop(part))
         for part in ("schema", "sampling", "model", "options", "prompt")
@@ -85,54 +76,37 @@ CHANGES: dict[str, Change] = {
     "a record that somebody edited": lambda folder: (folder / RECORD).write_text(
         (folder / RECORD).read_text().replace('"temperature": 1.0', '"temperature": 0.5')
     ),
-    "sessions that are words": record(lambda told: told.update(resumed=["x"])),
     "min-p 3": _in("sampling", min_p=3),
-    "temperature NaN": _in("sampling", temperature=float("nan")),
-    "banned [999999]": _in("sampling", banned=[999_999]),
     "sampling by a word that is none": _in("sampling", hot=1),
     "a model that is not there": _in("model", name="/nowhere"),
-    "a model with a NUL": _in("model", name="a\0b"),
-    "a model of a shape": _in("model", name="shape:llama3.1-8b"),
     "a model with escapes": _in("model", name="./\x1b[31mred\x07\n"),
-    "device 'nope'": _in("model", device="nope"),
     "dtype 'nope'": _in("model", dtype="nope"),
     "a record nested deeply": content(RECORD, _DEEP),
     **{f"a pipe for {name}": _pipe(name) for name in _READ},
-    "/dev/zero for tokens": _link("tokens.u32", "/dev/zero"),
     f"64 GB of {RECORD}": lambda folder: sparse(folder / RECORD),
     "64 GB of tokens.u32": lambda folder: sparse(folder / "tokens.u32"),
 }
 
 _TOKENS: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
-    "a folder": lambda path: path.mkdir(),
     "empty": lambda path: path.write_bytes(b""),
-    "7 bytes": lambda path: path.write_bytes(b"1234567"),
-    "text": lambda path: path.write_bytes(b"The ship had lain three days"),
     "ids beyond the vocabulary": lambda path: path.write_bytes(b"\1\0\0\0\xff\xff\xff\xff"),
     "more than the positions": lambda path: path.write_bytes(b"\1\0\0\0" * 5000),
-    "64 GB": sparse,
     "a pipe": os.mkfifo,
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
-    "a link to itself": lambda path: path.symlink_to(path),
 }
 
 
 # what only matters to a run that goes on
 _TO_GO_ON: dict[str, Change] = {
     "no journal": _gone("journal"),
-    "a journal that is a pipe": _pipe("journal"),
     "a journal that is a link": _elsewhere("journal"),
-    "64 GB of journal": lambda folder: sparse(folder / "journal"),
     "tokens that are a link": _elsewhere("tokens.u32"),
     "a token changed": flip("tokens.u32", 5),
     "a token gone": cut("tokens.u32", -4),
-    "drafting that is a list": record(lambda told: told.update(drafting=[1])),
     "a tree of words": _in("drafting", tree=["x"]),
-    "a length that is a word": _in("options", length="x"),
     "weights of another model": _in("model", weights="0" * 64),
     "a configuration of another model": _in("model", config="0" * 64),
-    "eos_ids that are a word": _in("model", eos_ids="x"),
 }
 
 

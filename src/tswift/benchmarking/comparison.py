@@ -1,0 +1,220 @@
+"""``tswift compare``: methods side by side on one prompt, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tswift.benchmarking.config import (
+    BASELINE,
+    DRAFTLESS,
+    REFERENCE,
+    BenchConfig,
+    BenchOptions,
+    CompareConfig,
+    configure,
+)
+from tswift.benchmarking.record import Options, Sample
+from tswift.benchmarking.run import Case, Run, Trial, open_runs
+from tswift.benchmarking.summary import STATS, from_source, method_name
+from tswift.benchmarking.workloads import Prompt
+from tswift.decoding.audit import Audit
+from tswift.engine import fitting
+from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
+from tswift.jobs.prompts import Text
+from tswift.models.devices import environment
+from tswift.tables import NOTHING, Table
+
+_SHOWN = {  # by figure: heading and format
+    "tokens_per_step": ("tokens/step", ".2f"),
+    "alpha": ("alpha", ".3f"),
+    "beta": ("beta", ".3f"),
+    "passes": ("passes", ","),
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "seconds": ("decode time, s", ",.2f"),
+    "speedup": ("x", ".2f"),
+    "speedup_over_reference": ("x over reference style", ".2f"),
+}
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """What is to be compared: a loaded model, and the text that all methods are to write."""
+
+    config: BenchConfig
+    source: str  # of the prompt
+    ids: Sequence[int]  # its tokens
+    length: int
+    seed: int
+    notes: Sequence[str]  # lines for people
+
+    @classmethod
+    def of(
+        cls, options: BenchOptions, asked: CompareConfig, text: str, flexible: bool
+    ) -> Comparing:
+        """Load the model, and refuse what does not fit; a ``flexible`` length gives way."""
+        prefill = asked.prefill
+        length = asked.length
+        least = prefill or (BUNDLED_PREFILL if asked.bundled else 1)
+        larger = "prefill" if prefill and prefill > length else "length"
+        config = configure(options, least, length, larger, flexible)
+        said = Text(asked.source, text).encode(config.model, asked.chat)
+        ids = take(said, prefill, bundled=asked.bundled)
+        positions = config.model.target.max_positions
+        notes = []
+        if flexible and (length := fitting(length, len(ids), positions)) < asked.length:
+            notes.append(f"--len is {length:,}: the model has {positions:,} positions")
+        open_runs(config, ids, length, asked.seed)  # allocated and freed
+        notes += [config.note] if config.note is not None else []
+        model = config.model
+        notes.append(
+            f"model {model.name}, {model.target.device}{model.remarks()}, prompt {len(ids):,} "
+            f"tokens, {length:,} to generate, seed {asked.seed}"
+        )
+        return cls(config, asked.source, ids, length, asked.seed, notes)
+
+    def about(self) -> Options:
+        """For JSON."""
+        return {
+            "environment": environment(self.config.model.target.device),
+            "model": self.config.model.about(),
+            "prompt": {
+                "source": self.source,
+                "tokens": len(self.ids),
+                "sha256": fingerprint([*self.ids]),
+            },
+            "length": self.length,
+            "seed": self.seed,
+            "sampling": self.config.params,
+            "drafting": self.config.drafting(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side on one prompt, as far as they got."""
+
+    samples: Sequence[Sample]  # plain decoding's first
+    audits: Mapping[str, Audit]  # by method, if there are any
+    interrupted: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether no text differs beyond rounding."""
+        return all(audit.ok for audit in self.audits.values())
+
+    def margin(self, sample: Sample) -> float | None:
+        """How much the first differing token's logits, in either text, would have to change."""
+        return max(
+            (
+                finding.margin
+                for name in (sample.method, BASELINE)
+                if name in self.audits
+                for finding in self.audits[name].findings
+                if finding.index == sample.first_difference
+                and finding.margin not in (None, math.inf)
+            ),
+            default=None,
+        )
+
+    @property
+    def outcomes(self) -> list[Options]:
+        """What each method came to, ready for JSON."""
+        speedups = {sample.method: sample.points[0].speedup for sample in self.samples}
+        reference = speedups.get(REFERENCE)
+        outcomes = []
+        for sample in self.samples:
+            point = sample.points[0]
+            about = ("method", "first_difference", "explained", "prefill_seconds", "slices")
+            outcomes.append(
+                {
+                    **{name: getattr(sample, name) for name in about},
+                    **{
+                        name: point.figure(name)
+                        for name in ("tokens", "speedup", *from_source(STATS))
+                    },
+                    "margin": self.margin(sample),
+                    "speedup_over_reference": reference
+                    and point.speedup
+                    and point.speedup / reference,
+                }
+            )
+        return outcomes
+
+    def as_dict(self) -> Options:
+        """Everything, ready for JSON."""
+        return {
+            "ok": self.ok,
+            "interrupted": self.interrupted,
+            "outcomes": self.outcomes,
+            "audits": {label: audit.as_dict() for label, audit in self.audits.items()},
+        }
+
+    def table(self) -> Table:
+        """A row for each method."""
+        outcomes = self.outcomes
+        shown = {name: each for name, each in _SHOWN.items() if outcomes[0][name] is not None}
+        rows = []
+        for outcome in outcomes:
+            method = outcome["method"]
+            figures = [
+                NOTHING
+                if method in DRAFTLESS and name in ("alpha", "beta")
+                else format(outcome[name], form)
+                for name, (_, form) in shown.items()
+            ]
+            rows.append([method_name(method), _same(outcome), *figures])
+        cut = ", interrupted" if self.interrupted else ""
+        return Table(
+            f"{min(one['tokens'] for one in outcomes):,} tokens, in interleaved slices{cut}",
+            ["method", "same text as AR", *(heading for heading, _ in shown.values())],
+            rows,
+            left=2,
+            notes=["x: AR's time / the method's, prefill apart."],
+        )
+
+
+def _same(outcome: Options) -> str:
+    first = outcome["first_difference"]
+    if first is None:
+        if outcome["explained"] is False:
+            # plain decoding's own text, audited since another one differs
+            return "not what the rule draws"
+        return "-" if outcome["method"] == BASELINE else "yes"
+    margin = outcome["margin"]
+    said = "no margin found" if margin is None else f"margin {margin:.2g}"
+    why = "rounding" if outcome["explained"] else "NOT rounding"
+    return f"to token {first:,}, then {why} ({said})"
+
+
+def compare(
+    config: BenchConfig,
+    prompt: Sequence[int],
+    length: int,
+    seed: int,
+    on_progress: Callable[[Run], None],
+    on_audit: Callable[[str, int, int], None],
+) -> Comparison:
+    """Run all methods in interleaved slices and compare their texts,
+    as far as they got if Ctrl-C is pressed.
+
+    Where a text differs from plain decoding's, it is audited as a whole, and so is plain
+    decoding's: after a near-tie the two are different draws, and comparing them further would say
+    nothing.
+
+    Args:
+        prompt: token ids.
+        length: tokens to generate.
+        on_progress: called when a run has been prefilled or has advanced by a slice.
+        on_audit: called with a method's name and the tokens audited so far and in all.
+    """
+    case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
+    trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
+    interrupted = trial.run(on_progress, lambda samples: None)  # a second Ctrl-C ends the audit too
+    if interrupted and not all(run.tokens for run in trial.runs.values()):
+        raise KeyboardInterrupt
+    for run in trial.runs.values():
+        run.marks = [run.stats]
+    samples = trial.samples()
+    return Comparison(samples, trial.explain(samples, on_audit), interrupted)
