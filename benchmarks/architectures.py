@@ -147,6 +147,7 @@ _MAMBA = "has layers of type|the architecture mamba"
 _EXPERTS_OF_QWEN = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS_OF_NEXT = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 _CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+_MIXED = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "sliding_attention"]}
 _MAMBA2 = {
     **{
         "mamba_n_heads": 4,
@@ -340,7 +341,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             {**_MAMBA2, "layers_block_type": ["mamba", "attention"]},
         ),
         "Bamba (Mamba2)": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
-        "Falcon-H1": ("FalconH1Config", {}, "layers of type"),
+        "Falcon-H1 (Mamba2 beside attention)": (
+            "FalconH1Config",
+            {**_MAMBA2, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0},
+        ),
+        "Nemotron-H (Mamba2, MLP or MoE)": (
+            "NemotronHConfig",
+            {
+                "layer_types": ["linear_attention", "full_attention", "moe", "linear_attention"],
+                "num_hidden_layers": 4,
+                "head_dim": 8,
+                **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
+                **{"chunk_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+                **{"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+            },
+        ),
+        "OLMo Hybrid (gated delta nets)": ("OlmoHybridConfig", {**_DELTA, **_rope("default")}),
+        "LFM3 (short convolutions)": ("Lfm3Config", {**_OF_8, **_WINDOWED, **_MIXED}),
         "Jamba": ("JambaConfig", {}, f"{_LINEAR}|the architecture jamba"),
         "LFM2 (short convolutions)": ("Lfm2Config", _CONVOLVED),
         "LFM2 MoE (short convolutions)": (

@@ -87,7 +87,11 @@ _SMALL: dict[str, int] = {
 _TOKENS = ("_token_id", "_token_index", "_token")
 _OUTSIDE = 1000  # beyond the vocabulary
 # what the rules above do not make right
+_SCANNED = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {**_SCANNED, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_SCANNED, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": {**_SCANNED, "mamba_d_ssm": 64},
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},

@@ -86,7 +86,14 @@ from tswift.models.devices import (
     give_back,
     kv_dtype_for,
 )
-from tswift.models.shapes import HEADS, StandInTokenizer, kept_by_layer, random_weights, state_shape
+from tswift.models.shapes import (
+    HEADS,
+    StandInTokenizer,
+    attending,
+    kept_by_layer,
+    random_weights,
+    state_shape,
+)
 from tswift.models.tokenizer import eos_ids, read_tokenizer
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
 from tswift.speculators.found_heads import ON_HUB, heads_source, installed
@@ -846,7 +853,6 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
     count = 0
     parameters = 0
     states = state_shape(config, dtype, plan.device)
-    layers = text.num_hidden_layers - (0 if states is None else states.layers)
     if isinstance(source, Path):
         file = find_heads(source)
         file.refuse_misfit(text.hidden_size, text.vocab_size)
@@ -887,7 +893,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         max_positions(config),
         text.vocab_size,
         KVShape(
-            layers,
+            len(attending(config)),
             kv_heads,
             size,
             plan.kv_dtype,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -26,6 +28,7 @@ from tests.helpers import (
     random_prompt,
     tokens_of,
 )
+from tests.jobs.killing import killed_before
 from tests.lossless.models import exact_target, network, state_of
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
@@ -37,7 +40,11 @@ from tswift.forward import recurrent
 from tswift.forward.adapting import fingerprint, set_width, wrap_model
 from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
+from tswift.jobs import folder as files
+from tswift.jobs import job
+from tswift.jobs.config import RunConfig
 from tswift.loading import load
+from tswift.options import changed
 
 CONVOLVED, DELTA, SCANNED = (
     "LFM2 (short convolutions)",
@@ -234,6 +241,47 @@ def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
     assert not audit(
         target, prompt, [*wanted[:30], (wanted[30] + 1) % WRONG, *wanted[31:]], SAMPLED, 4
     ).ok
+
+
+@needs_program
+def test_a_run_killed_within_its_prompt_goes_on_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its first process and in one that resumed it, between two chunks of the prompt."""
+    known = ARCHITECTURES[DELTA]
+    longer = replace(known, settings={**known.settings, "max_position_embeddings": 4096})
+    checkpoint(longer, tmp_path / "model")
+    asked = RunConfig.of(
+        prompt_text="The ship had lain three days becalmed. " * 100,
+        length=60,
+        method="reuse",
+        model=str(tmp_path / "model"),
+        out=tmp_path / "run",
+    )
+    loaded = load(asked.model.model, device="cpu")
+    monkeypatch.setattr(job, "load_model", lambda config, ranks: loaded)
+    monkeypatch.setattr(files, "_TOKENS", 5)
+
+    def run(begun: job.Job | None) -> None:
+        assert begun is not None
+        begun.run(lambda text, stats: None)
+
+    def go_on() -> None:
+        run(job.resume(asked.out, {}, False, []))
+
+    def tokens(folder: Path) -> bytes:
+        return (folder / "tokens.u32").read_bytes()
+
+    whole = tmp_path / "whole"
+    run(job.start(changed(asked, {"method": "ar", "out": whole}), []))
+    of_chunks = FullKV, ("commit",)
+    assert killed_before(3, lambda: run(job.start(asked, [])), *of_chunks)
+    assert tokens(asked.out) == b""
+    assert killed_before(20, go_on, *of_chunks)
+    assert 0 < len(tokens(asked.out)) < len(tokens(whole))
+    assert killed_before(3, go_on, *of_chunks)
+    go_on()
+    assert tokens(asked.out) == tokens(whole)
 
 
 @pytest.fixture(scope="module")

@@ -82,13 +82,15 @@ FILE_CALLS = (
 )
 
 
-def killed_before(call: int, work: Callable[[], object]) -> bool:
-    """Do some work in a fork of this process that SIGKILL ends before its file call ``call``,
-    from 1.
+def killed_before(
+    call: int, work: Callable[[], object], owner: Any = os, names: Sequence[str] = FILE_CALLS
+) -> bool:
+    """Do some work in a fork of this process that SIGKILL ends before its call ``call``, from 1,
+    of these functions of a module or class.
 
     False if it came to its end first. An error in it is one here.
     """
-    process = _CONTEXT.Process(target=_work_until, args=(call, work), daemon=True)
+    process = _CONTEXT.Process(target=_work_until, args=(call, work, owner, names), daemon=True)
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL), (
@@ -97,7 +99,7 @@ def killed_before(call: int, work: Callable[[], object]) -> bool:
     return process.exitcode != 0
 
 
-def _work_until(call: int, work: Callable[[], object]) -> None:
+def _work_until(call: int, work: Callable[[], object], owner: Any, names: Sequence[str]) -> None:
     calls = itertools.count(1)
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +110,6 @@ def _work_until(call: int, work: Callable[[], object]) -> None:
 
         return made
 
-    for name in FILE_CALLS:
-        setattr(os, name, counted(getattr(os, name)))
+    for name in names:
+        setattr(owner, name, counted(getattr(owner, name)))
     work()

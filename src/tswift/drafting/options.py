@@ -181,6 +181,7 @@ class Method:
     draft: bool = False  # it needs a smaller model
     may_draft: bool = False  # it drafts with a smaller model, if there is one
     networks: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
+    own: bool = False  # that one is in the model's own checkpoint
     may_use_speculator: bool = False  # it drafts with a published drafter, if there is one
     # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
     reference: bool = False
@@ -203,7 +204,7 @@ class Method:
         uses = {
             "heads": self.heads or self.needs_heads,
             "draft_model": self.draft or self.may_draft,
-            "drafter": bool(self.networks) or self.may_use_speculator,
+            "drafter": bool(self.networks and not self.own) or self.may_use_speculator,
             "draft_weights": self.partial,
         }
         return frozenset(name for name, used_by_it in uses.items() if used_by_it)
@@ -256,7 +257,7 @@ _METHODS = {
     ),
     "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3",)),
-    "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",)),
+    "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",), own=True),
     "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
     "ar-reference": Method(reference=True),
 }

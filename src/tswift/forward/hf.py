@@ -283,16 +283,19 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
     return probe
 
 
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # of the LM head's output
+
+
 def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
     """A factor of the LM head's output, and a cap to which that is then squeezed by a tangent;
     0 for none.
 
-    Known rules are ``logit_scale`` (Cohere), ``output_multiplier`` (Muse), ``logits_scaling``
-    (Granite, a divisor) and ``final_logit_softcapping`` (Gemma); any other shows when logits are
-    compared at loading.
+    Known rules are ``logit_scale`` (Cohere), ``output_multiplier`` (Muse), ``lm_head_multiplier``
+    (Falcon-H1), ``logits_scaling`` (Granite, a divisor) and ``final_logit_softcapping`` (Gemma);
+    any other shows when logits are compared at loading.
     """
     text = config.get_text_config()
-    scales = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier")]
+    scales = [getattr(text, name, None) for name in _SCALES]
     divisor = getattr(text, "logits_scaling", None)
     scale = next((scale for scale in scales if scale), 1) / (divisor or 1)
     return 0.0 if scale == 1 else float(scale), float(
@@ -318,7 +321,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModel: it has no such module of a known name.
     """
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm"):
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm"):
         norm = getattr(decoder, name, None)
         if norm is not None:
             return norm

@@ -213,7 +213,7 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
             raise InputError(f"{message}; {', '.join(users)} do", name)
     for method in methods:
         kind = find_method(method)
-        if kind.networks and config.drafter is None:
+        if kind.networks and not kind.own and config.drafter is None:
             raise InputError(
                 f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})",
                 "drafter",

@@ -70,10 +70,16 @@ _SIZES = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
 _LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
-# recurrent layers that are served, by type, and how the types of models that have them begin
+# recurrent layers that are served, and those without attention, by type, and how the types of
+# models that have them begin
 _RECURRENT = {
-    "conv": ("lfm2",),
-    "linear_attention": ("qwen3_next", "qwen3_5", "granitemoehybrid", "bamba"),
+    "conv": ("lfm2", "lfm3"),
+    "linear_attention": (
+        *("qwen3_next", "qwen3_5", "olmo_hybrid"),
+        *("granitemoehybrid", "bamba", "nemotron_h"),
+    ),
+    "hybrid": ("falcon_h1",),
+    **dict.fromkeys(("mlp", "moe"), ("nemotron_h",)),
 }
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-# types of layers that have a state in the place of keys and values
-RECURRENT = ("conv", "linear_attention")
+# types of layers that have a state; those of the last one have keys and values, too
+_CONVOLVED, _STEPPED, _BOTH = RECURRENT = ("conv", "linear_attention", "hybrid")
+_KEYLESS = (_CONVOLVED, _STEPPED, "mlp", "moe")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,13 @@ class Shape:
         return 2 * self.read + own + 4 * context * queries
 
 
+def attending(config: PreTrainedConfig) -> list[int]:
+    """The layers of a configuration that have keys and values."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return [layer for layer, kind in enumerate(types) if kind not in _KEYLESS]
+
+
 def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
     """What each layer of a configuration keeps of a token, as far as it says."""
     text = config.get_text_config()
@@ -132,10 +140,8 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     lm_head = network.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in network.parameters())
     heads = config.num_attention_heads
-    kept = dict(enumerate(kept_by_layer(config)))
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind in RECURRENT:
-            del kept[layer]
+    every = kept_by_layer(config)
+    kept = {layer: every[layer] for layer in attending(config)}
     # a row of each table is read, unless it is the LM head's
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {
         lm_head
@@ -146,7 +152,7 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
         parameters=parameters,
         read=parameters - sum(table.numel() for table in tables),
         hidden_size=config.hidden_size,
-        layers=config.num_hidden_layers - (0 if states is None else states.layers),
+        layers=len(kept),
         query_heads=heads,
         kv_heads=first.heads,
         head_dim=first.head_dim,
@@ -161,6 +167,16 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     )
 
 
+# of Mamba2: groups, size of a key, taps of the convolution, heads, and size of a value
+_MAMBA = (
+    ("mamba_n_groups", "n_groups"),
+    ("mamba_d_state", "ssm_state_size"),
+    ("mamba_d_conv", "conv_kernel"),
+    ("mamba_n_heads", "mamba_num_heads"),
+    ("mamba_d_head", "mamba_head_dim"),
+)
+
+
 def state_shape(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> StateShape | None:
@@ -170,22 +186,22 @@ def state_shape(
     kind = partial(
         StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device
     )
-    conv, delta = RECURRENT
-    if conv in types:
-        return kind(types.count(conv), text.hidden_size, text.conv_L_cache, 0, 0, 0)
-    if delta in types and hasattr(text, "mamba_n_heads"):
-        heads = text.mamba_n_heads
-        keys = text.mamba_d_state
-        values = text.mamba_d_head
-        channels = heads * values + 2 * text.mamba_n_groups * keys
-        return kind(types.count(delta), channels, text.mamba_d_conv, heads, keys, values)
-    if delta in types:
+    if _CONVOLVED in types:
+        return kind(types.count(_CONVOLVED), text.hidden_size, text.conv_L_cache, 0, 0, 0)
+    count = types.count(_STEPPED) + types.count(_BOTH)
+    if not count:
+        return None
+    if hasattr(text, "linear_num_value_heads"):
         heads = text.linear_num_value_heads
         keys = text.linear_key_head_dim
         values = text.linear_value_head_dim
-        channels = 2 * text.linear_num_key_heads * keys + heads * values
-        return kind(types.count(delta), channels, text.linear_conv_kernel_dim, heads, keys, values)
-    return None
+        taps = text.linear_conv_kernel_dim
+        groups = text.linear_num_key_heads
+    else:
+        groups, keys, taps, heads, values = (
+            next(getattr(text, name) for name in names if hasattr(text, name)) for names in _MAMBA
+        )
+    return kind(count, heads * values + 2 * groups * keys, taps, heads, keys, values)
 
 
 HEADS = 3  # as many as the paper trains
