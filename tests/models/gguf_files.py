@@ -34,6 +34,14 @@ _SIZES = {
 }
 _OWN = {
     "mistral": {"sliding_window": None},
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,  # as many as a block
+        "partial_rotary_factor": 0.5,
+    },
     "smollm3": {"num_hidden_layers": 4},  # the fourth one has no rotary embeddings
     "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 24, "pad_token_id": 0},
     "gemma2": {
@@ -55,6 +63,7 @@ ARCHITECTURES = {  # of transformers, of GGUF
     "mistral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5_text": "qwen35",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "granite": "granite",
@@ -63,7 +72,7 @@ ARCHITECTURES = {  # of transformers, of GGUF
     "gemma3_text": "gemma3",
 }
 PERMUTED = ("llama", "smollm3", "granite")
-CENTRED = ("gemma2", "gemma3")  # norms with what they multiply by
+CENTRED = ("gemma2", "gemma3", "qwen35")  # norms with what they multiply by
 
 
 def tiny_model(kind: str, **changes: Any) -> PreTrainedModel:
@@ -118,6 +127,23 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def tiled(weight: np.ndarray, part: str, config: Any, back: bool = False) -> np.ndarray:
+    """A tensor of a gated delta net as llama.cpp has it, or as transformers does."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    sizes = (keys, heads // keys)[:: -1 if back else 1]
+    if part == "ssm_a":
+        weight = np.log(-weight) if back else -np.exp(weight)
+    if part == "ssm_norm":
+        return weight
+    if part == "ssm_out":
+        turned = weight.reshape(len(weight), *sizes, -1).swapaxes(1, 2)
+        return turned.reshape(weight.shape)
+    before = 2 * keys * config.linear_key_head_dim if part in ("attn_qkv", "ssm_conv1d") else 0
+    own = weight[before:]
+    turned = own.reshape(*sizes, -1, *own.shape[1:]).swapaxes(0, 1).reshape(own.shape)
+    return np.concatenate([weight[:before], turned])
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
@@ -136,7 +162,7 @@ def write_gguf(
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + (name == "qwen35"))
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -152,6 +178,16 @@ def write_gguf(
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if name == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_nextn_predict_layers(1)  # an MTP head, as a layer behind the others
+        mtp = f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"
+        extra = {mtp: np.zeros((64, 128), np.float32), **(extra or {})}
     if name == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -163,7 +199,7 @@ def write_gguf(
     if tokens:
         _add_tokens(writer, config.vocab_size)
     for own, weight in _tensors(model, name).items():
-        if weight.ndim == 2 and kind not in (Kind.F32, Kind.F16):
+        if weight.ndim == 2 and "conv1d" not in own and kind not in (Kind.F32, Kind.F16):
             writer.add_tensor(own, quantized(weight, kind), raw_dtype=kind)
         else:
             writer.add_tensor(
@@ -190,10 +226,21 @@ def _tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
         weight = parameter.detach().numpy()
         if name in PERMUTED and module.split(".")[-1] in heads:
             weight = permuted(weight, heads[module.split(".")[-1]])
-        tensors[f"{known.get_name(module)}.{kind}"] = (
-            weight + 1 if name in CENTRED and weight.ndim == 1 else weight
-        )
+        stored = f"{known.get_name(module)}.{kind}"
+        if "linear_attn" in own:
+            stored = {
+                "A_log": str(known.get_name(own)),
+                "dt_bias": f"{known.get_name(f'{module}.dt_proj')}.bias",
+            }.get(kind, stored)
+            tensors[stored] = tiled(weight.squeeze(), part_of(stored), config)
+            continue
+        tensors[stored] = weight + 1 if name in CENTRED and weight.ndim == 1 else weight
     return tensors
+
+
+def part_of(name: str) -> str:
+    """Which part of a layer a tensor is."""
+    return name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
 
 
 def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
@@ -232,7 +279,10 @@ def dequantized(model: PreTrainedModel, path: Path) -> PreTrainedModel:
                 .swapaxes(1, 2)
                 .reshape(weight.shape)
             )
-        if name in CENTRED and weight.ndim == 1:
+        if "linear_attn" in names[tensor.name]:
+            weight = tiled(weight, part_of(tensor.name), model.config, back=True)
+            weight = weight[:, None] if "conv1d" in tensor.name else weight
+        elif name in CENTRED and weight.ndim == 1:
             weight = weight - 1
         state[names[tensor.name]] = torch.from_numpy(np.array(weight))
     model.load_state_dict(state, strict=False)

@@ -149,10 +149,14 @@ def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
 @pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
 def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), Kind.Q4_1))
+    recurrent = kind == "qwen3_5_text"  # which drafts for itself in no way, nor for another
     methods = [
-        name for name, method in METHODS.items() if not (method.needs_heads or method.reference)
+        name
+        for name, method in METHODS.items()
+        if not (method.needs_heads or method.reference)
+        and not (recurrent and (method.drafts_itself or method.draft))
     ]
-    model = load(path, draft_model=path)
+    model = load(path, draft_model=None if recurrent else path)
     assert model.exact is not None
     texts = {method: text(model, method) for method in methods}
     assert len(set(texts["ar"])) > 5
@@ -238,7 +242,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a string of an exabyte": (_changed(24, struct.pack("<Q", 1 << 60)), "ends within its header"),
     "another architecture": (
         _replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
-        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, smollm3, olmo2, phi3, "
+        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, qwen35, smollm3, olmo2, phi3, "
         "gemma2, gemma3, granite",
     ),
     "a value of no type": (

@@ -125,6 +125,10 @@ class GGUFFile:
             values["eos_token_id"] = [
                 token for token in (values["eos_token_id"], turn) if token is not None
             ]
+        if own.delta:
+            values["num_hidden_layers"] -= self._mtp_layers
+            heads = values["linear_num_value_heads"]
+            values["linear_value_head_dim"] = values.pop("inner") // heads
         values["rope_parameters"] = self._rope(prefix)
         if own.two_rotaries:
             near = {
@@ -138,6 +142,11 @@ class GGUFFile:
         if own.halved:
             values["query_pre_attn_scalar"] = self._query_scalar(values)
         return values
+
+    @property
+    def _mtp_layers(self) -> int:
+        """How many of the last layers are an MTP head, which is not read."""
+        return int(self.metadata.get(f"{self._architecture_name}.nextn_predict_layers", 0))
 
     def _query_scalar(self, values: Mapping[str, Any]) -> int:
         """Gemma's: the size of a head, but in its largest models,
@@ -167,11 +176,14 @@ class GGUFFile:
         if f"{prefix}rope.freq_base" in self.metadata:
             rope["rope_theta"] = self.metadata[f"{prefix}rope.freq_base"]
         if self.architecture.partial:
-            width, heads, turned = (
+            width, heads, size, turned = (
                 int(self.metadata.get(prefix + key, 0))
-                for key in ("embedding_length", "attention.head_count", "rope.dimension_count")
+                for key in (
+                    *("embedding_length", "attention.head_count", "attention.key_length"),
+                    "rope.dimension_count",
+                )
             )
-            rope["partial_rotary_factor"] = turned * heads / width if turned else 1.0
+            rope["partial_rotary_factor"] = turned / (size or width / heads) if turned else 1.0
         if kind not in ("none", "linear", "yarn"):
             raise self.refusal(
                 f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF"
@@ -211,14 +223,21 @@ class GGUFFile:
         for name, parameter in parameters.items():
             module, _, kind = name.rpartition(".")
             own = f"{known.get_name(module)}.{kind}"
+            if kind == "A_log":
+                own = f"{known.get_name(name)}"
+            elif kind == "dt_bias":
+                own = f"{known.get_name(f'{module}.dt_proj')}.bias"
             stored = self.tensors.get(own)
             if stored is None:
                 raise self.refusal(f"lacks {own}, the weights of {name}")
-            if stored.shape != tuple(parameter.shape):
-                wanted = f"its metadata make it {list(parameter.shape)}"
+            shape = parameter.squeeze(1).shape if parameter.dim() == 3 else parameter.shape
+            if stored.shape != tuple(shape):
+                wanted = f"its metadata make it {list(shape)}"
                 raise self.refusal(f"has {own} of shape {list(stored.shape)}, {wanted}")
             found[name] = stored
-        left = self.tensors.keys() - {stored.name for stored in found.values()} - {_FACTORS}
+        heads = tuple(f"blk.{layers - 1 - head}." for head in range(self._mtp_layers))
+        left = {name for name in self.tensors if not name.startswith(heads)}
+        left -= {stored.name for stored in found.values()} | {_FACTORS}
         if left:
             raise self.refusal(
                 f"has {min(left)}, which no {self.architecture.model_type} of transformers has"
@@ -240,17 +259,53 @@ class GGUFFile:
         weight: Codes | Tensor = (
             self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
         )
+        if self.architecture.delta and any(part in stored.name for part in _MIXED):
+            return self._of_delta(stored.name, weight)
         if self.architecture.centred and isinstance(weight, Tensor) and weight.dim() == 1:
             weight = weight - 1
         if heads is not None and self.architecture.permuted:
-            order = _order(stored.shape[0], heads)
-            if isinstance(weight, Codes):
-                weight = Codes(
-                    weight.codes[order], weight.scale[order], weight.minimum[order], weight.bits
-                )
-            else:
-                weight = weight[order]
+            weight = _rows(weight, _order(stored.shape[0], heads))
         return weight
+
+    def _of_delta(self, name: str, weight: Codes | Tensor) -> Codes | Tensor:
+        """A tensor of a gated delta net, whose value heads lie in another order: those that share a
+        key follow each other in transformers, and have a key of each between in llama.cpp.
+        """
+        keys, heads, size, inner = (
+            int(self.metadata[f"{self._architecture_name}.{field}"])
+            for field in (
+                "ssm.group_count",
+                "ssm.time_step_rank",
+                "ssm.state_size",
+                "ssm.inner_size",
+            )
+        )
+        part = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+        if part == "ssm_norm":
+            return weight
+        wide = inner // heads if part in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out") else 1
+        order = torch.arange(heads * wide).view(heads // keys, keys, wide).transpose(0, 1).flatten()
+        if part in ("attn_qkv", "ssm_conv1d"):
+            before = 2 * keys * size
+            order = torch.cat([torch.arange(before), before + order])
+        if part == "ssm_out":
+            return self._columns(name, weight, order)
+        rows = _rows(weight, order)
+        if part == "ssm_conv1d":
+            return rows.unsqueeze(1)
+        return (-rows).log() if part == "ssm_a" else rows
+
+    def _columns(self, name: str, weight: Codes | Tensor, order: Tensor) -> Codes | Tensor:
+        """Columns in another order, in which blocks of codes stay together."""
+        if not isinstance(weight, Codes):
+            return weight[:, order]
+        blocks = order.view(-1, weight.block)
+        if not torch.equal(blocks - blocks[:, :1], torch.arange(weight.block).expand_as(blocks)):
+            raise self.refusal(f"has {name} in blocks of several heads")
+        whole = blocks[:, 0] // weight.block
+        return Codes(
+            weight.codes[:, order], weight.scale[:, whole], weight.minimum[:, whole], weight.bits
+        )
 
     def form(self, stored: StoredWeight) -> tuple[int, int, int]:
         """Of the codes of a quantised tensor: their bits, inputs per block,
@@ -302,6 +357,13 @@ class GGUFFile:
         return Codes(codes.view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1), bits)
 
 
+def _rows(weight: Any, order: Tensor) -> Any:
+    """Rows in another order."""
+    if not isinstance(weight, Codes):
+        return weight[order]
+    return Codes(weight.codes[order], weight.scale[order], weight.minimum[order], weight.bits)
+
+
 def _order(rows: int, heads: int) -> Tensor:
     """Where the rows of queries or keys are: llama.cpp rotates neighbours,
     transformers the halves of a head.
@@ -318,6 +380,7 @@ class _Architecture:
     # norms multiply by one more than their weights, and files hold what they multiply by
     centred: bool = False
     partial: bool = False  # a share of each head may be turned
+    delta: bool = False  # it has gated delta nets
     two_rotaries: bool = False  # layers with windows have rotary embeddings of their own
     # layers of the model whose queries are scaled by another size than a head's; 0 for no such rule
     halved: int = 0
@@ -352,6 +415,20 @@ ARCHITECTURES = {
     "llama": _Architecture("llama", permuted=True),
     "qwen2": _Architecture("qwen2"),
     "qwen3": _Architecture("qwen3"),
+    "qwen35": _Architecture(
+        "qwen3_5_text",
+        centred=True,
+        partial=True,
+        delta=True,
+        fields={
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+            "inner": "ssm.inner_size",
+            "full_attention_interval": "full_attention_interval",
+        },
+    ),
     "smollm3": _Architecture("smollm3", permuted=True),
     "olmo2": _Architecture("olmo2"),
     "phi3": _Architecture("phi3", partial=True, fields=_WINDOW),
@@ -370,6 +447,7 @@ ARCHITECTURES = {
         },
     ),
 }
+_MIXED = ("attn_qkv", "attn_gate", "ssm_")  # what tensors of gated delta nets have in their names
 _EMBEDDINGS = "token_embd.weight"
 _FACTORS = "rope_freqs.weight"
 _NUMBER_TYPES = {
