@@ -5,9 +5,9 @@ and measure how often the head guesses right.
     python -m benchmarks.mtp measure /tmp/tiny-qwen35 --contexts 1000,8000
 
 The text is a novel and Python's own documentation. The head reads the state after the model's final
-norm, and is trained along. ``train`` also tells how well it would guess from the state before that
-norm, whose weights begin at random so that the two differ. ``measure`` tells how many drafts came
-true, by level, with a window and without.
+norm, and is trained along. ``train`` also trains one that reads the state before that norm, whose
+weights begin at random so that the two differ, and tells how well each guesses from either state.
+``measure`` tells how many drafts came true, by level, with a window and without.
 """
 
 from __future__ import annotations
@@ -108,11 +108,14 @@ def train(folder: Path, seconds: float) -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("eager")
-    head = StockHead(model)
+    heads = {side: StockHead(model) for side in ("after", "before")}
     nn.init.normal_(model.get_decoder().norm.weight, std=0.5)
     before: list[Tensor] = []
     model.get_decoder().norm.register_forward_pre_hook(lambda norm, given: before.append(given[0]))
-    weights = [*model.parameters(), *head.parameters()]
+    weights = [
+        *model.parameters(),
+        *(each for head in heads.values() for each in head.parameters()),
+    ]
     optimizer = torch.optim.AdamW(weights, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
     started, step = time.perf_counter(), 0
     while (spent := (time.perf_counter() - started) / seconds) < 1:
@@ -122,12 +125,11 @@ def train(folder: Path, seconds: float) -> None:
         )
         states = model.get_decoder()(rows, use_cache=False).last_hidden_state
         losses = [
-            F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()),
-            F.cross_entropy(
-                head(model, states[:, :-2], rows[:, 1:-1]).flatten(0, 1), rows[:, 2:].flatten()
-            ),
+            F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         ]
-        before.clear()
+        for head, read in zip(heads.values(), (states, before.pop()), strict=True):
+            logits = head(model, read[:, :-2], rows[:, 1:-1])
+            losses.append(F.cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten()))
         optimizer.zero_grad()
         sum(losses).backward()  # type: ignore[union-attr]
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -137,24 +139,24 @@ def train(folder: Path, seconds: float) -> None:
         rows = held.view(10, _LENGTH)
         states = model.get_decoder()(rows, use_cache=False).last_hidden_state
         wanted = model.lm_head(states[:, 1:-1]).argmax(-1)
-        sides = {"after": states, "before": before[-1]}
-        right = {
-            side: float(
-                (head(model, each[:, :-2], rows[:, 1:-1]).argmax(-1) == wanted).float().mean()
-            )
-            for side, each in sides.items()
+        sides = {"after": states, "before": before.pop()}
+        guesses = {
+            (trained, side): head(model, read[:, :-2], rows[:, 1:-1]).argmax(-1)
+            for trained, head in heads.items()
+            for side, read in sides.items()
         }
         loss = F.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     print(
         f"{step} steps, loss {float(loss):.2f} on held-out text; the model's likeliest token is "
-        "the head's likeliest:"
+        "the likeliest of a head"
     )
-    for side, share in right.items():
-        print(f"  {share:.1%} with the state {side} the final norm")
+    for (trained, side), guessed in guesses.items():
+        share = float((guessed == wanted).float().mean())
+        print(f"  trained {trained} the final norm, with the state {side} it: {share:.1%}")
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size="400KB")
     tokenizer.save_pretrained(folder)
-    head.save(folder)
+    heads["after"].save(folder)
 
 
 def measure(folder: Path, contexts: list[int], length: int) -> None:

@@ -242,8 +242,8 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a string of an exabyte": (_changed(24, struct.pack("<Q", 1 << 60)), "ends within its header"),
     "another architecture": (
         _replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"),
-        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, qwen35, smollm3, olmo2, phi3, "
-        "gemma2, gemma3, granite",
+        "has the architecture 'mamba'; tswift reads llama, qwen2, qwen3, qwen35, smollm3, olmo2, "
+        "phi3, gemma2, gemma3, granite",
     ),
     "a value of no type": (
         _replaced(b"general.name\x08", b"general.name\x63"),
