@@ -393,7 +393,7 @@ FAULTS = [
     Fault("costs are of steps that accept nothing", "drafting/costs.py", "drafting/test_costs.py",
           "tree.add(self._right.get(context.kv.length, ()), \"\")", "pass"),
     Fault("the time of steps corrects no costs", "drafting/dynamic_tree.py", "drafting/test_dynamic_tree.py",
-          "passes * (self._took / self._steps)[self._sizes[:count]]", "passes"),
+          "passes * np.array(self.times.factors)[self._places[:count]]", "passes"),
     Fault("auto's floor has drafting passes in every step", "benchmarking/roofline.py", "benchmarking/test_roofline.py",
           "if kind.partial and not kind.may_draft:", "if kind.partial:"),
     Fault("alpha is of what could have been drafted", "decoding/stats.py", "decoding/test_stats.py",

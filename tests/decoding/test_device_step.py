@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -102,13 +103,26 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(
     assert sum(step.source == "reuse" for step in device) > 1 or params is not GREEDY
 
 
-@pytest.mark.parametrize("method", ["tokenswift", pytest.param("recall", marks=needs_program)])
-def test_biases_and_log_probabilities_on_the_device(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("tokenswift", ROOMY),
+        # timings would choose other trees
+        pytest.param("recall", replace(ROOMY, costs="nominal"), marks=needs_program),
+    ],
+)
+def test_biases_and_log_probabilities_on_the_device(method: str, options: DraftOptions) -> None:
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
     host, device = (
         list(
             Decoding(
-                target, random_prompt(30), params, 3, drafter(method, target, ROOMY), 60, logprobs=3
+                target,
+                random_prompt(30),
+                params,
+                3,
+                drafter(method, target, options),
+                60,
+                logprobs=3,
             ).steps()
         )
         for target in (tiny_target(), static_target())

@@ -32,6 +32,7 @@ from tests.helpers import (
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
+from tswift.drafting.dynamic_tree import PassTimes
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import NOMINAL, PassCosts
@@ -40,8 +41,10 @@ from tswift.sampling.parameters import SamplingParams
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
 
-# so that all logits are kept
-SLOW = replace(NOMINAL, base=tuple(10 * each for each in NOMINAL.base))
+# so that all that comes is kept, and its logits; and so that neither is
+SLOW, QUICK = (
+    replace(NOMINAL, base=tuple(times * each for each in NOMINAL.base)) for times in (10, 0.1)
+)
 
 
 class World:
@@ -130,6 +133,32 @@ def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
     assert paused.arms[1].rate > 0.8 * usual.arms[1].rate
 
 
+def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it() -> None:
+    times = PassTimes(PassCosts((1, 8), (1.0, 1.2), (0.0, 0.0), 0.1), timed=True)
+    bandit = Bandit(2, times=times)
+
+    for step in range(100):
+        slow = 2.0 if step < 9 else 1.0  # the machine has other work at first
+        times.learn(1, 9, slow * times.costs.seconds(1, 9))
+        bandit.learn(1, 0.1 * bandit.chosen, nodes=1, keys=9)
+    plain, other = bandit.arms
+    assert other.steps >= 3
+    assert plain.rate > 1.05 * other.rate
+    assert bandit.chosen == 0
+
+
+def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one() -> None:
+    prospect = set()
+    bandit = Bandit(2, may_pay=prospect.__contains__)
+    for _ in range(100):
+        bandit.learn(1, 1.0)
+        assert bandit.chosen == 0
+    prospect.add(1)
+    for _ in range(8):
+        bandit.learn(4 if bandit.chosen else 1, 1.0)
+    assert bandit.chosen == 1
+
+
 def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
     class Noted(Drafter):
         def __init__(self) -> None:
@@ -144,7 +173,7 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
 
     arms = {name: Noted() for name in ("ar", "one", "two")}
     drafter, context, took = (
-        AdaptiveDrafter(depth=9, limit=9, arms=arms, costs=NOMINAL),
+        AdaptiveDrafter(depth=9, limit=9, arms=arms),
         context_of([1], PARAMS),
         [],
     )
@@ -164,7 +193,7 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
 
 @needs_program
 def test_its_arms_are_what_is_there() -> None:
-    def arms(*, heads=None, draft=None, costs=NOMINAL, **options) -> list[str]:
+    def arms(*, heads=None, draft=None, costs=QUICK, **options) -> list[str]:
         made = make_drafter(
             "auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs
         )

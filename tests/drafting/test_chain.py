@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers import (
     PLAIN,
+    context_of,
     decode_method,
     decode_steps,
     random_prompt,
@@ -23,6 +24,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
+from tswift.forward.passes import NOMINAL
 from tswift.forward.target import chunks
 from tswift.sampling.parameters import SamplingParams
 
@@ -149,6 +151,17 @@ def test_a_cascade_leaves_no_trace() -> None:
         assert len(drafter.propose(context, 50)) > 1
     assert held() == before
     assert torch.equal(context.sampler.newest, newest)
+
+
+@pytest.mark.parametrize(("keys", "pays"), [(100, False), (20_000, True)])
+def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(
+    keys: int, pays: bool
+) -> None:
+    options = DraftOptions(budget=64, recall=0)
+    drafter = make_drafter("cascade", tiny_target(), None, options, costs=NOMINAL)
+    context = context_of([1], PARAMS)
+    context.kv.length = keys
+    assert drafter.may_pay(NOMINAL, context) == pays
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,31 @@ def recalled(
     return recall, context.sampler
 
 
+def test_repeats_of_late_are_counted_and_logits_kept_where_they_pay() -> None:
+    new = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(4)).tolist()
+    texts = {"new": new, "a loop": [*new, *[1, 2, 3, 4, 5, 6] * 9]}
+    shares, kept = {}, {}
+    for name, text in texts.items():
+        for costs in (None, NOMINAL):
+            recall, context = history(VOCAB), context_of(text[:1], PLAIN, vocab=VOCAB)
+            recall.costs = costs
+            for token in text[1:]:
+                recall.committed(context)
+                context.text.append(token)
+                context.logits, context.path = torch.zeros(1, VOCAB), [0]
+            recall.committed(context)
+            shares[name] = recall.repeats
+            kept[name, costs is None] = int(
+                (recall._tables["logs"][: len(recall)] > -9).all(1).sum()
+            )
+            source = HistorySource(recall, TreeBudget(), 8)
+            assert source.may_pay(NOMINAL, context) == (name == "a loop")
+    assert shares["a loop"] > 0.8
+    assert shares["new"] < 0.05
+    assert kept["new", True] == len(texts["new"]) - 1
+    assert kept["new", False] == 0 < kept["a loop", False] < kept["a loop", True]
+
+
 def expected(
     text, logits, path, params, noise: Sampler | None, kept: int
 ) -> tuple[torch.Tensor, int, int]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
 TruncateFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
+_ALONE = torch.ones(1, 1, dtype=torch.bool)  # a node without ancestors but itself
 REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
 
 
@@ -92,6 +93,8 @@ class DraftTree:
         or the row itself.
         """
         count = len(self)
+        if count == 1:
+            return _ALONE
         rows = [bytearray(count)]
         rows[0][0] = 1
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -197,6 +200,10 @@ class Source:
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that the last draft took by these costs."""
         return 0.0
+
+    def may_pay(self, costs: PassCosts, context: Context) -> bool:
+        """Whether drafts can be worth their time by these costs, here in this text."""
+        return True
 
     def committed(self, context: Context, most: int) -> None:
         """Called when the text has grown, by prefill or by a step;
@@ -317,6 +324,12 @@ class Drafter:
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that the last draft took by these costs."""
         return sum(source.draft_seconds(costs, context) for source in self.sources)
+
+    def may_pay(self, costs: PassCosts, context: Context) -> bool:
+        """Whether any source's drafts can be worth their time by these costs, here in this text;
+        plain decoding always is.
+        """
+        return not self.sources or any(source.may_pay(costs, context) for source in self.sources)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """A draft made by the device alone; None if the host proposes all trees."""

@@ -8,13 +8,14 @@ The text is the same whoever drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
-from tswift.forward.passes import PassCosts
+from tswift.drafting.dynamic_tree import PassTimes
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
@@ -27,6 +28,7 @@ _SLOWER = 0.85
 _LOSS = 4.0  # plain steps' time lost, after which a trial ends at once
 _WAIT = 64.0  # plain steps' time until an arm as fast as the best is tried again
 _PATIENCE = 2.0  # one that is half as fast waits 2 to this power times as long
+_WEARY = 1.3  # and this many times as long after every trial that it lost
 _LONGEST = 2048.0  # after which any is
 _EVERY = 4  # steps after which it is asked whether another arm is due
 _MEMORY = 1 / 96  # of what is known of an arm, forgotten in each of its steps
@@ -36,39 +38,64 @@ _FAR = 8.0
 
 
 class Arm:
-    """What is known of an arm's speed."""
+    """What is known of an arm's speed.
 
-    def __init__(self) -> None:
+    Args:
+        times: of passes.
+    """
+
+    def __init__(self, times: PassTimes) -> None:
         # how many it took, and when the last one, in seconds of the decode
         self.steps, self.last = 0, 0.0
-        self._late = [0.0, 0.0, 0.0]  # steps, tokens and seconds of late
+        self.failures = 0  # trials that it lost, since it last might not draft or was the fastest
+        self._times = times
+        # of late: steps, tokens, seconds but for those of passes, and these by the costs, by number
+        # of nodes
+        self._late = [0.0, 0.0, 0.0]
+        self._passes = [0.0] * len(times.factors)
 
     @property
     def rate(self) -> float:
         """Tokens per second of late; 0 before the second step."""
-        return self._late[1] / self._late[2] if self._late[0] else 0.0
+        return self._late[1] / self._seconds if self._late[0] else 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of a step of late; 0 before the second one."""
-        return self._late[2] / self._late[0] if self._late[0] else 0.0
+        return self._seconds / self._late[0] if self._late[0] else 0.0
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """It took a step.
+    @property
+    def _seconds(self) -> float:
+        # passes count as what they take now, whatever they took when the arm was tried
+        return self._late[2] + sum(map(mul, self._passes, self._times.factors))
+
+    def learn(self, tokens: int, seconds: float, nodes: int = 0, passing: float = 0.0) -> None:
+        """It took a step: so many seconds and a pass over so many nodes, of so many seconds by the
+        costs.
 
         The first does not count: what is used for the first time takes longer.
         """
         self.steps += 1
         if self.steps > 1:
+            self._keep(1 - _MEMORY)
             self._late = [
-                was + (new - _MEMORY * was)
-                for was, new in zip(self._late, (1, tokens, seconds), strict=True)
+                was + new for was, new in zip(self._late, (1, tokens, seconds), strict=True)
             ]
+            if nodes:
+                self._passes[self._times.place(nodes)] += passing
+
+    def wait(self, ratio: float) -> float:
+        """Plain steps' time until its next trial, when the best arm is so many times as fast."""
+        return min(_WAIT * ratio**_PATIENCE * _WEARY**self.failures, _LONGEST)
 
     def age(self) -> None:
         """What is known of it is old: let it count for no more than a short trial."""
         if self._late[0] > _LEAST:
-            self._late = [_LEAST / self._late[0] * was for was in self._late]
+            self._keep(_LEAST / self._late[0])
+
+    def _keep(self, share: float) -> None:
+        self._late = [share * each for each in self._late]
+        self._passes = [share * each for each in self._passes]
 
 
 class Bandit:
@@ -76,17 +103,28 @@ class Bandit:
     and now and then another one for a trial of a few steps.
 
     What trials lose to the fastest arm is accounted for: none begins once they have lost an
-    allowance and a share of all the time. And the slower an arm was, the longer it waits.
+    allowance and a share of all the time. And the slower an arm was and the more trials it has
+    lost, the longer it waits, until the text changes so that it may pay again.
 
     Args:
         arms: how many; the first is plain decoding, with which it begins.
+        may_pay: whether a trial of an arm has any prospect now; it is asked when one is due.
+        times: of passes.
 
     Attributes:
         chosen: the arm that takes the next step.
     """
 
-    def __init__(self, arms: int) -> None:
-        self.arms = [Arm() for _ in range(arms)]
+    def __init__(
+        self,
+        arms: int,
+        may_pay: Callable[[int], bool] = lambda arm: True,
+        times: PassTimes | None = None,
+    ) -> None:
+        self._times = times or PassTimes()
+        self.arms = [Arm(self._times) for _ in range(arms)]
+        self._may_pay = may_pay
+        self._paid = [True] * arms  # what it said last
         self.chosen = 0
         self._best = 0
         self._trial = 0  # counted steps that are left of a trial
@@ -95,16 +133,23 @@ class Bandit:
         # seconds that trials may lose yet, and that this one has lost
         self._allowed = self._lost = 0.0
 
-    def learn(self, tokens: int, seconds: float, overhead: float = 0.0) -> None:
+    def learn(
+        self, tokens: int, seconds: float, overhead: float = 0.0, nodes: int = 0, keys: int = 0
+    ) -> None:
         """The chosen arm took a step; choose another one, if that is due.
 
-        ``overhead`` is what it took beforehand to catch up with the text, which is no part of its
-        pace.
+        Args:
+            tokens: that it added.
+            seconds: that it took, but for a pass over so many ``nodes`` and ``keys``, if any.
+            overhead: what it took beforehand to catch up with the text, which is no part of its
+                pace.
         """
         arm, plain = self.arms[self.chosen], self.arms[0]
         usual = arm.step_s or max(other.step_s for other in self.arms)
         seconds = max(min(seconds, _FAR * usual) if usual else seconds, 1e-9)
-        arm.learn(tokens, seconds)
+        passing = self._times.costs.seconds(nodes, keys) if nodes else 0.0
+        arm.learn(tokens, seconds, nodes, passing)
+        seconds += self._times.seconds(nodes, keys) if nodes else 0.0
         self._now += seconds + overhead
         arm.last = self._now
         self._steps += 1
@@ -139,6 +184,7 @@ class Bandit:
             or (tried > 1 and self._lost > _LOSS * self.arms[0].step_s)
         ):
             self._trial = 0
+            arm.failures += 1
             self._settle()
 
     def _settle(self) -> None:
@@ -147,18 +193,24 @@ class Bandit:
         """
         self._best = max(range(len(self.arms)), key=lambda index: self.arms[index].rate)
         best = self.arms[self._best]
+        best.failures = 0
         plain = self.arms[0].step_s
         longest = 1.0
         self.chosen = self._best
         for index, arm in enumerate(self.arms):
+            paid = self._paid[index]
+            self._paid[index] = index == self._best or self._may_pay(index)
+            if index == self._best or not self._paid[index]:
+                continue
             if not arm.rate:
                 loss = _LOSS * plain
                 waited = inf
             else:
                 ratio = best.rate / arm.rate
                 loss = min(_LEAST * arm.step_s * (1 - 1 / ratio), _LOSS * plain)
-                waited = (self._now - arm.last) / (min(_WAIT * ratio**_PATIENCE, _LONGEST) * plain)
-            if index != self._best and waited > longest and self._allowed >= loss:
+                arm.failures = arm.failures if paid else 0
+                waited = inf if not paid else (self._now - arm.last) / (arm.wait(ratio) * plain)
+            if waited > longest and self._allowed >= loss:
                 self.chosen, longest = index, waited
         if self.chosen != self._best:
             self.arms[self.chosen].age()
@@ -169,33 +221,44 @@ class Bandit:
 class AdaptiveDrafter(Drafter):
     """Drafts by the arm that a bandit chooses.
 
-    The others stand aside: each catches up with the text when chosen.
+    The others stand aside: each catches up with the text when chosen. A step counts as what its
+    arm took to draft, and as what passes of that size usually take: so arms are not told apart by
+    what else the machine did when they were tried.
 
     Attributes:
         arms: drafters by name, the first of which drafts nothing.
-        costs: by which seconds are told, so that choices are the same everywhere; None for those of
-            the clock.
+        times: of passes.
+        clock: whether drafting is timed; otherwise costs tell its seconds, too, so that choices are
+            the same everywhere.
     """
 
     arms: Mapping[str, Drafter] = field(default_factory=dict)
-    costs: PassCosts | None = None
+    times: PassTimes = field(default_factory=PassTimes)
+    clock: bool = False
 
     def __post_init__(self) -> None:
         self._names, self._drafters = list(self.arms), list(self.arms.values())
-        self.bandit = Bandit(len(self.arms))
+        self.bandit = Bandit(len(self.arms), self._may_pay, self.times)
         self._drafted: int | None = None  # the arm that drafted last
+        self._context: Context | None = None
         self._length = 0  # of the text then
-        self._seconds = self._started = self._overhead = 0.0
+        # seconds of that arm's draft, what it took beforehand to catch up, and when its pass began
+        self._drafting = self._overhead = self._passing = 0.0
+        self._nodes = self._keys = 0  # of that pass
         # the arm that drafts on the device, and nodes of its tree
         self._on_device: Drafter | None = None
-        self._nodes = 0
+        self._device_nodes = 0
+
+    def _may_pay(self, arm: int) -> bool:
+        assert self._context is not None
+        return self._drafters[arm].may_pay(self.times.costs, self._context)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`: that of the first arm that has one."""
         for drafter in self._drafters:
             if (draft := drafter.on_device(state)) is not None:
                 self._on_device = drafter
-                self._nodes = len(draft.sources)
+                self._device_nodes = len(draft.sources)
                 return draft
         return None
 
@@ -212,18 +275,21 @@ class AdaptiveDrafter(Drafter):
     def drafts_itself(self, context: Context) -> bool:
         """As :meth:`Drafter.drafts_itself`."""
         if self.drafts_next:
-            drafter = self._begin(context)
-            if self.costs is not None:
-                seconds = self.costs.seconds(self._nodes, context.kv.length)
-                self._seconds = drafter.draft_seconds(self.costs, context) + seconds
+            self._verifies(self._begin(context), context, self._device_nodes)
         return self.drafts_next
 
     def _begin(self, context: Context) -> Drafter:
         """Begin a step of the arm that was chosen."""
-        self._started = time.perf_counter()
         self._length = len(context.text)
         self._drafted = self.bandit.chosen
         return self._drafters[self._drafted]
+
+    def _verifies(self, drafter: Drafter, context: Context, nodes: int) -> None:
+        """The draft is there, and a pass over so many nodes begins."""
+        self._nodes, self._keys = nodes, context.kv.length
+        self._passing = time.perf_counter()
+        if not self.clock:
+            self._drafting = drafter.draft_seconds(self.times.costs, context)
 
     @property
     def choice(self) -> str:
@@ -232,33 +298,37 @@ class AdaptiveDrafter(Drafter):
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
+        started = time.perf_counter()
         drafter = self._begin(context)
         tree = drafter.propose(context, max_new)
-        if self.costs is not None:
-            self._seconds = drafter.draft_seconds(self.costs, context) + self.costs.seconds(
-                len(tree), context.kv.length
-            )
+        self._drafting += time.perf_counter() - started
+        self._verifies(drafter, context, len(tree))
         return tree
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
         if self._drafted is None:
             return
-        self._drafters[self._drafted].learn(context)
-        if self.costs is None:
-            self._seconds += time.perf_counter() - self._started
-        self.bandit.learn(len(context.text) - self._length, self._seconds, self._overhead)
+        passed = time.perf_counter() - self._passing
+        drafter = self._drafters[self._drafted]
+        drafter.learn(context)
+        self._context = context
+        tokens = len(context.text) - self._length
+        if drafter is self._on_device and self.clock:  # the draft included
+            self.bandit.learn(tokens, self._drafting + passed, self._overhead)
+        else:
+            self.times.learn(self._nodes, self._keys, passed)
+            self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, self._keys)
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`, for the arm that takes the next step."""
+        super().keep_up(context, most)
         started = time.perf_counter()
         drafter = self._drafters[self.bandit.chosen]
-        super().keep_up(context, most)
         for each in [drafter] if self._drafted is not None else self._drafters:
             # the prompt is for all
             each.keep_up(context, each.depth + 1)
-        self._seconds = self._overhead = 0.0
-        if self.costs is None and self.bandit.chosen == self._drafted:
-            self._seconds = time.perf_counter() - started
-        elif self.costs is None:
-            self._overhead = time.perf_counter() - started
+        spent = time.perf_counter() - started if self.clock else 0.0
+        same = self.bandit.chosen == self._drafted
+        self._drafting = spent if same else 0.0
+        self._overhead = 0.0 if same else spent

@@ -233,6 +233,9 @@ class ChainSource(Source):
         self.drafter.keep_up(context, most)
 
 
+# a chain that can pay is so many times as fast as plain decoding if all of it comes true, for some
+# length
+_AHEAD, _CHAINS = 1.2, (2, 4, 8, 16)
 # leads are told apart by this much; probabilities by them at first
 _STEP, _SURE = 0.25, (0.6, 0.75, 0.85, 0.9, 0.95)
 
@@ -258,6 +261,18 @@ class CascadeSource(ChainSource):
         self._budget, self._costs = budget, costs
         self._tokens = 1.0  # of a step on the level, of late
         self._seconds = self._spent = 0.0  # of the last one by the costs, and of all the last draft
+
+    def may_pay(self, costs: PassCosts, context: Context) -> bool:
+        """Whether a chain all of which came true would be well ahead of plain decoding."""
+        keys = context.kv.length
+        helped = self.drafter.sources and self.drafter.may_pay(costs, context)
+        drafted = 1 + self.drafter.depth if helped else self._tokens  # in a step on the level
+        seconds = self._costs.seconds(1, min(self.draft_model.keys or keys, keys)) / drafted
+        plain = costs.seconds(1, keys)
+        return any(
+            (1 + count) * plain > _AHEAD * (count * seconds + costs.seconds(1 + count, keys))
+            for count in _CHAINS
+        )
 
     def start(self, context: Context) -> None:
         """Nothing: the host has to see each token before the next is decoded."""

@@ -35,7 +35,7 @@ from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
 
 # attention takes rows in tiles: the fifth, ninth and 17th cost more than the next
-NODES = (1, 4, 5, 8, 9, 16, 17, 32)
+NODES = (1, 2, 4, 5, 8, 9, 16, 17, 32)
 _SHORT = 64  # keys
 # Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time:
 # only from tens of thousands on its time grows with them as it does at 100,000
@@ -45,7 +45,7 @@ _TIMES = (5, 30)  # least and most repeats
 _SECONDS = 0.7  # after which the least are enough
 # most steps of which the last is timed, and seconds of them that are enough
 _IN_A_ROW, _WARM = 3, 2e-3
-_FORMAT = 8  # of what is measured, and how
+_FORMAT = 9  # of what is measured, and how
 _ACCEPTED = 3  # drafted tokens that a step accepts, in trees that have as many
 # what a level of heads is called among steps, which are called by their nodes and keys
 _LEVEL = (0, 0)

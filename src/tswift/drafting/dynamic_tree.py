@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -50,9 +51,54 @@ class AcceptanceEstimator:
 
 
 _STEADY = 0.05  # of what is known of late, forgotten in a step
-_STEPS = 200  # after about so many, what steps took is forgotten
-# a step counts as no less and no more of what was expected: the process may have been stopped
+_KEPT = 1 - 1 / 200  # of what passes took, after each
+# one counts as no less and no more of what was expected: the process may have been stopped
 _RATIO = 0.5, 2.0
+
+
+class PassTimes:
+    """What passes cost, as measured beforehand and corrected by the time that they take.
+
+    Args:
+        costs: as measured.
+        timed: correct them; without it, choices are the same everywhere.
+
+    Attributes:
+        factors: of the costs, by measured number of nodes.
+    """
+
+    def __init__(self, costs: PassCosts = NOMINAL, timed: bool = False) -> None:
+        self.costs = costs
+        self._timed = timed
+        self.factors = [1.0] * len(costs.nodes)
+        # of late, by that number: what passes over so many nodes or a few more took, relative to
+        # the costs, added up, and how many there were
+        self._took = [0.0] * len(costs.nodes)
+        self._count = [0.0] * len(costs.nodes)
+
+    def place(self, nodes: int) -> int:
+        """Which measured number is nearest below."""
+        return bisect_right(self.costs.nodes, nodes) - 1
+
+    def seconds(self, nodes: int, keys: int) -> float:
+        """As :meth:`PassCosts.seconds`, corrected."""
+        return self.costs.seconds(nodes, keys) * self.factors[self.place(nodes)]
+
+    def learn(self, nodes: int, keys: int, seconds: float) -> None:
+        """A pass took so long. Of sizes that few passes have had, all passes tell."""
+        if not self._timed:
+            return
+        least, most = _RATIO
+        place = self.place(nodes)
+        for sums in (self._took, self._count):
+            sums[:] = [_KEPT * each for each in sums]
+        self._took[place] += min(max(seconds / self.costs.seconds(nodes, keys), least), most)
+        self._count[place] += 1
+        whole = _WEIGHT * (sum(self._took) + _WEIGHT) / (sum(self._count) + _WEIGHT)
+        self.factors[:] = [
+            (took + whole) / (count + _WEIGHT)
+            for took, count in zip(self._took, self._count, strict=True)
+        ]
 
 
 class TreeBudget:
@@ -68,6 +114,8 @@ class TreeBudget:
 
     Attributes:
         rate: tokens per second of late, by the costs; 0 before the first step.
+        times: of passes; several budgets may share what they learn.
+        learns: whether it is this one that tells them what a pass took.
     """
 
     def __init__(
@@ -76,15 +124,11 @@ class TreeBudget:
         self.costs = costs
         self._every = every
         self.rate = 0.0
-        self.timed = timed
-        # by measured number of nodes, the time of steps over so many or a few more, relative to the
-        # costs: its sum over the steps of late, and their number; at first as if the costs had held
-        # in some
-        self._took = np.full(len(costs.nodes), _WEIGHT)
-        self._steps = self._took.copy()
-        self._sizes = np.zeros(0, np.int64)  # of 1, 2, ... nodes, the index of that number
-        # the one under way: that index, seconds of its draft and of its pass by the costs
-        self._step = 0, 0.0, 0.0
+        self.times = PassTimes(costs, timed)
+        self.learns = True
+        self._places: Any = np.zeros(0, np.int64)  # of 1, 2, ... nodes, as the times have it
+        # the one under way: its nodes and keys, and seconds of its draft by the costs
+        self._step = 1, 0, 0.0
         self._seconds = 0.0  # of the step under way
         self._tokens, self._time = 0.0, 0.0  # of late
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
@@ -100,27 +144,21 @@ class TreeBudget:
                 for k in (0, 1 << 20)
             )
             self._per_key = (ends - self._base) / (1 << 20)
-            self._sizes = (
-                np.searchsorted(self.costs.nodes, np.arange(1, count + 1), side="right") - 1
-            )
+            self._places = np.array([self.times.place(n) for n in range(1, count + 1)])
         passes = self._base[:count] + self._per_key[:count] * context
-        seconds = cost_s + passes * (self._took / self._steps)[self._sizes[:count]]
+        seconds = cost_s + passes * np.array(self.times.factors)[self._places[:count]]
         best = count - 1 if self._every else int((np.cumsum(path_probs) / seconds).argmax())
         self._seconds = float(seconds[best])
-        self._step = int(self._sizes[best]), cost_s, float(passes[best])
+        self._step = best + 1, context, cost_s
         return best + 1
 
     def learn(self, tokens: int, seconds: float) -> None:
         """The tree whose size was asked for last brought so many tokens in a step of so many
         seconds.
         """
-        if self.timed:
-            size, drafting, verifying = self._step
-            least, most = _RATIO
-            for sums in (self._took, self._steps):
-                sums += (_WEIGHT - sums) / _STEPS
-            self._took[size] += min(max((seconds - drafting) / verifying, least), most)
-            self._steps[size] += 1
+        if self.learns:
+            nodes, keys, drafting = self._step
+            self.times.learn(nodes, keys, seconds - drafting)
         self._tokens += tokens - _STEADY * self._tokens
         self._time += self._seconds - _STEADY * self._time
         self.rate = self._tokens / self._time

@@ -5,7 +5,13 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { PLACES = 16, ORDERS = 16 }; /* most places that are found, and most lengths of context */
+enum {
+    PLACES = 16,  /* most places that are found */
+    ORDERS = 16,  /* most lengths of context */
+    REPEATED = 2, /* the length, by its number, after which repeats are counted */
+    LATE = 24,    /* tokens of late */
+    LOOKED = 64   /* logits that are looked at together */
+};
 
 static const uint64_t FACTOR = 0x9E3779B97F4A7C15u;
 
@@ -15,6 +21,7 @@ typedef struct {
     int32_t *before;       /* [orders, room]: the position of the same hash before each, or -1 */
     const int64_t *orders; /* lengths of context that are hashed, ascending */
     int64_t count, room, bits, kinds, reach;
+    double repeats;        /* of late, the share of tokens that came as they had come last after the same few */
 } Index;
 
 typedef struct {
@@ -39,9 +46,16 @@ static uint64_t hashed(const int32_t *end, int64_t from, int64_t to, uint64_t *f
     return value;
 }
 
+/* Whether the next token is what came the last time after as many tokens as the order of a kind says. */
+static int repeated(const Index *x, int64_t kind) {
+    const int64_t before = x->count ? x->before[kind * x->room + x->count - 1] : -1;
+    return before >= 0 && x->text[before + 1] == x->text[x->count];
+}
+
 /* Index the tokens from `count` on. */
 void tswift_index(Index *x, int64_t count) {
     for (; x->count < count; x->count++) {
+        x->repeats += (repeated(x, REPEATED) - x->repeats) / LATE;
         uint64_t value = 0, factor = FACTOR;
         for (int64_t kind = 0, done = 0; kind < x->kinds; done = x->orders[kind++]) {
             int32_t *before = x->before + kind * x->room + x->count;
@@ -112,11 +126,16 @@ static void think(const Logits *l, const float *logits, int64_t position) {
     for (int64_t i = 0; i < l->biases; i++) x[l->biased[i]] += l->bias[i];
     for (int64_t i = 0; i < l->bans; i++) x[l->banned[i]] = -INFINITY;
     for (int64_t i = 0; i < l->kept; i++) best[i] = -INFINITY, tokens[i] = 0;
-    for (int64_t t = 0; t < l->vocabulary; t++) {
-        int64_t at = l->kept - 1;
-        if (!(x[t] > best[at])) continue;
-        for (; at > 0 && x[t] > best[at - 1]; at--) best[at] = best[at - 1], tokens[at] = tokens[at - 1];
-        best[at] = x[t], tokens[at] = t;
+    for (int64_t first = 0; first < l->vocabulary; first += LOOKED) {
+        const int64_t end = first + LOOKED < l->vocabulary ? first + LOOKED : l->vocabulary;
+        int higher = 0;
+        for (int64_t t = first; t < end; t++) higher |= x[t] > best[l->kept - 1];
+        for (int64_t t = first; higher && t < end; t++) {
+            int64_t at = l->kept - 1;
+            if (!(x[t] > best[at])) continue;
+            for (; at > 0 && x[t] > best[at - 1]; at--) best[at] = best[at - 1], tokens[at] = tokens[at - 1];
+            best[at] = x[t], tokens[at] = t;
+        }
     }
     const float high = best[0] > -INFINITY ? best[0] : 0;
     float sums[16] = {0};

@@ -56,7 +56,7 @@ def _structure(pointers: str, integers: str, reals: str = "") -> type[ctypes.Str
     return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Index = _structure("text last before orders", "count room bits kinds reach")
+_Index = _structure("text last before orders", "count room bits kinds reach", "repeats")
 _Logits = _structure(
     "logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans"
 )
@@ -104,7 +104,13 @@ class LogitHistory:
         target: the model.
         shared_noise: as for :class:`~tswift.drafting.heads.HeadSource`.
         kept: tokens kept of each distribution.
+
+    Attributes:
+        costs: what passes cost, if logits are to be kept only where that is nothing beside a pass,
+            or where the text repeats itself; elsewhere it is known what came.
     """
+
+    costs: PassCosts | None = None
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
         self._library = build(_SOURCE)
@@ -123,6 +129,11 @@ class LogitHistory:
     def __len__(self) -> int:
         """After how many tokens of the text it is known what comes: all but the last one."""
         return int(self._index.count)
+
+    @property
+    def repeats(self) -> float:
+        """The share of late tokens that came as they had come last after the same three."""
+        return float(self._index.repeats)
 
     @staticmethod
     def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
@@ -269,7 +280,7 @@ class LogitHistory:
         known = len(self)
         end = len(text) - 1  # what comes after the last token is not known yet
         late = end - self._known
-        seen = 0 if context.logits is None else min(late, len(context.path))
+        seen = min(late, len(context.path)) if self._worth_keeping(context) else 0
         if seen < late:
             came = text[self._known + 1 :][: late - seen]
             rows = self._next(late - seen)
@@ -293,6 +304,13 @@ class LogitHistory:
         self._library.tswift_index(ctypes.byref(self._index), ctypes.c_int64(end))
         for position in range(max(0, known, end + 1 - self._ask.window), end + 1):
             self._fixed["newest"][text[position]] = position
+
+    def _worth_keeping(self, context: Context) -> bool:
+        """Whether the logits of the last pass are there, and worth the time that it takes."""
+        if context.logits is None or self.costs is None or context.digest is not None:
+            return context.logits is not None
+        slow = self.costs.seconds(1, context.kv.length) > _SLOW
+        return slow or self.repeats > _REPEATS
 
     def guess(self, paths: Sequence[Sequence[int]], count: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
@@ -345,6 +363,9 @@ _OPINIONS = (0.3, 0.6, 0.85)  # chances that others give are told apart by these
 _UNNAMED, _ALONE = -1, -2  # others name other tokens; there are no others
 _DOUBT = 0.3  # what it does to the odds that others name other tokens
 _SECONDS = 1e-4  # that a guess takes on the host
+_SLOW = 8e-3  # seconds of a pass beside which those of keeping its logits are nothing
+# share of late tokens from which on guesses may pay, and tokens of which that need not be known
+_REPEATS, _UNKNOWN = 0.15, 64
 _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 
 
@@ -434,6 +455,11 @@ class HistorySource(Source):
             asked.add(child)
             self._offer(tree, child, further)
             node, guess = child, further
+
+    def may_pay(self, costs: PassCosts, context: Context) -> bool:
+        """Whether the text repeats itself; it may where that is not known of its end."""
+        unknown = len(context.text) - len(self._recall)
+        return unknown > _UNKNOWN or self._recall.repeats > _REPEATS
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds of the last draft's guesses."""

@@ -23,7 +23,7 @@ from tswift.drafting.chains import (
     PartialDraftModel,
     SmallDraftModel,
 )
-from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter, PassTimes, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 NGRAM = 4
 _FOLLOWED = 32  # most tokens that are recalled in a row
 INNER_NODES = 16  # most nodes of the trees from which a cascade's chain is decoded
-_RECORDED = 2.5e-3  # seconds of a pass beside which those of keeping its logits are nothing
+_RECORDED = 1.5e-3  # seconds of a pass beside which those of keeping its tokens are nothing
 # of the small model where the target over retrieved keys stands between (TriForce, section 5.1)
 _SMALL_BUDGET = 256
 _T = TypeVar("_T")
@@ -196,13 +196,16 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     """Whatever is fastest: plain decoding, heads, a cascade, recall, a smaller model,
     as far as these are there.
 
-    Logits are kept of the whole text where a pass takes so long that keeping them is nothing beside
-    it. Elsewhere they are kept while recall drafts.
+    What came is kept of the whole text where a pass takes so long that keeping it is nothing beside
+    it, and logits with it where the pass takes longer still, or the text repeats itself. Elsewhere
+    they are kept while recall drafts.
     """
     target = models.target
     heads = models.heads
     memory = models.memory
     steady = memory is not None and models.costs.seconds(1, 0) > _RECORDED
+    if memory is not None and steady:
+        memory.costs = models.costs
     beside = models if steady else replace(models, memory=None)
     paying = replace(options, tree=AUTO, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
@@ -220,10 +223,14 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms["recall"] = recall(models, options)
     if models.draft is not None:
         arms["standalone"] = standalone(models, _standalone_options(options))
+    timed = options.costs == MEASURED
+    times = PassTimes(models.costs, timed)
     for drafter in arms.values():
         if isinstance(drafter, DynamicTreeDrafter):
             # not all that may be drafted in its first step, as if time were free
             drafter.budget.rate = 1 / models.costs.seconds(1, 0)
+            drafter.budget.times = times
+            drafter.budget.learns = False  # of all arms' passes something is learned here
     # the states that a network reads are gone with the next pass
     kept = [each for arm in arms.values() for each in arm.memories if steady or each is not memory]
     for drafter in arms.values():
@@ -231,9 +238,13 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     depth, limit = (
         max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit")
     )
-    costs = None if options.costs == MEASURED else models.costs
     return AdaptiveDrafter(
-        depth=depth, limit=limit, memories=[*dict.fromkeys(kept)], arms=arms, costs=costs
+        depth=depth,
+        limit=limit,
+        memories=[*dict.fromkeys(kept)],
+        arms=arms,
+        times=times,
+        clock=timed,
     )
 
 
