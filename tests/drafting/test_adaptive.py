@@ -206,7 +206,6 @@ def test_its_arms_are_what_is_there() -> None:
     assert arms(draft=tiny_draft()) == ["ar", "cascade", "recall", "standalone"]
     assert arms(heads=tiny_heads(), costs=SLOW) == [
         "ar",
-        "medusa",
         "medusa, tree auto",
         "cascade",
         "recall",

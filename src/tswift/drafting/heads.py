@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.drafting.chains import DraftModel
-from tswift.drafting.dynamic_tree import CandidateTree
+from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.forward.passes import Forwarded, PassCosts
 from tswift.forward.target import Target
 from tswift.sampling.rule import Sampler
@@ -43,6 +43,7 @@ class HeadSource(Source):
 
     Attributes:
         width: candidates of each level in :meth:`guess`.
+        levels: of the tree, that the next draft has.
     """
 
     name = "heads"
@@ -62,6 +63,7 @@ class HeadSource(Source):
         self._shared_noise = shared_noise
         self._lm_head = heads.draft_head(target)
         self.width = min(max(tree), target.vocab_size)
+        self.levels = len(tree)
         self._guessed: tuple[Any, Any] | None = None
 
     @cached_property
@@ -98,7 +100,7 @@ class HeadSource(Source):
             if self.draft_model
             else 0.0
         )
-        return reading + len(self.tree) * costs.level
+        return reading + self.levels * costs.level
 
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
         """The pass that the heads start from, and its node; None before the first pass."""
@@ -120,7 +122,7 @@ class HeadSource(Source):
         pre_norm = None if forwarded.pre_norm is None else forwarded.pre_norm[node]
         first = context.position + 1
         root = context.text[-1]
-        given = hidden, pre_norm, root, range(first, first + len(self.tree)), context.sampler
+        given = hidden, pre_norm, root, range(first, first + self.levels), context.sampler
         self._guessed = self.guess_by_program(*given) or self.guess(*given)
 
     def _candidates(self) -> list[tuple[list[int], list[float]]]:
@@ -133,7 +135,7 @@ class HeadSource(Source):
         if isinstance(tokens, Tensor):  # the one wait for the device
             tokens, scores = torch.stack([tokens.double(), scores]).flatten(1).tolist()
         levels = []
-        for level, width in enumerate(self.tree):
+        for level, width in enumerate(self.tree[: self.levels]):
             start = level * self.width
             # what is broken is no guess
             count = sum(map(isfinite, scores[start : start + min(width, self.width)]))
@@ -179,7 +181,7 @@ class HeadSource(Source):
         """
         state = pre_norm if self._heads.pre_norm else hidden
         out = hidden
-        levels = len(self.tree)
+        levels = self.levels
         assert state is not None
         root_place = (
             places[:1] - 1
@@ -224,7 +226,7 @@ class HeadSource(Source):
             return None
         state = pre_norm if self._heads.pre_norm else hidden
         first = hidden if self.draft_model else None
-        levels = len(self.tree)
+        levels = self.levels
 
         def run(ranking: ctypes.Structure, rank: int) -> None:
             heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
@@ -245,10 +247,35 @@ WIDTH = 4  # candidates of a level
 _BRANCHES = 3  # nodes of a level below which the next one's may follow
 
 
+_ALL = 32  # drafts of which one has all levels, whatever they were worth of late
+_LATE = 0.1  # of what is known of a level's worth, forgotten in a draft that has it
+
+
 class HeadTreeSource(HeadSource):
     """The same candidates for a tree that is pruned to what pays,
     with chances by their gap to the others.
+
+    Attributes:
+        budget: by which levels are left out that did not pay of late; None to draft all.
     """
+
+    budget: TreeBudget | None = None
+    _drafts = 0
+
+    @cached_property
+    def _worth(self) -> list[float]:
+        """Of each level, the probability of its likeliest node of late."""
+        return [1.0] * len(self.tree)
+
+    def start(self, context: Context) -> None:
+        """As :meth:`HeadSource.start`, of the levels that pay."""
+        self._drafts += 1
+        self.levels = len(self.tree)
+        if self.budget is not None and self._drafts % _ALL:
+            price = self.budget.costs.level + self.budget.costs.node(context.kv.length)
+            while self.levels > 1 and not self.budget.pays_off(self._worth[self.levels - 1], price):
+                self.levels -= 1
+        super().start(context)
 
     def propose(self, tree: CandidateTree, context: Context) -> None:  # type: ignore[override]
         """Propose every level's candidates below the likeliest nodes that they may follow."""
@@ -261,5 +288,7 @@ class HeadTreeSource(HeadSource):
                 for child in tree.propose_ranked(node, tokens, scores, self.name, about)
             ]
             nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
+            best = tree.path_prob[nodes[0]] if nodes else 0.0
+            self._worth[level] += _LATE * (best - self._worth[level])
             if self._heads.conditioned:
                 nodes = children[:1]  # the next level has been told this token

@@ -123,7 +123,8 @@ def _of_heads(
         else min(options.gamma + by_lm_head, nodes - 1)
     )
     beams = HeadTreeSource(target, heads, level, (WIDTH,) * levels, options.shared_noise)
-    return _pruned(models, options, max(levels, longest), [beams, *others])
+    beams.budget = _budget(models, options)
+    return _pruned(models, options, max(levels, longest), [beams, *others], beams.budget)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
@@ -209,12 +210,12 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     beside = models if steady else replace(models, memory=None)
     paying = replace(options, tree=AUTO, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
-    if heads is not None:
+    if heads is not None and steady:
+        arms["medusa, tree auto"] = medusa(models, paying)
+    if heads is not None and (target.replays or not steady):
         nodes = min(_set(options.nodes), usual_nodes(target.device, target.groups))
         tree = usual_tree(METHODS["medusa"], target.device, heads.count)
         arms["medusa"] = medusa(models, replace(options, tree=tree, gamma=None, nodes=nodes))
-        if steady:
-            arms["medusa, tree auto"] = medusa(models, paying)
     if target.speculator is not None:
         arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
