@@ -82,10 +82,8 @@ FAULTS = [
           "at + coded + h * tail / HALVES;", "at + coded + h * tail / HALVES + (b + 1 < blocks ? size : 0);"),
     Fault("rounded inputs of another row's step", "forward/products.c", INTEGERS,
           "scale * spread(steps[r])", "scale * spread(steps[0])"),
-    Fault("products of 8 bits are cut off at 16", "forward/products.c", INTEGERS,
-          "return added(added(sum, fours(bits_of(codes, 0x7f), x)), fours(bits_of(codes, 0x80), "
-          "x));",
-          "return added(sum, fours(codes, x));"),
+    Fault("a code is not cut out of its neighbours", "forward/products.c", INTEGERS,
+          "low_bits(shifted_by(own, at), mask)", "shifted_by(own, at)"),
     Fault("a long chain forgets what is before its part", "forward/program.c", INTEGERS,
           "Attention a = attention(m, p, first, some, run->layer->window);",
           "Attention a = attention(m, p, 0, some, run->layer->window);"),

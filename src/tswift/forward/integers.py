@@ -26,7 +26,8 @@ from tswift.models.devices import give_back
 from tswift.native_build import Unbuilt
 
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
-# of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits
+# of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits, as some processors
+# would multiply them
 _HIGHEST = {8: 127, 16: 32639}
 _LINE, _PAGE = 64, 1 << 21  # bytes of a line of the cache, and of a large page
 _MOVED = 1 << 26  # bytes after which the memory that they were in is given back

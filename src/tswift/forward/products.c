@@ -7,10 +7,11 @@
    matrix holds in 16 bits without loss is kept so, for half the bytes, and widened in registers: the products are the
    same. In bfloat16 the weights of two neighbouring vectors take turns, so that one load and two operators widen both.
 
-   Weights that are codes lie as integers.py says, which also defines their product. Rows are rounded to integers of 8
-   bits, or of 16 as 256 times a number of 8 bits and another. They are multiplied in tiles of up to TILE rows. Of a tile
-   there are, for every block of inputs: the rounded inputs, four of each row, then the next four of each row; with 16
-   bits the second numbers likewise; a step for each row; and for each row the step times the sum of its integers.
+   Weights that are codes lie as integers.py says, which also defines their product. Rows are rounded to integers, which
+   are multiplied as numbers of 16 bits in tiles of up to TILE rows, two neighbours of a vector at a time. As a code has
+   8 bits or 4, what is widened to 16 is every second of four inputs: the first and the third, then the second and the
+   fourth. Of a tile there are, for every block of inputs: these pairs, of all rows the first, then the next; a step for
+   each row; and for each row the step times the sum of its integers.
 
    program.c includes this file. */
 
@@ -39,10 +40,8 @@ INLINE void load_pair(const uint16_t *from, vector pair[2]) {
 }
 INLINE integers no_integers(void) { return _mm512_setzero_si512(); }
 INLINE integers load_bytes(const void *from) { return _mm512_loadu_si512(from); }
-INLINE integers low_fours(integers x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-INLINE integers high_fours(integers x) { return low_fours(_mm512_srli_epi16(x, 4)); }
-INLINE integers added(integers x, integers y) { return _mm512_add_epi32(x, y); }
-INLINE integers times_256(integers x) { return _mm512_slli_epi32(x, 8); }
+INLINE integers low_bits(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi16(mask)); }
+INLINE integers shifted_by(integers x, int bits) { return _mm512_srli_epi16(x, bits); }
 INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
 #else
 typedef __m256 vector;
@@ -61,44 +60,28 @@ INLINE void load_pair(const uint16_t *from, vector pair[2]) {
 }
 INLINE integers no_integers(void) { return _mm256_setzero_si256(); }
 INLINE integers load_bytes(const void *from) { return _mm256_loadu_si256(from); }
-INLINE integers low_fours(integers x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-INLINE integers high_fours(integers x) { return low_fours(_mm256_srli_epi16(x, 4)); }
-INLINE integers added(integers x, integers y) { return _mm256_add_epi32(x, y); }
-INLINE integers times_256(integers x) { return _mm256_slli_epi32(x, 8); }
+INLINE integers low_bits(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi16(mask)); }
+INLINE integers shifted_by(integers x, int bits) { return _mm256_srli_epi16(x, bits); }
 INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
-/* Add to each sum the products of four codes, which have so many bits, and four rounded inputs of a row. */
+/* Add to each sum the products of two codes and a pair of rounded inputs of a row. */
 #if defined __AVX512VNNI__
-INLINE integers plus_fours(integers sum, integers codes, const int32_t *row, const int bits) {
-    (void)bits;
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
+INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
     return sum;
 }
-#elif defined __AVXVNNI__ && !defined __AVX512F__
-INLINE integers plus_fours(integers sum, integers codes, const int32_t *row, const int bits) {
-    (void)bits;
-    return _mm256_dpbusd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
+#elif defined __AVX512F__
+INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(codes, _mm512_set1_epi32(*row)));
+}
+#elif defined __AVXVNNI__
+INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
+    return _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
 }
 #else
-/* Two products are added up in 16 bits first, which two of 8 bits do not fit in: the highest bits are taken apart. */
-#ifdef __AVX512F__
-INLINE integers fours(integers codes, integers row) {
-    return _mm512_madd_epi16(_mm512_maddubs_epi16(codes, row), _mm512_set1_epi16(1));
-}
-INLINE integers bits_of(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
-INLINE integers four_of(const int32_t *row) { return _mm512_set1_epi32(*row); }
-#else
-INLINE integers fours(integers codes, integers row) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, row), _mm256_set1_epi16(1));
-}
-INLINE integers bits_of(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
-INLINE integers four_of(const int32_t *row) { return _mm256_set1_epi32(*row); }
-#endif
-INLINE integers plus_fours(integers sum, integers codes, const int32_t *row, const int bits) {
-    const integers x = four_of(row);
-    if (bits == 4) return added(sum, fours(codes, x));
-    return added(added(sum, fours(bits_of(codes, 0x7f), x)), fours(bits_of(codes, 0x80), x));
+INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, _mm256_set1_epi32(*row)));
 }
 #endif
 
@@ -279,7 +262,7 @@ INLINE int64_t tile_rows(int64_t rows) {
 
 /* Bytes of a tile of rounded rows. */
 INLINE int64_t tile_size(const Linear *l, int64_t rows) {
-    return rows * (l->inputs * (l->input_bits / 8) + l->inputs / l->block * 2 * (int64_t)sizeof(float));
+    return rows * l->inputs / l->block * (l->block * (int64_t)sizeof(int16_t) + 2 * (int64_t)sizeof(float));
 }
 
 /* Round a block of one row. */
@@ -297,24 +280,19 @@ INLINE void round_block(const float *from, char *to, int64_t row, int64_t rows, 
     if (size < LEAST) size = 0;
     const float by = size == 0 ? 0 : highest / size, step = size / highest;
     int32_t counts[32], sum = 0;
-    int8_t high[32], low[32];
     for (int i = 0; i < block; i++) {
         const float shifted = from[i] * by + 0x1.8p23f;
         memcpy(counts + i, &shifted, sizeof shifted);
         counts[i] -= shift;
         sum += counts[i];
     }
-    for (int i = 0; i < block; i++) {
-        const int32_t upper = input_bits == 8 ? counts[i] : (counts[i] + 128) >> 8;
-        high[i] = upper;
-        low[i] = counts[i] - 256 * upper;
+    uint32_t pairs[16];
+    for (int i = 0; i < block / 2; i++) {
+        const int first = i / 2 * 4 + i % 2;
+        pairs[i] = (counts[first] & 0xffff) | (uint32_t)counts[first + 2] << 16;
     }
-    for (int i = 0; i < block / 4; i++) memcpy(to + (i * rows + row) * 4, high + i * 4, 4);
-    to += rows * block;
-    if (input_bits == 16) {
-        for (int i = 0; i < block / 4; i++) memcpy(to + (i * rows + row) * 4, low + i * 4, 4);
-        to += rows * block;
-    }
+    for (int i = 0; i < block / 2; i++) ((uint32_t *)to)[i * rows + row] = pairs[i];
+    to += rows * block * (int64_t)sizeof(int16_t);
     ((float *)to)[row] = step;
     ((float *)to)[rows + row] = (float)sum * step;
 }
@@ -335,12 +313,15 @@ static void round_tile(const Linear *l, const float *input, char *to, int64_t ro
 INLINE void add_block(
     integers *exact, const char *codes, const int32_t *x, const int rows, const int bits, int64_t block
 ) {
+    const int mask = (1 << bits) - 1;
     for (int64_t i = 0; i < block / 4; i += 8 / bits, codes += LINE) {
         const integers own = load_bytes(codes);
-        for (int r = 0; r < rows; r++)
-            exact[r] = plus_fours(exact[r], bits == 4 ? low_fours(own) : own, x + i * rows + r, bits);
-        for (int r = 0; bits == 4 && r < rows; r++)
-            exact[r] = plus_fours(exact[r], high_fours(own), x + (i + 1) * rows + r, bits);
+        for (int four = 0; four < 8 / bits; four++)
+            for (int half = 0; half < 2; half++, x += rows) {
+                const int at = four * bits + half * 8;
+                const integers wide = at + bits == 16 ? shifted_by(own, at) : low_bits(shifted_by(own, at), mask);
+                for (int r = 0; r < rows; r++) exact[r] = plus_pairs(exact[r], wide, x + r);
+            }
     }
 }
 
@@ -353,7 +334,7 @@ INLINE void multiply_codes(
     const Linear *l, const char *tile, float *output, int64_t width, int64_t group, const int rows, const int bits,
     const int64_t block
 ) {
-    const int64_t parts = l->input_bits / 8, coded = block * GROUP * bits / 8;
+    const int64_t coded = block * GROUP * bits / 8;
     const int64_t tail = l->kind == FLOAT16 ? 2 * GROUP : 4 * GROUP, size = coded + (l->centre ? 1 : 2) * tail;
     const vector centre = spread(-(float)l->centre);
     const int64_t blocks = l->inputs / block;
@@ -362,7 +343,7 @@ INLINE void multiply_codes(
     for (int h = 0; h < HALVES; h++)
         for (int r = 0; r < rows; r++) total[h][r] = zero();
     for (int64_t b = 0; b < blocks; b++, at += size) {
-        const float *steps = (const float *)(tile + rows * block * parts), *sums = steps + rows;
+        const float *steps = (const float *)(tile + rows * block * 2), *sums = steps + rows;
         for (int64_t line = 0; line < size; line += LINE) _mm_prefetch(at + FAR_AHEAD + line, _MM_HINT_T0);
 #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) {
@@ -370,10 +351,6 @@ INLINE void multiply_codes(
             integers exact[TILE];
             for (int r = 0; r < rows; r++) exact[r] = no_integers();
             add_block(exact, codes, (const int32_t *)tile, rows, bits, block);
-            if (parts == 2) {
-                for (int r = 0; r < rows; r++) exact[r] = times_256(exact[r]);
-                add_block(exact, codes, (const int32_t *)(tile + rows * block), rows, bits, block);
-            }
             const char *factors = at + coded + h * tail / HALVES;
             const vector scale = load_as(factors, l->kind);
             const vector minimum = l->centre ? (vector)(scale * centre) : load_as(factors + tail, l->kind);
