@@ -247,14 +247,15 @@ def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     """A tokenizer of single letters: the first ones of GPT-2's alphabet of bytes, an end of text,
     and a template.
     """
-    letters = [chr(code) for code in range(33, 124)][: vocab_size - 4]
-    tokens = ["<|end|>", *letters, "\u0120", "\u010a", "th"]
+    letters = [chr(code) for code in range(33, 124)][: vocab_size - 5]
+    tokens = ["<|end|>", *letters, "\u0120", "\u010a", "th", "the"]
     tokens += [f"[{index}]" for index in range(vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
-    writer.add_token_merges(["t h"])
+    # several, as transformers 5.17 reads an array of one as no array
+    writer.add_token_merges(["t h", "th e"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(
