@@ -46,6 +46,7 @@ _REACH = 16
 _ROUND = 8  # paths asked about at a time
 _PLACES = 4  # averaged; eight are hardly better
 _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
+_TOGETHER = 8  # tokens that are taken in at once, where logits are not worth keeping
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
@@ -280,7 +281,10 @@ class LogitHistory:
         known = len(self)
         end = len(text) - 1  # what comes after the last token is not known yet
         late = end - self._known
-        seen = min(late, len(context.path)) if self._worth_keeping(context) else 0
+        worth = self._worth_keeping(context)
+        if not worth and 0 < late < _TOGETHER:  # a few tokens later they are all taken in
+            return
+        seen = min(late, len(context.path)) if worth else 0
         if seen < late:
             came = text[self._known + 1 :][: late - seen]
             rows = self._next(late - seen)
