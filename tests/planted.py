@@ -390,6 +390,8 @@ FAULTS = [
           "if file and not costs.busy:", "if file:"),
     Fault("costs are of steps that accept nothing", "drafting/costs.py", "drafting/test_costs.py",
           "tree.add(self._right.get(context.kv.length, ()), \"\")", "pass"),
+    Fault("arms are tried without a prospect", "drafting/adaptive.py", "drafting/test_adaptive.py",
+          "index == self._best or self._may_pay(index)", "True"),
     Fault("the time of steps corrects no costs", "drafting/dynamic_tree.py", "drafting/test_dynamic_tree.py",
           "passes * np.array(self.times.factors)[self._places[:count]]", "passes"),
     Fault("auto's floor has drafting passes in every step", "benchmarking/roofline.py", "benchmarking/test_roofline.py",
