@@ -101,11 +101,6 @@ def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
             yield each, each.metadata[_KEY]
 
 
-def option_of(kind: object, name: str) -> Option:
-    """What the field ``name`` of a dataclass carries."""
-    return next(carried for each, carried in options_of(kind) if each.name == name)
-
-
 def described(default: object, carried: Option) -> str:
     """An option's help with its default at the end."""
     shown = carried.shown

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from tswift.errors import InputError
 from tswift.models.checkpoint import skeleton
-from tswift.options import option_of, options_of, type_of
+from tswift.options import options_of, type_of
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
 
 SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
@@ -38,9 +38,10 @@ def test_defaults_of_a_gpu_and_of_a_cpu(
     config = kind("x", **chosen).resolved()
     assert tuple(getattr(config, name) for name in SCHEDULE) == schedule
     assert config.step_tokens == math.prod(schedule[:3])
+    options = {each.name: carried for each, carried in options_of(kind)}
     for name, value in kind.ON_CPU.items():
         shown = f"{value:,}" if type(value) is int else f"{value:g}"
-        assert shown in str(option_of(kind, "steps" if name == "minutes" else name).shown)
+        assert shown in str(options["steps" if name == "minutes" else name].shown)
 
 
 def test_the_shape_of_table_11() -> None:

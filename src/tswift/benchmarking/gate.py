@@ -238,41 +238,27 @@ def _draw_name(prompt: str, seed: int) -> str:
     return f"prompt {prompt}, seed {seed}"
 
 
-def changes_table(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
-    """Table of the regressions, then of whatever else changed.
+def _number(value: float | None, sign: str = "") -> str:
+    return NOTHING if value is None else format(value, f"{sign}.6g")
 
-    Draws of a cell with the same outcome share one row: the one that moved most.
-    """
+
+def changes_table(verdicts: Sequence[Verdict], simulated: bool = False) -> Table:
+    """Table of the regressions, then of whatever else changed."""
     failed = [verdict for verdict in verdicts if not verdict.ok]
     changed = [verdict for verdict in verdicts if verdict.ok and verdict.change != 0]
-    groups: dict[object, list[Verdict]] = {}
-    for verdict in (*failed, *changed):
-        cell = (verdict.metric, verdict.method, verdict.prefill, verdict.length, verdict.ok)
-        groups.setdefault(id(verdict) if verdict.metric == SAME_TEXT else cell, []).append(verdict)
     rows = []
-    for group in groups.values():
-        worst = max(
-            group, key=lambda verdict: math.inf if verdict.change is None else abs(verdict.change)
-        )
-        text = ": ".join(filter(None, ("ok" if worst.ok else "REGRESSED", worst.note)))
-        if len(group) > 1:
-            text += f"; and {len(group) - 1} other {'draw' if len(group) == 2 else 'draws'}"
-        place = [
-            NOTHING if count is None else f"{count:,}" for count in (worst.prefill, worst.length)
-        ]
-        numbers = zip(
-            (worst.baseline, worst.ours, worst.change, worst.limit), ("", "", "+", ""), strict=True
-        )
-        place += [
-            NOTHING if number is None else format(number, f"{sign}.6g") for number, sign in numbers
-        ]
-        rows.append([worst.metric, method_name(worst.method, simulated), text, *place])
+    for each in (*failed, *changed):
+        said = ": ".join(filter(None, ("ok" if each.ok else "REGRESSED", each.note)))
+        row = [each.metric, method_name(each.method, simulated), said]
+        row += [NOTHING if count is None else f"{count:,}" for count in (each.prefill, each.length)]
+        row += [_number(each.baseline), _number(each.ours)]
+        rows.append([*row, _number(each.change, "+"), _number(each.limit)])
     return Table(
         f"{len(failed)} of {len(verdicts)} comparisons regressed",
         ["metric", "method", "verdict", "prefill", "length", "baseline", "ours", "change", "limit"],
         rows,
         left=3,
-        notes=[f"Unchanged: {len(verdicts) - len(failed) - len(changed)}."],
+        notes=[f"Unchanged: {len(verdicts) - len(rows)}."],
     )
 
 

@@ -160,33 +160,28 @@ def markdown(record: Record, paper: bool = False) -> str:
 
 
 def _settings(measurement: Measurement) -> list[tuple[str, str]]:
-    workload, machine = measurement.workload, measurement.machine
-
-    def listed(options: Mapping[str, object]) -> str:
-        return ", ".join(f"{name} {value}" for name, value in options.items()) or "none"
-
-    rates = (
-        [quantity(machine.bandwidth, "B/s"), quantity(machine.flops, "FLOP/s")] if machine else []
-    )
-    settings = {
+    machine = measurement.machine
+    about = {
         "measured on": source(measurement),
         "started": measurement.started,
         "ended": measurement.ended,
-        "runs": str(len(measurement.samples)),
-        "seeds": ", ".join(map(str, workload.seeds)),
-        "prompts": ", ".join(prompt.name for prompt in workload.prompts),
-        "dtype": workload.dtype,
-        "attention": workload.attention,
+        "runs": len(measurement.samples),
         "layers": measurement.layers,
-        "heads": workload.heads or "none",
-        "sampling": listed(workload.sampling),
-        **{f"drafting, {method}": listed(options) for method, options in workload.drafting.items()},
-        "AR's time": "estimated from sampled steps" if workload.ar == SAMPLED else "measured",
-        "simulated": summary.simulation(measurement) if measurement.simulated else None,
-        "machine's rates": f"{', '.join(rates)} in {workload.dtype}" if machine else None,
-        "workload hash": workload.hash,
+        **to_json(measurement.workload),
+        "prompts": [prompt.name for prompt in measurement.workload.prompts],
     }
-    return [(name, value) for name, value in settings.items() if value is not None]
+    if machine:
+        rates = quantity(machine.bandwidth, "B/s"), quantity(machine.flops, "FLOP/s")
+        about["machine's rates"] = f"{', '.join(rates)} in {measurement.workload.dtype}"
+    return [
+        (name.replace("_", " "), _said(value)) for name, value in about.items() if value is not None
+    ]
+
+
+def _said(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def tables(record: Record, paper: bool = False) -> list[Table]:

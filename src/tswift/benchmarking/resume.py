@@ -156,31 +156,17 @@ def machines(record: Record) -> Table | None:
 
 def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
     """Refuse a record that is not of the same benchmark, saying what differs."""
+    before, after = record.options or {}, other.options or {}
+    typed = sorted({*before, *after} - {*_MAY_DIFFER})
+    names = [name for name in typed if to_json(before.get(name)) != to_json(after.get(name))]
     ours, theirs = record.parts, other.parts
-    known = [
-        {name: getattr(one, name, None) for name in ("kind", "suite", "missing")}
-        for one in (record, other)
-    ]
-    names = [name for name, value in known[0].items() if value != known[1][name]]
-    names = names or ["groups"] * (list(ours) != list(theirs))
-    if not names:
-        before = record.options or {}
-        after = other.options or {}
-        typed = {*before, *after} - set(_MAY_DIFFER)
-        options = sorted(
-            name for name in typed if to_json(before.get(name)) != to_json(after.get(name))
-        )
-        said = {
-            "sampling": fields_of(SamplingParams, dict.fromkeys(options)),
-            "drafting": fields_of(DraftOptions, dict.fromkeys(options)),
-        }
-        found = [
-            name
-            for label in ours
-            for name in ours[label].workload.differing(theirs[label].workload)
-        ]
-        # an option says more than where it belongs
-        names = [*(name for name in found if not said.get(name)), *options]
+    for label in ours.keys() & theirs.keys() if not names else ():
+        names += ours[label].workload.differing(theirs[label].workload)
+    for name in ("kind", "suite", "missing"):
+        if getattr(record, name, None) != getattr(other, name, None):
+            names.append(name)
+    if not names and list(ours) != list(theirs):
+        names = ["groups"]
     if names:
         raise InputError(f"{message}: {differ(names)}", option)
 

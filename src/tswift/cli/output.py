@@ -23,19 +23,16 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich import table as rich_table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from tswift.errors import InputError
 from tswift.jobs.folder import write_whole
-from tswift.tables import Reporter
+from tswift.tables import Reporter, Table
 
 if TYPE_CHECKING:
     from tswift.decoding.stats import DecodeStats
     from tswift.jobs.job import Job
-    from tswift.tables import Table
 
 
 # exit codes
@@ -336,10 +333,7 @@ class Display(Bars):
         """The table at the end."""
         figures = job.figures()
         peak = figures["peak_bytes"]
-        table = rich_table.Table(show_header=False)
-        table.add_column()
-        table.add_column(justify="right", overflow="fold")
-        for name, value in {
+        rows = {
             "tokens": f"{figures['tokens']:,}",
             "prefill tokens": f"{figures['prefill_tokens']:,}",
             "prefill time": f"{figures['prefill_seconds']:.2f} s",
@@ -357,9 +351,8 @@ class Display(Bars):
                 else {}
             ),
             "run folder": visible(str(job.folder.path)),
-        }.items():
-            table.add_row(name, Text(value))  # a folder's name is no markup
-        self._console.print(table, highlight=False)
+        }
+        self._console.print(Table("done", ["", ""], [*rows.items()], left=1), highlight=False)
 
     def _print_lines(self, text: str) -> None:
         # text and bar share a terminal, so text goes above the bar by whole lines, folded to the
