@@ -157,7 +157,10 @@ def _refuse_fields(config: GenerationConfig) -> None:
 
 
 def _prompt(
-    inputs: Tensor | None, given: dict[str, Any], config: GenerationConfig, model: PreTrainedModel
+    inputs: Tensor | None,
+    given: dict[str, object],
+    config: GenerationConfig,
+    model: PreTrainedModel,
 ) -> Tensor:
     """``[1, n]`` token ids; ``given`` are the arguments that are no fields of a generation
     configuration.

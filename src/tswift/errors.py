@@ -17,6 +17,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+Object = dict[str, Any]  # of JSON
 P = ParamSpec("P")
 R = TypeVar("R")
 

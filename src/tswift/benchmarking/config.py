@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tswift.drafting.options import (
     METHODS,
@@ -401,7 +401,7 @@ class BenchConfig:
             return None
         return {"weights": self.model.simulated, "alpha": self.simulate_alpha}
 
-    def drafting(self) -> dict[str, dict[str, Any]]:
+    def drafting(self) -> dict[str, dict[str, object]]:
         """For records: by label, the options that its method uses."""
         from tswift.jobs.job import used_options
 

@@ -26,7 +26,7 @@ from pydantic import (
     ValidationError,
 )
 
-from tswift.errors import MAX_RECORD, InputError, parse_json, read_file
+from tswift.errors import MAX_RECORD, InputError, Object, parse_json, read_file
 
 SCHEMA: Literal[1] = 1
 _LARGEST = 10**300  # of a number in a file; whatever is computed from it is still finite
@@ -52,7 +52,7 @@ def _setting(value: Any) -> Any:
     return value
 
 
-Options = dict[str, Any]  # as typed, or as JSON has them, by name
+Options = Object  # as typed, or as JSON has them, by name
 Number = Annotated[float, PlainValidator(_number)]  # an int stays one
 Positive = Annotated[Number, Field(gt=0)]
 Amount = Annotated[Number, Field(ge=0)]

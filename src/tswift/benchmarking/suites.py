@@ -84,7 +84,7 @@ class Suite:
         return tuple(dict.fromkeys(method for method, _ in self.contenders.values()))
 
 
-def _suite(name: str, about: Mapping[str, Any]) -> Suite:
+def _suite(name: str, about: Values) -> Suite:
     """A suite as the file has it, whose contenders are tokenswift alone where none are named."""
     contenders = {
         label: (

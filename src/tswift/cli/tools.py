@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -140,7 +140,7 @@ _NAMES = {
 }
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "-"
     if value is None or isinstance(value, bool):

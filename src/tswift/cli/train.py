@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.cli import options
 from tswift.cli.output import BAD_INPUT
 from tswift.errors import InputError
+from tswift.options import Values
 from tswift.training.config import TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def command(
     return options.takes(kind)(run)
 
 
-def _note(chosen: Mapping[str, Any]) -> str | None:
+def _note(chosen: Values) -> str | None:
     """What to say of defaults that were chosen for a CPU; None if there are none."""
     words = " ".join(f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items())
     if not words:
@@ -123,8 +124,8 @@ def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
 def _heads_grid(outcome: Outcome) -> Table:
     from tswift.tables import Table
 
-    before = outcome.before
-    after = outcome.after
+    before = outcome.before or {}
+    after = outcome.after or {}
     config = outcome.config
     assert isinstance(config, HeadsConfig)
     notes = []
@@ -153,7 +154,7 @@ def _heads_grid(outcome: Outcome) -> Table:
     return Table(title, ["head", "token", "loss", "top-1", "top-2", "top-3"], rows, notes=notes)
 
 
-def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _gain(before: Values, after: Values) -> list[str]:
     """What was gained in seconds of decoding; nothing for a training that was begun before those
     were measured.
     """
@@ -178,8 +179,8 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _draft_grid(outcome: Outcome) -> Table:
     from tswift.tables import Table
 
-    before = outcome.before
-    after = outcome.after
+    before = outcome.before or {}
+    after = outcome.after or {}
     figures = {
         "loss on held-out text": (before["loss"], after["loss"], after["target_loss"]),
         "draws the same token": (before["agreement"], after["agreement"], 1.0),

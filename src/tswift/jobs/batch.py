@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tswift.errors import DecodeError, InputError, parse_json, read_file
+from tswift.errors import DecodeError, InputError, Object, parse_json, read_file
 from tswift.jobs.config import MAX_BYTES, RunConfig, read_prompt
 from tswift.jobs.folder import (
     FINISHED,
@@ -224,7 +224,7 @@ class Batch:
         return start(task.config, command, loaded=model, ids=self._ids(task, model))
 
 
-def _read_batch(out: Path) -> dict[str, Any]:
+def _read_batch(out: Path) -> Object:
     content = read_own(out / BATCH, missing=f"{out} holds no texts of --prompts")
     known = parse_json(content, f"{out / BATCH} is broken: it")
     if (

@@ -393,7 +393,7 @@ class RunConfig:
         return changed(cls(), values)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> RunConfig:
+    def from_record(cls, record: Values) -> RunConfig:
         """The configuration of a recorded run: its model as it was loaded,
         its drafting options as they were resolved.
 

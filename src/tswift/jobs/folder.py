@@ -34,7 +34,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tswift.decoding.text import text_of
-from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json, read_file
+from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, parse_json, read_file
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.sampling.parameters import SamplingParams
 
@@ -64,8 +64,7 @@ _MODE = 0o644
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # of what checksums are taken
 _NEW = ".new"  # what a file is called until all of it is written
 
-Object = Mapping[str, Any]  # of JSON
-Counters = Object
+Counters = Mapping[str, Any]
 
 
 class SaveFailed(DecodeError):
@@ -156,8 +155,8 @@ class Record:
     process: Object = field(default_factory=dict)
     ended: str | None = None
     figures: Object | None = None  # once it does not run
-    accepted: Mapping[Any, int] = field(default_factory=dict)
-    sizes: Mapping[Any, int] = field(default_factory=dict)
+    accepted: Mapping[object, int] = field(default_factory=dict)
+    sizes: Mapping[object, int] = field(default_factory=dict)
     choices: Mapping[str, int] | None = None
 
     @classmethod
@@ -592,7 +591,7 @@ def read_run(path: Path) -> RunRecord:
     return run
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Object:
     """``run.json`` of a run's folder, with its checksum checked; InputError if there is none,
     or it is broken.
     """
@@ -760,13 +759,13 @@ def list_runs(folder: Path) -> list[Entry]:
     )
 
 
-def inspect_run(path: Path) -> tuple[Entry, dict[str, Any], Checkpoint]:
+def inspect_run(path: Path) -> tuple[Entry, Object, Checkpoint]:
     """A run from outside, whoever is writing it: its entry in a list, its record (if sound),
     its last checkpoint.
     """
     working = in_use(path)
     last = Checkpoint(0, 0)
-    record: dict[str, Any] = {}
+    record: Object = {}
     with suppress(InputError):
         last = [last, *parse_journal(read_own(path / JOURNAL, MAX_RECORD)).checkpoints][-1]
     if working and not (path / RECORD).exists():  # its model is being loaded

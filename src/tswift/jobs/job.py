@@ -26,7 +26,7 @@ from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import AUTO, DraftOptions, Method, find_method, refuse_unused, used
 from tswift.engine import Demand, Generation, Request, begin, fitting, preflight
-from tswift.errors import DecodeError, InputError
+from tswift.errors import DecodeError, InputError, Object
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import (
     BUNDLED_PREFILL,
@@ -140,7 +140,7 @@ class Job:
     stats: DecodeStats  # figures so far
     tokens: list[int] = field(default_factory=list)  # token ids so far
     # each time that the run was resumed, this one last
-    resumed: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[Object] = field(default_factory=list)
     notes: Sequence[str] = ()  # lines for people
     before: str = ""  # the text of the tokens that were made before this session
     rows: bytes = b""  # log-probabilities of the last step's tokens, as in ``logprobs.bin``
@@ -295,7 +295,7 @@ class Job:
             source += ", but for what was typed"
         return f"sampling: {self.generation.params} ({source})"
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Object:
         """What was measured, over all of the run: times in seconds, memory in bytes."""
         stats = self.stats
         return {
@@ -595,7 +595,7 @@ def _begin(
     return begin(model, request)
 
 
-def used_options(method: Method, options: DraftOptions) -> dict[str, Any]:
+def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
     """The drafting options that a method uses, by name."""
     return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
@@ -687,7 +687,7 @@ def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> 
         return load_model(replace(config, exact=False), ranks)
 
 
-def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> dict[str, Any]:
+def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> Object:
     """Refuse a model that is not the one the run was made with; returns what it is."""
     identity = _identity(model)
     known = run.record.model

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tswift.errors import InputError, read_file
+from tswift.errors import InputError, Object, read_file
 from tswift.jobs.config import MAX_BYTES, check_prompt, render_chat
+from tswift.options import Values
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel
@@ -62,7 +63,7 @@ class Line:
     """
 
     number: int
-    fields: Mapping[str, Any]
+    fields: Values
     where: str
     fault: str = ""  # why it has no fields
 
@@ -110,7 +111,7 @@ class Line:
         if given is None:
             return ()
         parts = given if isinstance(given, list) else []
-        said: list[dict[str, Any]] = [
+        said: list[Object] = [
             {name: each.get(name) for name in ("role", "content")}
             for each in parts
             if isinstance(each, dict)
@@ -140,7 +141,7 @@ def read_lines(path: Path, option: str) -> Iterator[Line]:
             yield _line(number, line, f"line {number} of {path.name}")
 
 
-def _lower(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _lower(fields: Values) -> dict[str, Any]:
     return {name.lower(): value for name, value in fields.items()}
 
 
@@ -156,11 +157,11 @@ def _line(number: int, line: bytes, where: str) -> Line:
     )
 
 
-def _rows(path: Path, option: str) -> list[dict[str, Any]]:
+def _rows(path: Path, option: str) -> list[Object]:
     from pyarrow import parquet
 
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        rows: list[Object] = parquet.read_table(path).to_pylist()
     except Exception as error:  # pyarrow has errors of its own
         raise InputError(
             f"{path} cannot be read ({str(error).splitlines()[0][:120]})", option

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, Object, did_you_mean
 from tswift.jobs.config import RunConfig, check_prompt
 from tswift.options import Values, options_of
 from tswift.sampling.parameters import SamplingParams
@@ -89,12 +89,12 @@ _NOT_SERVED: dict[str, tuple[object, ...]] = {
 }
 
 
-def parse_body(data: bytes) -> dict[str, Any]:
+def parse_body(data: bytes) -> Object:
     """The JSON object in a request's body; no name may stand twice in an object,
     and texts must be Unicode.
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ValueError("a name stands twice in an object")

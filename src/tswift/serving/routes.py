@@ -34,6 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tswift
 from tswift.decoding.text import TextStream
+from tswift.errors import Object
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
 from tswift.serving.config import ServeConfig
@@ -423,7 +424,7 @@ class Logprobs:
         self._stream = TextStream(tokenizer)
         self._offset: int | None = None  # of the first token to give, once it is made
 
-    def up_to(self, tokens: int) -> dict[str, Any] | None:
+    def up_to(self, tokens: int) -> Object | None:
         """Those of the tokens that were not given yet; None if there are none."""
         config = self._run.config
         ids = self._run.ids[self._given : tokens].tolist()
@@ -460,13 +461,13 @@ class Logprobs:
             "text_offset": offsets,
         }
 
-    def _entry(self, token: int, log: float) -> dict[str, Any]:
+    def _entry(self, token: int, log: float) -> Object:
         text = str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
         whole = "\N{REPLACEMENT CHARACTER}" not in text
         return {"token": text, "logprob": log, "bytes": list(text.encode()) if whole else None}
 
 
-def _likeliest(near: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _likeliest(near: Sequence[Object]) -> dict[str, float]:
     """Tokens' texts, likeliest first; of tokens with the same text, such as parts of characters,
     the likeliest.
     """
@@ -488,7 +489,7 @@ def _figures(run: Run) -> dict[str, object]:
     return {"figures": run.figures()} if run.wants("figures") else {}
 
 
-def _usage(run: Run) -> dict[str, Any]:
+def _usage(run: Run) -> dict[str, object]:
     """Tokens as OpenAI counts them; predicted ones are those that were drafted."""
     figures = run.figures()
     prompt = run.prompt_tokens

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
@@ -147,7 +146,7 @@ class Run:
             "tokens_per_second": self.stats.tokens_per_second or None,
         }
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float]:
         """What was counted and measured so far."""
         stats = self.stats
         return {
@@ -308,7 +307,7 @@ class Service:
                 reason = f": {error}"
         raise Refused(404, f"there is no run {name!r:.80}{reason}", "id", "run_not_found")
 
-    def newest(self, most: int) -> list[dict[str, Any]]:
+    def newest(self, most: int) -> list[dict[str, object]]:
         """What a list says of the newest runs."""
         return [self._listed(path) for path in self._paths()[: -most - 1 : -1]]
 

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from tswift.errors import InputError, find_path
+from tswift.errors import InputError, Object, find_path
 from tswift.models.config import DEMO, HEAD_KINDS, dtype_name, refuse_shape
-from tswift.options import check_options, option, options_of
+from tswift.options import Values, check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
 
@@ -28,7 +28,7 @@ def _shape(
     heads: int,
     theta: float,
     **more: Any,
-) -> Any:
+) -> Object:
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -43,7 +43,7 @@ def _shape(
 
 
 # Published shapes of draft models; vocabulary and special tokens are the large model's.
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, Object] = {
     # The paper's table 11. It says nothing of layers and embeddings; two layers and an LM head of
     # its own, as the model of 68M parameters has that TriForce drafts with, make 205.9 x 2^20
     # parameters with LLaMA3.1's vocabulary.
@@ -139,7 +139,7 @@ class TrainConfig:
         refuse_shape(self.model)
 
     @classmethod
-    def cpu_defaults(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def cpu_defaults(cls, values: Values) -> dict[str, Any]:
         """Defaults of what is not among some values on a CPU,
         which would take days for the paper's.
         """
@@ -164,7 +164,7 @@ class TrainConfig:
         steps = None if self.minutes is not None else self.last_step
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
-    def resumed(self: Config, changes: Mapping[str, Any], folder: Path) -> Config:
+    def resumed(self: Config, changes: Values, folder: Path) -> Config:
         """These settings with the changes asked for when the training in a folder is resumed."""
         changed = (
             replace(self, **{"steps": None, "minutes": None, **changes}).resolved()
@@ -268,7 +268,7 @@ class DraftConfig(TrainConfig):
         return int(self.reach or self.sizes["max_position_embeddings"])
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> Object:
         """The published shape of a small model."""
         return SHAPES[self.shape or "demo"]
 

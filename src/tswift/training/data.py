@@ -82,7 +82,7 @@ class Documents:
     duplicates: int  # long documents left out because their text is there already
     prefix: tuple[int, ...]  # tokens that the model expects before any text
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Counts and a hash of the documents, for ``train.json``."""
         digests = list(self.rows["digest"])
         kept = sorted(digests[int(i)] for i in (*self.train, *self.held_out))
@@ -198,7 +198,7 @@ def _tokenised(
     }
     done = 0
 
-    def encode(batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[Any]]:
+    def encode(batch: Mapping[str, Sequence[str | None]]) -> dict[str, list[object]]:
         nonlocal done
         done += len(batch["text"])
         on_progress(done, len(rows))

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from tswift.errors import Object
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
 from tswift.training.config import TEXT
@@ -57,7 +58,7 @@ class Metrics:
         """Mean loss of each head, in nats."""
         return (self.loss / self.positions).tolist()
 
-    def scores(self) -> dict[str, Any]:
+    def scores(self) -> Object:
         """Mean loss and top-1 to top-3 accuracy of each head."""
         return {"loss": self.mean_loss, "top": (self.hits / self.positions).tolist()}
 

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import MAX_RECORD, DecodeError, InputError, read_file
+from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, read_file
 from tswift.jobs.config import fields_of
 from tswift.jobs.folder import (
     FINISHED,
@@ -39,11 +38,12 @@ from tswift.loading import load
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import NO_HEADS
 from tswift.models.devices import environment, find_device, now, ran_out
+from tswift.options import Values
 from tswift.tables import Reporter
 from tswift.training.config import TEXT, TrainConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.tasks import TEACHER, Trainee, learning_rate, trainee_of
+from tswift.training.tasks import TEACHER, Scores, Trainee, learning_rate, trainee_of
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1
@@ -68,8 +68,8 @@ class Outcome:
     folder: Path
     config: TrainConfig
     steps: int
-    before: Any
-    after: Any
+    before: Scores | None
+    after: Scores | None
     signum: int | None = None
 
 
@@ -110,7 +110,7 @@ def train(
 def resume(
     kind: type[TrainConfig],
     path: Path,
-    changes: Mapping[str, Any] | None = None,
+    changes: Values | None = None,
     progress: Reporter | None = None,
     command: Sequence[str] = (),
 ) -> Outcome:
@@ -163,7 +163,7 @@ class _Training:
         folder: TrainFolder,
         ranks: Dist,
         progress: Reporter,
-        record: Mapping[str, Any],
+        record: Values,
         command: Sequence[str],
     ) -> None:
         self._config = config
@@ -395,7 +395,7 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _describe(config: TrainConfig, counts: Mapping[str, Any], progress: Reporter) -> None:
+def _describe(config: TrainConfig, counts: Values, progress: Reporter) -> None:
     """Say how many documents are used, and how many are not."""
     short = counts["documents"] - counts["kept"] - counts["twice"]
     twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
@@ -439,7 +439,7 @@ class TrainFolder:
         """The lock that keeps other processes from training here."""
         return lock_folder(self.path, _FIELD, f"another process is training in {self.path}")
 
-    def read_record(self) -> dict[str, Any]:
+    def read_record(self) -> Object:
         """The contents of ``train.json``."""
         path = refuse_other(self.path / RECORD, _FIELD)
         content = read_file(
@@ -515,7 +515,7 @@ class TrainFolder:
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _FIELD) from None
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: Values) -> None:
         """Append a line to ``metrics.jsonl``."""
         with self._writing(METRICS), (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

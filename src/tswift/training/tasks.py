@@ -21,7 +21,7 @@ from tswift.caches import FullKV
 from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import Request, begin, ending
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, Object, renamed
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
@@ -48,7 +48,7 @@ _NEW = 0.5  # share of a training of heads in which rows are new ones
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
 
 
-Scores = dict[str, Any]  # of the held-out texts, as metrics.jsonl and train.json have them
+Scores = Object  # of the held-out texts, as metrics.jsonl and train.json have them
 _NO_ALPHA: Scores = {"alpha": None, "tokens_per_step": None, **dict.fromkeys(TIMES)}
 _PLAIN = 64  # tokens that plain decoding writes after each held-out text, to be timed
 
@@ -398,7 +398,7 @@ class DraftTrainee(Trainee):
             self._model.tokenizer.save_pretrained(folder)
 
 
-def trainee_of(config: TrainConfig) -> Any:
+def trainee_of(config: TrainConfig) -> type[Trainee]:
     """What these settings train."""
     return HeadsTrainee if isinstance(config, HeadsConfig) else DraftTrainee
 
