@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from tswift.engine import Generation, Request, begin
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, Object, renamed
 from tswift.loading import LoadedModel, adopt
 from tswift.sampling.generation_config import NAMES, sampling_params
 
@@ -158,7 +158,7 @@ def _refuse_fields(config: GenerationConfig) -> None:
 
 def _prompt(
     inputs: Tensor | None,
-    given: dict[str, object],
+    given: Object,
     config: GenerationConfig,
     model: PreTrainedModel,
 ) -> Tensor:

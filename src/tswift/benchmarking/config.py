@@ -19,7 +19,7 @@ from tswift.drafting.options import (
     refuse_unused,
     used,
 )
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, Object, renamed
 from tswift.jobs.config import TextConfig, parse_shard, to_load
 from tswift.models.config import DEMO, SHAPES, ModelConfig
 from tswift.options import (
@@ -393,7 +393,7 @@ class BenchConfig:
     note: str | None = None  # what of the options had to be changed
 
     @property
-    def simulated(self) -> dict[str, Any] | None:
+    def simulated(self) -> Object | None:
         """For records: whether weights are random, and the acceptance that is set;
         None if neither.
         """
