@@ -71,7 +71,7 @@ def test_times_count_every_sample_and_counters_every_draw_once() -> None:
     # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
     assert (figure.mean, figure.std) == pytest.approx((7 / 3, math.sqrt(7 / 3)))
     repeated = cell_with("seconds", [1.0, 2.0, 3.0], seeds=(0,), repeats=3)
-    assert (repeated.runs, repeated.varies, repeated.exact) == (3, ("repeats",), True)
+    assert (repeated.runs, repeated.varies) == (3, ("repeats",))
     assert repeated.figures["seconds"].std == 1.0
     assert (repeated.figures["alpha"].n, repeated.figures["alpha"].std) == (1, None)
     both = cell_with("alpha", [0.5, 0.7, 0.5, 0.7], seeds=(0, 1), repeats=2)
@@ -80,7 +80,6 @@ def test_times_count_every_sample_and_counters_every_draw_once() -> None:
     assert both.figures["alpha"].std == pytest.approx(math.sqrt(0.02))
     # repeats that count differently all count
     noisy = cell_with("passes", [200, 202], seeds=(0,), repeats=2)
-    assert not noisy.exact
     assert (noisy.figures["passes"].n, noisy.figures["passes"].mean) == (2, 201)
 
 
@@ -121,17 +120,7 @@ OVER = "Mean ± sample standard deviation over"
     ("measurement", "note"),
     [
         (make_measurement(prompts=("a", "b")), f"n: 4 runs per cell. {OVER} prompts and seeds."),
-        (
-            make_measurement(seeds=(0,), repeats=3),
-            "repeats. Every repeat counted the same: * other counters are exact.",
-        ),
         (changed(SMALL, lambda m: m["samples"].pop()), "n: 1 to 2 runs per cell."),
-        (
-            changed(
-                make_measurement(repeats=2), lambda m: m["samples"][1]["points"][0].update(passes=3)
-            ),
-            "Repeats did not all count the same.",
-        ),
         (
             changed(SMALL, lambda m: m["samples"][2]["points"][0].update(depth=5)),
             "Paths have at most: medusa 3, tokenswift 4 or 5 tokens.",

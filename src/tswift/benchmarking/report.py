@@ -330,13 +330,7 @@ def spread_note(cells: Sequence[Row]) -> str:
     ]
     if not varies:
         return f"{line} No spread is known from one run."
-    line += f" Mean ± sample standard deviation over {' and '.join(varies)}."
-    if "repeats" not in varies:
-        return line
-    if not all(cell.exact for cell in cells):
-        return f"{line} Repeats did not all count the same."
-    rest = f"vary over {' and '.join(varies[:-1])} alone" if len(varies) > 1 else "are exact"
-    return f"{line} Every repeat counted the same: alpha and the other counters {rest}."
+    return f"{line} Mean ± sample standard deviation over {' and '.join(varies)}."
 
 
 def same_text_note(measurement: Measurement) -> str:

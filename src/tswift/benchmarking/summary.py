@@ -154,7 +154,6 @@ class Row:
     runs: int = 0  # number of samples, repeats included
     estimated: bool = False  # whether some of its own times are integrated from sampled steps
     varies: tuple[str, ...] = ()  # what differs between the samples, of prompts, seeds and repeats
-    exact: bool = True  # whether all repeats have equal counters
     kind: str = ""  # of a workload's prompts
 
     @property
@@ -217,9 +216,7 @@ def _row(prefill: int, length: int, method: str, members: Sequence[tuple[Sample,
         if len({getattr(c, axis) for c in cells}) > 1
     )
     estimated = any(sample.estimated for sample, _ in members)
-    return Row(
-        method, HERE, prefill, length, figures, draws, len(members), estimated, varies, exact
-    )
+    return Row(method, HERE, prefill, length, figures, draws, len(members), estimated, varies)
 
 
 def _figure(name: str, points: Sequence[Point]) -> Figure:
