@@ -455,6 +455,11 @@ def test_who_comes_back_gets_the_rest(server: Server, complete: Complete) -> Non
     assert longer["choices"][0]["text"].startswith(text.rstrip("\ufffd"))
 
 
+def test_the_demo_page(server: Server) -> None:
+    status, content = asked(server, "GET", "/")
+    assert (status, b"<script" in content) == (200, True)
+
+
 def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
     text = generated(server.runs, model, "--len", 30)
     run = server.get("/v1/runs/run")
