@@ -278,6 +278,11 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 150  # a sample per line
 
 
+def test_an_integer_stays_one() -> None:
+    whole = changed(GOOD, lambda m: m["samples"][0].update(prefill_seconds=2))
+    assert json.dumps(to_json(typed(whole)), sort_keys=True) == json.dumps(whole, sort_keys=True)
+
+
 def test_the_hash_is_of_the_content() -> None:
     workload = GOOD["workload"]
     assert (
