@@ -20,7 +20,7 @@ from tswift.drafting.options import (
     used,
 )
 from tswift.errors import InputError, Object, renamed
-from tswift.jobs.config import TextConfig, parse_shard, to_load
+from tswift.jobs.config import TextConfig, parse_shard, refuse_with_chat, to_load
 from tswift.models.config import DEMO, SHAPES, ModelConfig
 from tswift.options import (
     Values,
@@ -89,12 +89,7 @@ class CompareConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chat and self.bundled:
-            raise InputError("needs --prompt or --prompt-text, the user's message", "chat")
-        if self.chat and self.prefill is not None:
-            raise InputError(
-                "cannot be given together with --chat, whose template has an end", "prefill"
-            )
+        refuse_with_chat(self, self.chat)
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tswift.cli import options
-from tswift.cli.output import BAD_INPUT
+from tswift.cli import options, output
+from tswift.cli.output import BAD_INPUT, Bars
 from tswift.errors import InputError
 from tswift.options import Values
 from tswift.training.config import TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
 
 if TYPE_CHECKING:
-    from tswift.cli.output import Bars
     from tswift.tables import Table
     from tswift.training.run import Outcome
 
@@ -31,71 +31,67 @@ Resume = Annotated[
 ]
 
 
-def command(
-    kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], text: str
-) -> Callable[..., None]:
-    """A subcommand that trains, with an option for each field of ``kind``; ``text`` is its help."""
+@dataclass(frozen=True)
+class _Words:
+    """What stood on the command line of a training."""
 
-    def run(
-        typed: options.Typed,
-        out: Out = None,
-        resume: Resume = None,
-        quiet: options.Quiet = False,
-        no_progress: options.NoProgress = False,
-    ) -> None:
-        if resume is not None and out is not None:
-            raise InputError("goes on in the folder of --resume", "out")
-        if resume is None and "corpus" not in typed.values:
-            message = (
-                "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
-            )
-            raise InputError(message, "corpus")
-        # what is mistyped is refused before torch is imported
-        config = kind(**typed.of(kind)) if resume is None else None
-        if config is not None:
-            corpus_files(config.corpus)
-        elif not os.path.isdir(str(resume)):  # no error of a name that no file has
-            raise InputError(f"there is no folder {str(resume)[:80]}", "resume")
+    typed: options.Typed
+    out: Path | None
+    resume: Path | None
+    quiet: bool
+    progress: bool
 
-        from tswift.cli import output
-        from tswift.cli.output import Bars
-        from tswift.distributed import find_ranks
-        from tswift.models.devices import find_device
-        from tswift.training import run as training
 
-        first = find_ranks()[0] == 0
-        bars = Bars(quiet or not first, not no_progress, single=True)
-        try:
-            with bars:
-                if config is not None:
-                    chosen = {}
-                    if find_device(config.device).type == "cpu":
-                        chosen = kind.cpu_defaults(typed.values)
-                    outcome = training.train(
-                        kind(**typed.of(kind), **chosen), out, bars, typed.command, _note(chosen)
-                    )
-                else:
-                    assert resume is not None
-                    outcome = training.resume(kind, resume, typed.values, bars, typed.command)
-        except InputError:
-            if first:
-                raise
-            raise typer.Exit(BAD_INPUT) from None  # the first process says it
-        if first and outcome.after:
-            output.show(grid(outcome))
-        if outcome.signum is not None:
-            bars.say(
-                f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume "
-                f"{outcome.folder} goes on"
-            )
-            raise typer.Exit(128 + outcome.signum)
-        bars.say(f"written: {outcome.folder / result}")
-        if first and isinstance(outcome.config, HeadsConfig):
-            _tell_use(outcome.config, outcome.folder / result, bars)
+def _train(
+    kind: type[TrainConfig], words: _Words, result: str, grid: Callable[[Outcome], Table]
+) -> None:
+    """Train, and show by ``grid`` what came of it; ``result`` is the file that counts."""
+    typed, out, resume = words.typed, words.out, words.resume
+    if resume is not None and out is not None:
+        raise InputError("goes on in the folder of --resume", "out")
+    if resume is None and "corpus" not in typed.values:
+        message = (
+            "is required: a folder of .parquet or .txt files, or a hub id such as emozilla/pg19"
+        )
+        raise InputError(message, "corpus")
+    # what is mistyped is refused before torch is imported
+    config = kind(**typed.of(kind)) if resume is None else None
+    if config is not None:
+        corpus_files(config.corpus)
+    elif not os.path.isdir(str(resume)):  # no error of a name that no file has
+        raise InputError(f"there is no folder {str(resume)[:80]}", "resume")
 
-    run.__doc__ = text
-    run.__name__ = kind.COMMAND.replace("-", "_")
-    return options.takes(kind)(run)
+    from tswift.distributed import find_ranks
+    from tswift.models.devices import find_device
+    from tswift.training import run as training
+
+    first = find_ranks()[0] == 0
+    bars = Bars(words.quiet or not first, words.progress, single=True)
+    try:
+        with bars:
+            if config is not None:
+                on_cpu = find_device(config.device).type == "cpu"
+                chosen = kind.cpu_defaults(typed.values) if on_cpu else {}
+                config = kind(**typed.of(kind), **chosen)
+                outcome = training.train(config, out, bars, typed.command, _note(chosen))
+            else:
+                assert resume is not None
+                outcome = training.resume(kind, resume, typed.values, bars, typed.command)
+    except InputError:
+        if first:
+            raise
+        raise typer.Exit(BAD_INPUT) from None  # the first process says it
+    if first and outcome.after:
+        output.show(grid(outcome))
+    if outcome.signum is not None:
+        bars.say(
+            f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume "
+            f"{outcome.folder} goes on"
+        )
+        raise typer.Exit(128 + outcome.signum)
+    bars.say(f"written: {outcome.folder / result}")
+    if first and isinstance(outcome.config, HeadsConfig):
+        _tell_use(outcome.config, outcome.folder / result, bars)
 
 
 def _note(chosen: Values) -> str | None:
@@ -194,24 +190,36 @@ def _draft_grid(outcome: Outcome) -> Table:
     return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
 
 
-train = command(
-    HeadsConfig,
-    "heads.safetensors",
-    _heads_grid,
+@options.takes(HeadsConfig)
+def train(
+    typed: options.Typed,
+    out: Out = None,
+    resume: Resume = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
+) -> None:
     """Train heads that draft for a model, whose own weights stay as they are.
     Required: --corpus, or --resume.
 
     Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors,
     figures and checkpoints. Under torchrun, gradients of all processes are averaged.
-    """,
-)
-train_draft = command(
-    DraftConfig,
-    "model.safetensors",
-    _draft_grid,
+    """
+    words = _Words(typed, out, resume, quiet, not no_progress)
+    _train(HeadsConfig, words, "heads.safetensors", _heads_grid)
+
+
+@options.takes(DraftConfig)
+def train_draft(
+    typed: options.Typed,
+    out: Out = None,
+    resume: Resume = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
+) -> None:
     """Train a small model that drafts for a model: for --draft-model.
     Required: --corpus, or --resume.
 
     It has the large one's vocabulary. A folder takes it, figures and checkpoints.
-    """,
-)
+    """
+    words = _Words(typed, out, resume, quiet, not no_progress)
+    _train(DraftConfig, words, "model.safetensors", _draft_grid)

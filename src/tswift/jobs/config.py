@@ -366,7 +366,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_options(self)
         method = find_method(self.method)
-        _refuse_with_chat(self)
+        refuse_with_chat(self.text, self.chat, self.system)
         if self.preset is not None and self.sampling_from is not None:
             raise InputError(
                 "cannot be given together with --preset, which sets the sampling", "sampling_from"
@@ -466,15 +466,15 @@ def fields_of(kind: Any, values: Values) -> dict[str, Any]:
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}
 
 
-def _refuse_with_chat(config: RunConfig) -> None:
-    """Refuse options that do not go together with a chat, or need one."""
-    if config.system is not None and not config.chat:
+def refuse_with_chat(text: TextConfig, chat: bool, system: str | None = None) -> None:
+    """Refuse what does not go together with a chat, or needs one."""
+    if system is not None and not chat:
         raise InputError("goes with --chat", "system")
-    if config.chat and config.text.bundled:
+    if chat and text.bundled:
         raise InputError("needs --prompt or --prompt-text, the user's message", "chat")
-    if config.chat and config.text.prompt == config.system == "-":
+    if chat and text.prompt == system == "-":
         raise InputError("cannot be standard input, which is the prompt", "system")
-    if config.chat and config.text.prefill is not None:
+    if chat and text.prefill is not None:
         raise InputError(
             "cannot be given together with --chat, whose template has an end", "prefill"
         )
