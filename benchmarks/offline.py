@@ -41,7 +41,8 @@ from tswift.attention import triton as backend
 from tswift.attention.sdpa import AttentionSpec, Layout
 from tswift.decoding import device_tree_triton
 from tswift.decoding.device_tree import Path as Walked
-from tswift.forward import layer_kernels
+from tswift.forward import layer_kernels, recurrence_triton
+from tswift.forward.recurrent import Rows
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -150,6 +151,11 @@ LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, a model of 70b; t
 
 PROMPT = 512  # rows
 
+# of Qwen3.5 and of a Mamba2: heads of keys, heads, keys, values
+STATES = [
+    ("float32", 16, 32, 128, 128, "states", "corrects"),
+    ("float32", 1, 24, 128, 64, "states"),
+]
 WALKS = [("bfloat16", 8, 128, nodes, "walk") for nodes in (1, 32, 128)]
 
 
@@ -158,7 +164,7 @@ class Compiler:
 
     def __init__(self, name: str, capability: int, kernels: list[dict[str, Any]]) -> None:
         self.name, self.capability, self.kernels = name, capability, kernels
-        places = (layer_kernels, device_tree_triton, backend)
+        places = (layer_kernels, device_tree_triton, backend, recurrence_triton)
         self.kernel = next(getattr(place, name) for place in places if hasattr(place, name))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
@@ -338,6 +344,30 @@ def compiled_walk(
     return [kernel | {"dtype": dtype, "nodes": nodes, "HEAD": size} for kernel in kernels]
 
 
+def compiled_states(
+    capability: int,
+    dtype: str,
+    key_heads: int,
+    heads: int,
+    size: int,
+    values: int,
+    kind: str,
+    *more: str,
+) -> list[dict[str, Any]]:
+    """The kernel that steps a recurrent layer's state."""
+    kernels: list[dict[str, Any]] = []
+    made = {"dtype": getattr(torch, dtype)}
+    pairs, ones = torch.zeros(2, 1, key_heads, size, **made), torch.ones(2, 1, heads, **made)
+    rows = Rows(*pairs, torch.zeros(1, heads, values, **made), *ones, corrects=bool(more))
+    state = torch.zeros(heads, size, values, **made)
+    compiler = Compiler("step_nodes", capability, kernels)
+    with patch.object(recurrence_triton, "step_nodes", compiler):
+        recurrence_triton.step_states(rows, state, [0], [-1], state)
+    return [
+        kernel | {"dtype": dtype, "HEAD": size, "shape": f"{values} values"} for kernel in kernels
+    ]
+
+
 def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) -> None:
     """Products with weights of a type, over one row and over all; in the type of rows over many,
     too.
@@ -368,9 +398,12 @@ def main() -> None:
     ]
     kernels = []
     for case in cases or [
-        (capability, *shape) for shape in (*SHAPES, *LAYERS, *WALKS) for capability in LIMITS
+        (capability, *shape)
+        for shape in (*SHAPES, *LAYERS, *WALKS, *STATES)
+        for capability in LIMITS
     ]:
-        one = compiled_layer if "layer" in case else compiled_walk if "walk" in case else compiled
+        kinds = {"layer": compiled_layer, "walk": compiled_walk, "states": compiled_states}
+        one = next((made for kind, made in kinds.items() if kind in case), compiled)
         for kernel in one(*case):
             kernels.append(kernel)
             if args.json:

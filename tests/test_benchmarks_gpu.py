@@ -29,7 +29,7 @@ from tests.helpers import needs_program  # noqa: E402
 TABLES = {
     "first contact": {"loaded", "methods", "products", "probes"},
     "equality": {"tests"},
-    "probe": {"loaded", "idle", "pass", "memory", "attention", "products", "sampler"},
+    "probe": {"loaded", "idle", "pass", "memory", "attention", "sampler"},
     "passes": {"prepared", "passes"},
     "steps": {"steps", "integrated from steps", "prompt"},
     "simulated": {"simulated"},
@@ -261,18 +261,20 @@ def test_a_text_that_spoils_its_process_is_not_written_again(
 def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
     passes = {"section": "passes", "table": "passes"}
     text = {"section": "steps", "table": "integrated from steps", "method": "tokenswift"}
+    prompt = {"section": "steps", "table": "prompt"}
     figures = [
         passes | {"kind": "verify", "context": 4096, "nodes": 1, "ms": 4.0, "x": 1.1},
-        passes | {"kind": "verify", "context": 4096, "nodes": 32, "ms": 4.2 * slower, "x": 1.15},
+        passes | {"kind": "verify", "context": 4096, "nodes": 32, "ms": 9.0, "x": 2.5},
         passes | {"kind": "verify", "context": 100_000, "nodes": 1, "ms": 7.0, "x": 1.15 * slower},
-        passes | {"kind": "draft", "context": 4096, "nodes": 1, "ms": 4.0, "x": 1.2 * slower},
-        {"section": "probe", "table": "idle", "method": "ar", "idle ms": 0.09 * slower},
+        passes | {"kind": "draft", "context": 4096, "nodes": 1, "ms": 4.0, "x": 2.5},
         text | {"seconds": 200 * slower},
         text | {"seconds": 900.0},  # of other trees than the default
+        prompt | {"exact": True, "written": False, "seconds": 0.16 * slower},
+        prompt | {"exact": True, "written": True, "seconds": 9.0},
     ]
     found = command.targets(figures)
-    assert [row["verdict"] for row in found] == [verdict] * 5
-    worst = [max(1.1, 1.15 * slower), 1.05 * slower, 1.2 * slower, 0.09 * slower, 200 * slower]
+    assert [row["verdict"] for row in found] == [verdict] * 3
+    worst = [max(1.1, 1.15 * slower), 200 * slower, 0.16 * slower]
     assert [row["measured, worst"] for row in found] == pytest.approx(worst)
     assert {row["measured, worst"] for row in command.targets([])} == {"not measured"}
 

@@ -1,5 +1,5 @@
 """Where the time goes: idle gaps, kernels of a pass, memory rates, tiles of the attention,
-products, the sampler.
+the sampler.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from benchmarks.gpu.clocks import covered, interleaved, kernels, replayed
 from benchmarks.gpu.run import Run, at_context, noisy
@@ -47,12 +45,11 @@ _CONFIGURATIONS = [
     (256, 32, 16, 3),
 ]
 _CANDIDATES = 3  # per row
-_BEYOND_CACHE = 200 << 20  # bytes of weights that no L2 holds
 
 
 def measure(run: Run) -> None:
     """All parts, the most telling first; one that fails does not take the rest along."""
-    for part in (idle, by_kernel, memory, attention, products, sampler, tiles):
+    for part in (idle, by_kernel, memory, attention, sampler, tiles):
         if run.late():
             return
         try:
@@ -190,36 +187,6 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
                 break
             rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
             run.note("attention", **about, us=1e6 * seconds, TBps=rate)
-
-
-def products(run: Run) -> None:
-    """Every product of a layer by rows, alone and with weights joined, and the LM head."""
-    config = shape_config(SHAPE_PREFIX + run.scale.main)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    kv = hidden // config.num_attention_heads * config.num_key_value_heads
-    joined = {
-        "gate+up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "qkv": (hidden + 2 * kv, hidden),
-    }
-    alone = {"q": (hidden, hidden), "k": (kv, hidden), "gate": (inner, hidden)}
-    sizes = {**joined, "o": (hidden, hidden), "lm_head": (config.vocab_size, hidden), **alone}
-    made = {"dtype": torch.bfloat16, "device": run.device}
-    for name, (out, width) in sizes.items():
-        copies = _BEYOND_CACHE // (2 * out * width) if run.device.type == "cuda" else 0
-        weights = torch.randn(max(1, copies), out, width, **made)
-        for rows in run.scale.rows:
-            if run.late():
-                return
-            x = torch.randn(rows, width, **made)
-            seconds = replayed(partial(_multiply, x, weights), run.device) / len(weights)
-            rate = 2 * out * width / seconds / 1e12
-            run.note("products", product=name, rows=rows, us=1e6 * seconds, TBps=rate)
-
-
-def _multiply(x: Tensor, weights: Tensor) -> None:
-    for weight in weights:
-        linear(x, weight)
 
 
 def sampler(run: Run) -> None:

@@ -46,7 +46,6 @@ class Scale:
     nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
     tree: int = 32  # nodes of the pass whose kernels are looked at
     step_nodes: tuple[int | None, ...] = (None, 16)  # --nodes of real steps; None for the default
-    rows: tuple[int, ...] = (1, 8, 16, 32, 48, 64, 128)  # of matrix products
     budget: int = 4096  # tokens of the partial cache that a draft pass reads
     rounds: int = 20  # timed passes of each kind
     steps: int = 30  # timed steps of each kind
@@ -62,7 +61,6 @@ DRY = Scale(
     nodes=(1, 8),
     tree=8,
     step_nodes=(None, 4),
-    rows=(1, 8),
     budget=128,
     rounds=2,
     steps=3,

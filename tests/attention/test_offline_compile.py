@@ -43,6 +43,10 @@ LAYERS = [
 
 
 WALKS = ["90,bfloat16,8,128,32,walk", "80,bfloat16,8,128,1,walk"]
+STATES = [
+    "90,float32,16,32,128,128,states,corrects",
+    "80,float32,16,32,128,128,states,corrects",
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def lines(tmp_path_factory) -> list[dict]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.offline", "--json"]
-    command += [word for case in (*CASES, *LAYERS, *WALKS) for word in ("--case", case)]
+    command += [word for case in (*CASES, *LAYERS, *WALKS, *STATES) for word in ("--case", case)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -104,12 +108,13 @@ BETWEEN = ["add_norm_rows", "add_norm_rows", "rotate_rows", "silu_mul_rows"]
 PRODUCTS = ["multiply_rows", "multiply_silu_rows"]
 BEHIND = ["add_norm_rows", "rotate_rows"]  # they add parts up
 WALKING = ["lay_out_node", "walk_tree", "append_path", "append_path", "lay_out_node", "walk_tree"]
+STEPPING = ["step_nodes"] * len(STATES)
 
 
 @pytest.fixture(scope="module")
 def layers(lines: list[dict]) -> list[dict]:
     """The kernels of layers."""
-    made = lines[3 * len(CASES) : -len(WALKING)]
+    made = lines[3 * len(CASES) : -len(WALKING + STEPPING)]
     # over one row, 32 and 512 in bfloat16, over one and 32 in FP8
     hopper = [*BETWEEN, *PRODUCTS * 5, *BEHIND]
     older = [*BETWEEN, *PRODUCTS * 3, *BEHIND]
@@ -135,10 +140,11 @@ def test_products_of_layers_are_done_by_tensor_cores_and_weights_copied_ahead(
             assert kernel["copies"] > 0, kernel
 
 
-def test_trees_are_walked_without_spills(lines: list[dict]) -> None:
-    made = lines[-len(WALKING) :]
-    assert [kernel["kernel"] for kernel in made] == WALKING
+def test_trees_are_walked_and_states_stepped_without_spills(lines: list[dict]) -> None:
+    made = lines[-len(WALKING + STEPPING) :]
+    assert [kernel["kernel"] for kernel in made] == WALKING + STEPPING
     assert not any(kernel["spills"] for kernel in made)
+    assert not any(kernel["fused"] for kernel in made[-len(STEPPING) :])
 
 
 def test_kernels_that_are_launched_early_wait_before_they_read_and_write(

@@ -71,10 +71,10 @@ def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "_REPEATS", 1)  # the interpreter is slow
     monkeypatch.setattr(kernels, "walk", wrong)
-    monkeypatch.setattr(kernels, "_FAULTS", {})
+    kernels.fault.cache_clear()
     assert kernels.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
     monkeypatch.setattr(kernels, "walk", right)
-    monkeypatch.setattr(kernels, "_FAULTS", {})
+    kernels.fault.cache_clear()
     assert kernels.fault(CPU) is None
 
 

@@ -57,7 +57,7 @@ def main(capability: str, dtype: str, nodes: str) -> None:
         torch.zeros(VOCAB, dtype=torch.int64),
     )
     for label, params in PARAMS.items():
-        for name in ("top_logits", "rank_parts", "rank_rows"):
+        for name in KERNELS:
             setattr(
                 fused,
                 name,
@@ -75,7 +75,7 @@ PARAMS = {
     "all": SamplingParams(temperature=0.7, banned=(1,)),
     "no min-p": SamplingParams(temperature=0.7, min_p=0.0),
 }
-KERNELS = {name: getattr(fused, name) for name in ("top_logits", "rank_parts", "rank_rows")}
+KERNELS = {name: getattr(fused, name) for name in ("rank_parts", "rank_rows")}
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:

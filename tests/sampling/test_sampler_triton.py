@@ -304,9 +304,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
     monkeypatch.setattr(fused.TritonSampler, "draw", broken)
     one = sampler(SamplingParams(temperature=0))
     one.fuse(torch.float32, interpreted=True)
-    assert re.fullmatch(
-        r"RuntimeError: no such instruction \(sampling/sampler_triton\.py:\d+\)", one.fault or ""
-    )
+    assert re.fullmatch(r"no such instruction \(sampling/sampler_triton\.py:\d+\)", one.fault or "")
     node = torch.tensor([0])
     assert one.draw_rows(
         torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)

@@ -52,7 +52,7 @@ from tswift.decoding.drafter import (
     Step,
     TruncateFn,
 )
-from tswift.errors import cause_of
+from tswift.errors import fault_of
 from tswift.forward.passes import Forwarded, sizes
 from tswift.forward.target import Target, prefill
 from tswift.models.devices import synchronize
@@ -460,17 +460,10 @@ def try_steps(target: Target, params: SamplingParams) -> None:
         return
     if target not in _CHECKED:
         _CHECKED.add(target)
-        target.fallbacks.note("steps", _found_wrong(target))
+        target.fallbacks.note("steps", fault_of(partial(_difference, target)))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
     sampler.fuse(target.dtype)
     target.fallbacks.note("sampler", sampler.fault)
-
-
-def _found_wrong(target: Target) -> str | None:
-    try:
-        return _difference(target)
-    except Exception as error:  # compilers, drivers and libraries have many ways to fail
-        return cause_of(error)
 
 
 def _difference(target: Target) -> str | None:

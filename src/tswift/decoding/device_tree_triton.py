@@ -7,6 +7,7 @@ Before use they are compared with it on random trees, on the device itself.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache, partial
 from random import Random
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tswift.decoding import device_tree
 from tswift.decoding.device_tree import Path, Tree, TreeState
-from tswift.errors import cause_of
+from tswift.errors import fault_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -197,23 +198,15 @@ def differ(nodes: int, depth: int, random: Random, device: torch.device) -> bool
     return not all(torch.equal(one, other) for one, other in zip(*left, strict=True))
 
 
-_FAULTS: dict[torch.device, str | None] = {}
-
-
+@cache
 def fault(device: torch.device) -> str | None:
     """Why the kernels are not to be used on a device; None if they are. They are tried once."""
-    if device not in _FAULTS:
-        random = Random(0)
-        try:
-            wrong = [
-                nodes
-                for nodes, depth in _TRIED
-                for _ in range(_REPEATS)
-                if differ(nodes, depth, random, device)
-            ]
-            _FAULTS[device] = (
-                f"kernels walk trees of {wrong[0]} nodes otherwise than PyTorch" if wrong else None
-            )
-        except Exception as error:  # whatever it is that a compiler or a driver dislikes
-            _FAULTS[device] = cause_of(error)
-    return _FAULTS[device]
+    return fault_of(partial(_wrong, device))
+
+
+def _wrong(device: torch.device) -> str | None:
+    random = Random(0)
+    for nodes, depth in _TRIED:
+        if any(differ(nodes, depth, random, device) for _ in range(_REPEATS)):
+            return f"kernels walk trees of {nodes} nodes otherwise than PyTorch"
+    return None

@@ -31,6 +31,7 @@ from tswift.forward.integers import finely_rounded, holds_codes
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.program import CHUNK
+from tswift.forward.recurrent import kernel_fault
 from tswift.forward.target import Target, chunks, first_broken, forward_wide, packed
 from tswift.models.checkpoint import is_moe
 from tswift.models.config import SHAPE_PREFIX
@@ -102,6 +103,8 @@ def execution_note(target: Target) -> str:
         words += f"; sampler by PyTorch: {target.fallbacks['sampler']}"
     if "trees" in target.fallbacks:
         words += f"; trees walked by PyTorch: {target.fallbacks['trees']}"
+    if "states" in target.fallbacks:
+        words += f"; states stepped by PyTorch: {target.fallbacks['states']}"
     if "wide" in target.fallbacks:
         words += f"; texts are forwarded in narrow passes: {target.fallbacks['wide']}"
     return words
@@ -415,6 +418,8 @@ def _compared(
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
             target.fallbacks.note("layers", fuse(network))
+            if target.kv_shape.states is not None and target.device.type in _DOUBTED:
+                target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)
         separate(network)
     except UnsupportedModel as error:

@@ -46,7 +46,7 @@ def _rounded(numbers, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _tree_sum(numbers, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+def tree_sum(numbers, ROWS: tl.constexpr, LEVELS: tl.constexpr):
     """Sums of the rows of ``[ROWS, 2 ** LEVELS]`` numbers by a tree of pairs; ``[ROWS]``."""
     for level in tl.static_range(LEVELS):
         numbers = tl.sum(tl.reshape(numbers, [ROWS, 1 << (LEVELS - 1 - level), 2]), 2)
@@ -210,7 +210,7 @@ def add_norm_rows(
         )
         numbers = _rounded(numbers, kind, INTERPRETED)
         tl.store(total + row * SIZE + places, numbers.to(kind), mask=inside)
-    squares = _tree_sum(tl.reshape(numbers * numbers, [1, 1 << LEVELS]), 1, LEVELS)
+    squares = tree_sum(tl.reshape(numbers * numbers, [1, 1 << LEVELS]), 1, LEVELS)
     root = tl.sqrt_rn(tl.div_rn(squares, SIZE * 1.0) + eps)
     scaled = _rounded(numbers * tl.div_rn(1.0, root), kind, INTERPRETED)
     scaled = _rounded(
@@ -225,7 +225,7 @@ def _normed_heads(
     HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of heads given as two halves ``[HEADS, 2 ** LEVELS]``."""
-    squares = _tree_sum(first * first, HEADS, LEVELS) + _tree_sum(second * second, HEADS, LEVELS)
+    squares = tree_sum(first * first, HEADS, LEVELS) + tree_sum(second * second, HEADS, LEVELS)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * HALF) + eps))[:, None]
     own = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)[None, :]
     first = _rounded(_rounded(first * scale, kind, INTERPRETED) * own, kind, INTERPRETED)
@@ -357,10 +357,11 @@ MOST_ROWS = 64
 # (adapting.try_wide_text).
 _MANY_ROWS = 128
 # what is rounded once and what twice is said by the kernels alone
-_UNFUSED = {"enable_fp_fusion": False}
+UNFUSED = {"enable_fp_fusion": False}
 
 
-def _levels(size: int) -> int:
+def levels_of(size: int) -> int:
+    """Levels of a tree of pairs over so many numbers."""
     return (size - 1).bit_length()
 
 
@@ -407,7 +408,7 @@ def multiply(
             rows, weights, scales, bias, out, nodes, rows.stride(0),
             SIZE=size, OUTPUTS=outputs, SPAN=size // parts, ADDED=added, TILE=_TILE, STEP=_STEP, ROWS=block,
             WIDE=_INTERPRETED, num_warps=8 if many else 4, num_stages=3 if many else 4,
-            **launched_early(rows, early), **_UNFUSED,
+            **launched_early(rows, early), **UNFUSED,
         )  # fmt: skip
     return out
 
@@ -427,7 +428,7 @@ def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -
         multiply_silu_rows[triton.cdiv(nodes, block), outputs // tile](
             rows, weights, scales, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs, TILE=tile, STEP=_STEP,
             ROWS=block, WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=4,
-            num_stages=3 if nodes > MOST_ROWS else 4, **launched_early(rows, True), **_UNFUSED,
+            num_stages=3 if nodes > MOST_ROWS else 4, **launched_early(rows, True), **UNFUSED,
         )  # fmt: skip
     return out
 
@@ -454,13 +455,13 @@ def add_norm(
     rows, size = hidden.shape
     normed = hidden.new_empty(rows, size)
     total = hidden if added is None else hidden.new_empty(rows, size)
-    levels = _levels(size)
+    levels = levels_of(size)
     added_row, part_size, parts = _layout(added)
     with torch.cuda.device_of(hidden):
         add_norm_rows[rows,](
             hidden, added, weight, total, normed, hidden.stride(0), added_row, part_size, eps,
             SIZE=size, LEVELS=levels, PARTS=parts, INTERPRETED=_INTERPRETED,
-            num_warps=min(16, max(1, 1 << max(0, levels - 10))), **launched_early(hidden, parts > 0), **_UNFUSED,
+            num_warps=min(16, max(1, 1 << max(0, levels - 10))), **launched_early(hidden, parts > 0), **UNFUSED,
         )  # fmt: skip
     return total, normed
 
@@ -502,8 +503,8 @@ def rotate(
         rotate_rows[rows, parts](
             query, key, value, *angles, *norms, rotated, keys, values, length, query_row, _layout(key)[0],
             _layout(value)[0], part_size, *keys.stride()[:2], *values_strides, eps, nodes, keys.shape[1],
-            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HALF=size // 2, LEVELS=_levels(size // 2), HEADS=_HEADS,
-            PARTS=count, INTERPRETED=_INTERPRETED, num_warps=1, **launched_early(query, count > 0), **_UNFUSED,
+            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HALF=size // 2, LEVELS=levels_of(size // 2), HEADS=_HEADS,
+            PARTS=count, INTERPRETED=_INTERPRETED, num_warps=1, **launched_early(query, count > 0), **UNFUSED,
         )  # fmt: skip
     return rotated.transpose(0, 1)
 
@@ -515,6 +516,6 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     with torch.cuda.device_of(gate):
         silu_mul_rows[rows, triton.cdiv(size, _BLOCK)](
             gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=_BLOCK, INTERPRETED=_INTERPRETED, num_warps=4,
-            **_UNFUSED,
+            **UNFUSED,
         )  # fmt: skip
     return out

@@ -34,6 +34,7 @@ from tswift.native_build import Unbuilt, build, widest_vectors
 
 _EPS = 1e-6  # of the norms of queries and keys
 _COLUMNS = 64  # as in recurrence.c
+_KERNEL = ("cuda",)  # devices on which a kernel steps states
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,34 @@ def step_states(
     Returns:
         What each node reads from its state, ``[nodes, heads, values]``.
     """
-    library = _library() if state.device.type == "cpu" and state.dtype == torch.float32 else None
-    if library is not None:
-        return _step_in_c(library, rows, state, nodes, parents, after)
+    if state.dtype == torch.float32:
+        library = _library() if state.device.type == "cpu" else None
+        if library is not None:
+            return _step_in_c(library, rows, state, nodes, parents, after)
+        if state.device.type in _KERNEL and kernel_fault(state.device) is None:
+            from tswift.forward import recurrence_triton
+
+            return recurrence_triton.step_states(rows, state, nodes, parents, after)
+    return step_plainly(rows, state, nodes, parents, after)
+
+
+def kernel_fault(device: torch.device) -> str | None:
+    """Why a device's kernel does not step states; None if it does. It is tried once."""
+    try:
+        from tswift.forward import recurrence_triton
+    except ImportError as error:
+        return str(error)
+    return recurrence_triton.fault(device)
+
+
+def step_plainly(
+    rows: Rows,
+    state: Tensor,
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    after: Tensor | None = None,
+) -> Tensor:
+    """As :func:`step_states`, by PyTorch's operators."""
     group = state.shape[0] // rows.keys.shape[1]
     last = _last_children(parents)
     states = dict[int, Tensor]()
@@ -89,15 +115,25 @@ def step_states(
         kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
         change = rows.contents[row]
         if rows.corrects:
-            change = change - (kept * key).sum(1)
+            change = change - _summed(kept * key)
         change = change * rows.rates[row, :, None]
         states[node] = kept + key * change.unsqueeze(1)
-        out.append((states[node] * query).sum(1))
+        out.append(_summed(states[node] * query))
         if last[parent] == node:
             states.pop(parent, None)
     if after is not None:
         after.copy_(states[len(nodes) - 1])
     return torch.stack(out)
+
+
+def _summed(numbers: Tensor) -> Tensor:
+    """Sums over the keys ``[heads, keys, values]``: of neighbours, then of neighbouring sums, and
+    so on, as the kernel adds them.
+    """
+    while (count := numbers.shape[1]) > 1:
+        numbers = F.pad(numbers, (0, 0, 0, count % 2))
+        numbers = numbers[:, 0::2] + numbers[:, 1::2]
+    return numbers[:, 0]
 
 
 def _last_children(parents: Sequence[int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The sampling rule as two or three Triton kernels, and the check that they draw the same tokens.
+"""The sampling rule as two Triton kernels, and the check that they draw the same tokens.
 
 The rule itself, in float64 by PyTorch, stays :meth:`~tswift.sampling.rule.Sampler.draw_rows`. The
 kernels draw the same tokens from logits read in the model's dtype, without a float64 copy of them
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.errors import cause_of
+from tswift.errors import fault_of
 from tswift.sampling.parameters import SamplingParams, constants
 from tswift.sampling.rule import FAR, NO_TOKEN, Sampler, seed_stream
 
@@ -111,25 +112,6 @@ def _warped(
 
 
 @triton.jit(do_not_specialize=["rows", "seen_stride"])
-def top_logits(
-    logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
-    vocab, tops,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, BIASED: tl.constexpr, BANNED: tl.constexpr,
-    SCALED: tl.constexpr, PENALTY: tl.constexpr,
-):  # fmt: skip
-    """The largest warped logit of each row in each part, ``tops`` ``[rows, parts]``;
-    grid ``(row blocks, parts)``.
-    """
-    part = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    logit = _warped(
-        logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
-        vocab, row, part * BLOCK, BLOCK, NODES, BIASED, BANNED, SCALED, PENALTY,
-    )  # fmt: skip
-    tl.store(tops + row * tl.num_programs(1) + part, tl.max(logit, 1), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["rows", "seen_stride"])
 def rank_parts(
     logits, tokens, positions, ancestors, newest, seen, bias, banned, reals, integers, stride, seen_stride, rows,
     vocab, tops, scores, ranked,
@@ -140,7 +122,8 @@ def rank_parts(
     """The best ``COUNT`` tokens of each row in each part, and their scores:
     both ``[rows, parts, COUNT]``.
 
-    Noise is that of ``AHEAD`` places after ``positions``; grid ``(row blocks, parts)``.
+    Noise is that of ``AHEAD`` places after ``positions``; grid ``(row blocks, parts)``. Where min-p
+    is on, ``tops`` ``[rows, parts]`` are the parts' best scores without it, and without noise.
     """
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -295,7 +278,7 @@ class TritonSampler:
         seen_stride = vocab if seen is not None and len(seen) > 1 else 0
         arguments = (
             logits, *nodes, self._bias, self._banned, self._reals, self._integers, logits.stride(0), seen_stride, rows,
-            vocab, tops,
+            vocab,
         )  # fmt: skip
         options = {
             "BLOCK": self.BLOCK,
@@ -304,6 +287,8 @@ class TritonSampler:
             "BANNED": self._banned is not None,
             "SCALED": self._params.temperature not in (0, 1),
             "PENALTY": penalty,
+            "PARTS": triton.next_power_of_2(parts),
+            "AHEAD": int(drawn),
             # a product and a sum rounded once would not be what PyTorch's two operators give
             "enable_fp_fusion": False,
         }
@@ -313,12 +298,13 @@ class TritonSampler:
         shared, warps = (block, 4) if _INTERPRETED or rows == 1 else (4, 8)
         with torch.cuda.device_of(logits):
             if self._min_p:
-                top_logits[triton.cdiv(rows, shared), parts](
-                    *arguments, ROWS=shared, num_warps=warps, **options
-                )
+                rank_parts[triton.cdiv(rows, shared), parts](
+                    *arguments, None, tops, ranked, ROWS=shared, COUNT=1, MIN_P=False, NOISY=False, num_warps=warps,
+                    **options,
+                )  # fmt: skip
             rank_parts[triton.cdiv(rows, block), parts](
-                *arguments, scores, ranked, ROWS=block, PARTS=triton.next_power_of_2(parts), COUNT=count,
-                MIN_P=self._min_p, NOISY=noisy, AHEAD=int(drawn), num_warps=4, **options,
+                *arguments, tops, scores, ranked, ROWS=block, COUNT=count, MIN_P=self._min_p, NOISY=noisy, num_warps=4,
+                **options,
             )  # fmt: skip
             rank_rows[triton.cdiv(rows, block),](
                 scores, ranked, best_scores, best_tokens, rows, parts * count, ROWS=block,
@@ -359,10 +345,9 @@ def triton_sampler_fault(
         bool(params.banned),
     )
     if key not in _CHECKED:
-        try:
-            _CHECKED[key] = _disagreement(params, vocab_size, dtype, device, candidates)
-        except Exception as error:  # whatever it is that a compiler or a driver dislikes
-            _CHECKED[key] = f"{type(error).__name__}: {cause_of(error)}"
+        _CHECKED[key] = fault_of(
+            partial(_disagreement, params, vocab_size, dtype, device, candidates)
+        )
     return _CHECKED[key]
 
 

@@ -1,0 +1,154 @@
+"""The recurrence of gated delta nets and Mamba2 as one Triton kernel; only ``recurrent`` imports
+this module.
+
+A program holds some columns of one head's state in registers and goes through the nodes: each reads
+its parent's state, lets it decay, adds its own and reads the sum. Between a parent and the child
+behind it the state stays where it is; what a later branch goes on from is kept in memory meanwhile.
+Columns know nothing of each other, and sums over keys are trees of pairs, in float32: the bits are
+those of plain PyTorch in ``recurrent``, whatever the tree, and no product is fused with a sum.
+Before use they are compared, on the device itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from random import Random
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tswift.errors import fault_of
+from tswift.forward.layer_kernels import UNFUSED, levels_of, tree_sum
+from tswift.forward.recurrent import Rows, step_plainly
+
+_COLUMNS = 32  # of a program; no GPU has timed others yet
+# where a node's parent's state is, but for places in memory
+_HERE = tl.constexpr(-1)
+_COMMITTED = tl.constexpr(-2)
+# heads of keys, heads, keys, values, and whether what is known is corrected: as in Qwen3.5, Mamba2
+_TRIED = ((16, 32, 128, 128, True), (1, 24, 128, 64, False))
+_NODES = 9
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def step_nodes(
+    state, after, queries, keys, contents, decays, rates, plan, out, branches, nodes,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, LEVELS: tl.constexpr,
+    COLUMNS: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """Step some columns of one head's state by all nodes; grid ``(heads, blocks of columns)``.
+
+    The ``plan`` ``[nodes, 3]`` says each node's row, where its parent's state is, and where its own
+    goes, below 0 for nowhere; ``branches`` ``[places, heads, keys, values]`` are these places.
+    """
+    head = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.arange(0, 1 << LEVELS)
+    used = column < VALUES
+    inside = place < KEYS
+    there = used[:, None] & inside[None, :]
+    at = head.to(tl.int64) * KEYS * VALUES + place[None, :] * VALUES + column[:, None]
+    size = tl.num_programs(0).to(tl.int64) * KEYS * VALUES  # of a layer's state
+    now = tl.load(state + at, mask=there, other=0.0)
+    for node in range(nodes):
+        row = tl.load(plan + 3 * node)
+        source = tl.load(plan + 3 * node + 1)
+        target = tl.load(plan + 3 * node + 2)
+        if source == _COMMITTED:
+            now = tl.load(state + at, mask=there, other=0.0)
+        elif source != _HERE:
+            now = tl.load(branches + source * size + at, mask=there, other=0.0)
+        rank = row * HEADS + head
+        own = (row * (HEADS // GROUP) + head // GROUP) * KEYS + place
+        key = tl.load(keys + own, mask=inside, other=0.0)[None, :]
+        query = tl.load(queries + own, mask=inside, other=0.0)[None, :]
+        kept = now * tl.load(decays + rank)
+        change = tl.load(contents + rank * VALUES + column, mask=used, other=0.0)
+        if CORRECTS:
+            change = change - tree_sum(kept * key, COLUMNS, LEVELS)
+        change = change * tl.load(rates + rank)
+        now = kept + key * change[:, None]
+        found = tree_sum(now * query, COLUMNS, LEVELS)
+        tl.store(out + (node * HEADS + head) * VALUES + column, found, mask=used)
+        if target >= 0:
+            tl.store(branches + target * size + at, now, mask=there)
+            tl.debug_barrier()  # other threads may read it
+    if after is not None:
+        tl.store(after + at, now, mask=there)
+
+
+def step_states(
+    rows: Rows,
+    state: Tensor,
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    after: Tensor | None = None,
+) -> Tensor:
+    """As :func:`tswift.forward.recurrent.step_states`, in float32."""
+    heads, keys, values = state.shape
+    count = len(nodes)
+    far = {parent for node, parent in enumerate(parents) if -1 < parent != node - 1}
+    places = {parent: place for place, parent in enumerate(sorted(far))}
+    plan = [
+        (
+            row,
+            _HERE.value if parent == node - 1 else places.get(parent, _COMMITTED.value),
+            places.get(node, -1),
+        )
+        for node, (row, parent) in enumerate(zip(nodes, parents, strict=True))
+    ]
+    branches = state.new_empty(len(places), heads, keys, values)
+    out = state.new_empty(count, heads, values)
+    given = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
+    columns = min(_COLUMNS, triton.next_power_of_2(values))
+    with torch.cuda.device_of(state):
+        step_nodes[heads, triton.cdiv(values, columns)](
+            state, after, *(each.contiguous() for each in given),
+            torch.tensor(plan).to(state.device, non_blocking=True), out, branches, count,
+            HEADS=heads, GROUP=heads // rows.keys.shape[1], KEYS=keys, VALUES=values, LEVELS=levels_of(keys),
+            COLUMNS=columns, CORRECTS=rows.corrects, **UNFUSED,
+        )  # fmt: skip
+    return out
+
+
+def differ(
+    nodes: int, sizes: tuple[int, int, int, int, bool], random: Random, device: torch.device
+) -> bool:
+    """Whether kernel and operators leave something else after random rows in a random tree."""
+    key_heads, heads, keys, values, corrects = sizes
+    source = torch.Generator().manual_seed(random.getrandbits(63))
+
+    def drawn(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=source) - 0.5).to(device)
+
+    queries, known = drawn(2, nodes, key_heads, keys)
+    decays, rates = drawn(2, nodes, heads)
+    rows = Rows(queries, known, drawn(nodes, heads, values), decays, rates, corrects)
+    state = drawn(heads, keys, values)
+    order = random.sample(range(nodes), nodes)
+    parents = [
+        max(-1, node - random.randint(1, 3))
+        if random.random() < 0.6
+        else random.randrange(-1, node)
+        for node in range(nodes)
+    ]
+    left = []
+    for step in (step_states, step_plainly):
+        after = torch.empty_like(state)
+        left.append((step(rows, state, order, parents, after), after))
+    return not all(torch.equal(one, other) for one, other in zip(*left, strict=True))
+
+
+@cache
+def fault(device: torch.device) -> str | None:
+    """Why the kernel is not to be used on a device; None if it is. It is tried once."""
+    return fault_of(partial(_wrong, device))
+
+
+def _wrong(device: torch.device) -> str | None:
+    random = Random(0)
+    wrong = any(differ(_NODES, sizes, random, device) for sizes in _TRIED)
+    return "a kernel steps states otherwise than PyTorch" if wrong else None

@@ -1,0 +1,78 @@
+"""The kernel of recurrent layers, interpreted on the CPU: the bits of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+
+from tswift.attention.backends import why_not
+from tswift.forward import recurrent
+from tswift.forward.recurrent import Rows, step_states
+
+kernels = pytest.importorskip("tswift.forward.recurrence_triton", reason="triton is not installed")
+CPU = torch.device("cpu")
+REASON = why_not("triton", torch.float32, CPU)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+# heads of keys, heads, keys, values, and whether what is known is corrected
+SIZES = [
+    (2, 4, 24, 80, True),
+    (1, 3, 16, 8, False),
+    (1, 1, 1, 1, True),
+    (1, 2, 128, 128, True),
+]
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the kernel step states here, which is tried on few."""
+    monkeypatch.setattr(recurrent, "_library", lambda: None)
+    monkeypatch.setattr(recurrent, "_KERNEL", ("cpu",))
+    monkeypatch.setattr(kernels, "_TRIED", ((1, 2, 8, 8, True),))
+    kernels.fault.cache_clear()
+    yield
+    kernels.fault.cache_clear()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("nodes", [1, 7])
+def test_it_does_what_operators_do(sizes: tuple[int, int, int, int, bool], nodes: int) -> None:
+    assert not any(kernels.differ(nodes, sizes, Random(seed), CPU) for seed in range(3))
+
+
+def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) -> None:
+    """The state may be stepped in place."""
+    source = torch.Generator().manual_seed(3)
+    parents = [-1, 0, 0, 1, 3, 2, -1]
+    count = len(parents)
+    queries, keys = torch.rand(2, count, 2, 24, generator=source) - 0.5
+    contents = torch.rand(count, 4, 80, generator=source) - 0.5
+    decays, rates = torch.rand(2, count, 4, generator=source)
+    rows = Rows(queries, keys, contents, decays, rates)
+    state = torch.randn(4, 24, 80, generator=source)
+    tree = step_states(rows, state, range(count), parents)
+    for path in ([0, 1, 3, 4], [0, 2, 5], [6]):
+        chain, single = state.clone(), state.clone()
+        found = step_states(rows, chain, path, range(-1, len(path) - 1), chain)
+        singly = [step_states(rows, single, [node], [-1], single) for node in path]
+        assert torch.equal(found, tree[path])
+        assert torch.equal(found, torch.cat(singly))
+        assert torch.equal(chain, single)
+        assert not torch.equal(chain, state)
+
+
+def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
+    right = kernels.step_states
+
+    def wrong(rows, state, nodes, parents, after=None):
+        return right(rows, state, nodes, parents, after) + (len(nodes) > 1) * 1e-6
+
+    monkeypatch.setattr(kernels, "step_states", wrong)
+    assert recurrent.kernel_fault(CPU) == "a kernel steps states otherwise than PyTorch"
+    used = []
+    monkeypatch.setattr(kernels, "step_states", lambda *given: used.append(given))
+    ones = torch.ones(1, 1, 8)
+    step_states(Rows(ones, ones, ones, *torch.ones(2, 1, 1)), torch.ones(1, 8, 8), [0], [-1])
+    assert not used
