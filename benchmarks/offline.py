@@ -117,7 +117,6 @@ LAYER_NAMES = (
     "rotate_rows",
     "silu_mul_rows",
     "multiply_rows",
-    "multiply_silu_rows",
 )
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
@@ -179,7 +178,7 @@ class Compiler:
             {"kernel": self.name, "capability": self.capability}
             | {
                 name: named.get(name)
-                for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP")
+                for name in ("HEAD", "GROUPS", "ROWS", "KEYS", "TREE", "WINDOW", "SOFTCAP", "GATED")
             }
             | {"warps": compiled.metadata.num_warps, "stages": compiled.metadata.num_stages}
             | resources(ptx, self.capability, compiled.metadata.num_warps, compiled.metadata.shared)

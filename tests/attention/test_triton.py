@@ -334,7 +334,6 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
     are.
     """
     keys, values = torch.randn(2, 3, 2, 60, 80).bfloat16()  # three layers
-    values = values.transpose(0, 1).contiguous().transpose(0, 1)
     expected = [each.clone() for each in (keys, values)]
     accepted = 13 + torch.tensor([0, 1, 5, 9]), 13 + torch.arange(4), torch.tensor([count])
     text = keys[:, :, :13].clone()
@@ -352,7 +351,6 @@ def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
         torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(),
         torch.randn(2, 3, 2, 20, 80).bfloat16(),
     )
-    own[1] = own[1].transpose(0, 1).contiguous().transpose(0, 1)
     places, slots = torch.arange(31, 35), torch.tensor([17, 4, 18, 5])
     left = []
     for attention in (backend.TritonAttention, Attention):

@@ -352,36 +352,30 @@ def store_new(
 
 @triton.jit
 def append_path(
-    keys, values, full_keys, full_values, length, places, slots, count, keys_layer, keys_head, keys_slot, values_layer,
-    values_head, values_slot, full_keys_layer, full_keys_head, full_keys_slot, full_values_layer, full_values_head,
-    full_values_slot,
+    keys, values, full_keys, full_values, length, places, slots, count, own_slots, full_slots,
     STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copy one head's accepted keys, or values, into a partial cache, or forward in the same;
-    grid ``(layers, kv heads, 2)``.
+    grid ``(layers * kv heads, 2)``.
     """
-    layer = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    to = keys + layer * keys_layer + head * keys_head
-    source = full_keys + layer * full_keys_layer + head * full_keys_head
-    to_slot = keys_slot
-    source_slot = full_keys_slot
-    if tl.program_id(2) == 1:
-        to = values + layer * values_layer + head * values_head
-        source = full_values + layer * full_values_layer + head * full_values_head
-        to_slot = values_slot
-        source_slot = full_values_slot
+    head = tl.program_id(0).to(tl.int64) * HEAD
+    to = keys
+    source = full_keys
+    if tl.program_id(1) == 1:
+        to = values
+        source = full_values
     dims = tl.arange(0, WIDTH)
     kept = tl.load(count)
     reached = tl.zeros([], tl.int64)
     for step in range(STEPS):
         held = (dims < HEAD) & (step < kept)
         slot = tl.load(slots + step)
-        row = tl.load(source + tl.load(places + step) * source_slot + dims, mask=held)
-        tl.store(to + slot * to_slot + dims, row, mask=held)
+        place = head * full_slots + tl.load(places + step) * HEAD
+        row = tl.load(source + place + dims, mask=held)
+        tl.store(to + head * own_slots + slot * HEAD + dims, row, mask=held)
         reached = tl.where(step < kept, tl.maximum(reached, slot + 1), reached)
     if length is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
-        if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(length, tl.maximum(tl.load(length), reached.to(tl.int32)))
 
 
@@ -511,14 +505,12 @@ class TritonAttention(Attention):
         count: Tensor,
         length: Tensor | None = None,
     ) -> None:
-        """As :meth:`Attention.append`, in one launch, without scratch; the last dimension of all is
-        contiguous.
-        """
-        layers, kv_heads, _, size = own[0].shape
-        strides = [stride for each in (*own, *full) for stride in each.stride()[:3]]
+        """As :meth:`Attention.append`, in one launch, without scratch; all are contiguous."""
+        layers, kv_heads, own_slots, size = own[0].shape
+        assert all(each.is_contiguous() for each in (*own, *full))
         with torch.cuda.device_of(own[0]):
-            append_path[layers, kv_heads, 2](
-                *own, *full, length, places, slots, count, *strides, STEPS=len(places), HEAD=size,
+            append_path[layers * kv_heads, 2](
+                *own, *full, length, places, slots, count, own_slots, full[0].shape[2], STEPS=len(places), HEAD=size,
                 WIDTH=head_width(size), num_warps=1,
             )  # fmt: skip
 

@@ -102,91 +102,68 @@ def _ask_for(rows, STEP: tl.constexpr):
     )
 
 
+@triton.jit
+def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``silu(gate) * up`` of float32 numbers."""
+    active = _rounded(tl.div_rn(gate, 1.0 + _exponential(-gate)), kind, INTERPRETED)
+    return _rounded(active * up, kind, INTERPRETED)
+
+
 @triton.jit(do_not_specialize=["nodes"])
 def multiply_rows(
-    rows, weights, scales, bias, parts, nodes, rows_row,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr,
-    STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    rows, weights, scales, bias, out, nodes, rows_row,
+    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A part of a product of a block of rows, or the sum of ``ADDED`` ones.
+    """A part of a product of a block of rows, or the sum of ``ADDED`` ones. If ``GATED``, of two
+    products, and SiLU of the first times the second.
 
-    Weights in FP8 have scales.
-
-    Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read the same weights run side
-    by side.
+    Weights in FP8 have scales; a second product's stand behind the first one's. Grid ``(blocks of
+    rows, tiles of outputs, parts)``: blocks that read the same weights run side by side.
     """
+    kind: tl.constexpr = out.dtype.element_ty
     part = tl.program_id(2)
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = (row < nodes)[None, :]
     inputs = part * ADDED * SPAN + tl.arange(0, STEP)
-    weight_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
+    first_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
+    second_at = first_at + OUTPUTS * SIZE
     row_at = rows + row[None, :] * rows_row + inputs[:, None]
     if EARLY:
         _ask_for(weights + outputs.to(tl.int64) * SIZE + part * SPAN, STEP)
+        if GATED:
+            _ask_for(weights + (outputs + OUTPUTS).to(tl.int64) * SIZE, STEP)
         after_the_one_before()
     whole = tl.zeros([TILE, ROWS], tl.float32)
     for index in range(ADDED):
         total = tl.zeros([TILE, ROWS], tl.float32)
+        second = tl.zeros([TILE, ROWS], tl.float32)
         for step in range(SPAN // STEP):
-            taken = tl.load(row_at + index * SPAN + step * STEP, mask=used, other=0.0)
+            place = index * SPAN + step * STEP
+            taken = tl.load(row_at + place, mask=used, other=0.0)
             if WIDE:
                 taken = taken.to(tl.float32)
-            weight = tl.load(weight_at + index * SPAN + step * STEP).to(taken.dtype)
+            weight = tl.load(first_at + place).to(taken.dtype)
             total = tl.dot(weight, taken, total, input_precision="ieee")
+            if GATED:
+                weight = tl.load(second_at + place).to(taken.dtype)
+                second = tl.dot(weight, taken, second, input_precision="ieee")
         if scales is not None:
             total = total * tl.load(scales + outputs)[:, None]
+            if GATED:
+                second = second * tl.load(scales + OUTPUTS + outputs)[:, None]
         if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
             if part + index == 0:
                 total = total + tl.load(bias + outputs).to(tl.float32)[:, None]
+        if GATED:
+            total = _active(
+                _rounded(total, kind, INTERPRETED), _rounded(second, kind, INTERPRETED), kind, INTERPRETED
+            )  # fmt: skip
         whole = tl.where(index == 0, total, whole + total)
-    at = parts + (part * nodes + row).to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
-    tl.store(at, whole, mask=used)
-
-
-@triton.jit(do_not_specialize=["nodes"])
-def multiply_silu_rows(
-    rows, weights, scales, out, nodes, rows_row,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Two products of a block of rows, and SiLU of the first times the second.
-
-    Grid ``(blocks of rows, tiles of outputs)``. The second one's weights and scales stand behind
-    the first one's.
-    """
-    kind: tl.constexpr = out.dtype.element_ty
-    outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = (row < nodes)[None, :]
-    inputs = tl.arange(0, STEP)
-    first_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
-    second_at = weights + (outputs + OUTPUTS).to(tl.int64)[:, None] * SIZE + inputs[None, :]
-    row_at = rows + row[None, :] * rows_row + inputs[:, None]
-    if EARLY:
-        _ask_for(weights + outputs.to(tl.int64) * SIZE, STEP)
-        _ask_for(weights + (outputs + OUTPUTS).to(tl.int64) * SIZE, STEP)
-        after_the_one_before()
-    gate = tl.zeros([TILE, ROWS], tl.float32)
-    up = tl.zeros([TILE, ROWS], tl.float32)
-    for step in range(SIZE // STEP):
-        taken = tl.load(row_at + step * STEP, mask=used, other=0.0)
-        if WIDE:
-            taken = taken.to(tl.float32)
-        gate = tl.dot(
-            tl.load(first_at + step * STEP).to(taken.dtype), taken, gate, input_precision="ieee"
-        )
-        up = tl.dot(
-            tl.load(second_at + step * STEP).to(taken.dtype), taken, up, input_precision="ieee"
-        )
-    if scales is not None:
-        gate = gate * tl.load(scales + outputs)[:, None]
-        up = up * tl.load(scales + OUTPUTS + outputs)[:, None]
-    active = _active(
-        _rounded(gate, kind, INTERPRETED), _rounded(up, kind, INTERPRETED), kind, INTERPRETED
-    )
-    at = out + row.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
-    tl.store(at, active.to(kind), mask=used)
+    at = out + (part * nodes + row).to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
+    tl.store(at, whole.to(kind), mask=used)
 
 
 @triton.jit
@@ -319,13 +296,6 @@ def rotate_rows(
 
 
 @triton.jit
-def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``silu(gate) * up`` of float32 numbers."""
-    active = _rounded(tl.div_rn(gate, 1.0 + _exponential(-gate)), kind, INTERPRETED)
-    return _rounded(active * up, kind, INTERPRETED)
-
-
-@triton.jit
 def silu_mul_rows(
     gate, up, out, gate_row, up_row, SIZE, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
 ):
@@ -379,10 +349,6 @@ def product_parts(inputs: int, outputs: int) -> int:
     return parts
 
 
-def _block(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows)) if rows <= MOST_ROWS else _MANY_ROWS
-
-
 def multiply(
     rows: Tensor,
     weights: Tensor,
@@ -396,20 +362,10 @@ def multiply(
     the same, to the bit, whatever their number. Scales ``[out]`` are of weights in FP8. ``early``
     is for a launch right behind one of the kernels here or in the attention.
     """
-    (nodes, size) = rows.shape
-    outputs = len(weights)
-    parts = product_parts(size, outputs)
-    many = nodes > MOST_ROWS
-    added = parts if many else 1
-    out = rows.new_empty(parts // added, nodes, outputs, dtype=torch.float32)
-    block = _block(nodes)
-    with torch.cuda.device_of(rows):
-        multiply_rows[triton.cdiv(nodes, block), outputs // _TILE, parts // added](
-            rows, weights, scales, bias, out, nodes, rows.stride(0),
-            SIZE=size, OUTPUTS=outputs, SPAN=size // parts, ADDED=added, TILE=_TILE, STEP=_STEP, ROWS=block,
-            WIDE=_INTERPRETED, num_warps=8 if many else 4, num_stages=3 if many else 4,
-            **launched_early(rows, early), **UNFUSED,
-        )  # fmt: skip
+    parts = product_parts(rows.shape[1], len(weights))
+    added = parts if len(rows) > MOST_ROWS else 1
+    out = rows.new_empty(parts // added, len(rows), len(weights), dtype=torch.float32)
+    _multiply(rows, weights, scales, bias, out, added, early)
     return out
 
 
@@ -419,18 +375,36 @@ def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -
 
     Only right behind another kernel of these.
     """
-    (nodes, size) = rows.shape
-    outputs = len(weights) // 2
-    out = rows.new_empty(nodes, outputs)
-    tile = _TILE // 2
-    block = _block(nodes)
+    out = rows.new_empty(1, len(rows), len(weights) // 2)
+    _multiply(rows, weights, scales, None, out, 1, True)
+    return out[0]
+
+
+def _multiply(
+    rows: Tensor,
+    weights: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    added: int,
+    early: bool,
+) -> None:
+    """Write a product in parts, each the sum of so many; or, half as wide as the weights, two of
+    them with SiLU.
+    """
+    nodes, size = rows.shape
+    parts, _, outputs = out.shape
+    gated = outputs < len(weights)
+    many = nodes > MOST_ROWS
+    tile = _TILE // (1 + gated)
+    block = _MANY_ROWS if many else max(16, triton.next_power_of_2(nodes))
     with torch.cuda.device_of(rows):
-        multiply_silu_rows[triton.cdiv(nodes, block), outputs // tile](
-            rows, weights, scales, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs, TILE=tile, STEP=_STEP,
-            ROWS=block, WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=4,
-            num_stages=3 if nodes > MOST_ROWS else 4, **launched_early(rows, True), **UNFUSED,
+        multiply_rows[triton.cdiv(nodes, block), outputs // tile, parts](
+            rows, weights, scales, bias, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs,
+            SPAN=size // (parts * added), ADDED=added, GATED=gated, TILE=tile, STEP=_STEP, ROWS=block,
+            WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=8 if many and not gated else 4,
+            num_stages=3 if many else 4, **launched_early(rows, early), **UNFUSED,
         )  # fmt: skip
-    return out
 
 
 def _layout(rows: Tensor | None) -> tuple[int, int, int]:
