@@ -8,9 +8,15 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.architectures import ARCHITECTURES
+from tests.helpers import random_prompt, random_tree
+from tests.lossless.models import network
 from tswift.attention.backends import why_not
+from tswift.attention.sdpa import BatchInvariantAttention
+from tswift.caches import FullKV
 from tswift.forward import recurrent
 from tswift.forward.recurrent import Rows, step_states
+from tswift.forward.target import Target, prefill
 
 kernels = pytest.importorskip("tswift.forward.recurrence_triton", reason="triton is not installed")
 CPU = torch.device("cpu")
@@ -61,6 +67,33 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) ->
         assert torch.equal(found, torch.cat(singly))
         assert torch.equal(chain, single)
         assert not torch.equal(chain, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3.5 to 3.8 (gated delta nets)", "Bamba (Mamba2)"])
+def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device: None, kind: str) -> None:
+    """Prompt, a tree, and what is replayed of it."""
+    if not ARCHITECTURES[kind].there:
+        pytest.skip("this transformers has no such model")
+    tree = random_tree(7, Random(2))
+    path = [6]
+    while path[0]:
+        path.insert(0, tree.parents[path[0]])
+    found = []
+    for devices in (("cpu",), ()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recurrent, "_KERNEL", devices)
+            target = Target(network(kind, torch.float32), BatchInvariantAttention)
+            kv = FullKV(target.kv_shape, 40)
+            prefill(target, random_prompt(20), kv)
+            nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 20
+            hidden = target.forward(*nodes, kv, tree.ancestors()).hidden
+            kv.commit(path)
+            assert kv.states is not None
+            found.append((hidden, kv.states.matrices.clone()))
+    assert kernels.fault.cache_info().currsize == 1  # it was tried, and used
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
