@@ -36,7 +36,7 @@ import torch
 gc.disable()  # until all is imported, see pytest_collection_finish
 
 try:
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 except ImportError:  # a machine that is borrowed for its GPU need not have it
     pass
 else:
@@ -46,6 +46,10 @@ else:
         "dev", max_examples=20, deadline=None, derandomize=True, database=None
     )
     settings.register_profile("ci", settings.get_profile("dev"), max_examples=50)
+    # the first example that fails will do
+    settings.register_profile(
+        "planted", settings.get_profile("dev"), phases=(Phase.explicit, Phase.generate)
+    )
     settings.register_profile("nightly", max_examples=300, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

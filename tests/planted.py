@@ -558,6 +558,7 @@ def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
         "PYTHONPATH": f"{tree / 'src'}:{tree}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        "HYPOTHESIS_PROFILE": "planted",
     }
     command = [
         sys.executable,
