@@ -236,7 +236,7 @@ FAULTS = [
           "[*prompt, *written]", "[*prompt, *written[1:]]"),
     # on the device
     Fault("on the device a commit's gather is skipped", "attention/sdpa.py", DEVICE,
-          "where(steps < count, path, steps)", "where(steps < count, steps, steps)"),
+          "theirs.index_select(2, places)", "theirs.index_select(2, slots)"),
     Fault("on the device the wrong row is kept for the heads", "decoding/device_tree.py", DEVICE,
           "state.last.copy_(last)", "state.last.zero_()"),
     Fault("on the device a path may be one token too long", "decoding/device_tree.py", DEVICE,
@@ -270,7 +270,7 @@ FAULTS = [
     Fault("the walking kernel leaves the root", "decoding/device_tree_triton.py", WALK,
           "tl.store(tokens, new, mask=count > 0)", "tl.store(tokens, new, mask=count > 99)"),
     Fault("walking kernels are used untried", "decoding/device_tree_triton.py", WALK,
-          "otherwise than PyTorch\" if wrong else None", "otherwise than PyTorch\" if False else None"),
+          "if any(differ(nodes, depth, random, device) for _ in range(_REPEATS)):", "if False:"),
     # the sampling rule
     Fault("noise is a tenth too small", "sampling/rule.py", RULE,
           "return -torch.log(", "return -0.9 * torch.log("),
@@ -366,7 +366,7 @@ FAULTS = [
     Fault("texts have wide passes untried", "forward/adapting.py", "forward/test_fused_layers.py",
           "all(torch.equal(one, other) for one, other in zip(*found, strict=True))", "True"),
     Fault("scales of the first product serve both", "forward/layer_kernels.py", "forward/test_fused_layers.py",
-          "up * tl.load(scales + OUTPUTS + outputs)", "up * tl.load(scales + outputs)"),
+          "second * tl.load(scales + OUTPUTS + outputs)", "second * tl.load(scales + outputs)"),
     Fault("a layer adds nothing", "forward/fused_layers.py", "forward/test_fused_layers.py",
           "hidden, normed = self.following[0].added(\n            hidden,",
           "hidden, normed = self.following[0].added(\n            0 * hidden,"),
