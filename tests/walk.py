@@ -17,7 +17,15 @@ from tswift.cli import main
 
 ROOT = Path(tswift.__file__).parent
 # modules that need packages which may be missing
-OPTIONAL = ("triton", "sampler_triton", "layer_kernels", "device_tree_triton", "flash", "plots")
+OPTIONAL = (
+    "triton",
+    "sampler_triton",
+    "layer_kernels",
+    "device_tree_triton",
+    "recurrence_triton",
+    "flash",
+    "plots",
+)
 
 
 def walk(words: list[str]) -> list[str]:
