@@ -24,8 +24,6 @@ WINDOW = 5  # of layers that slide
 LAYOUTS = (
     *(
         "dspark",
-        "dspark-gated",
-        "dspark-rnn",
         "deepspec-dflash",
         "dflash",
         "eagle-safeai",
@@ -103,10 +101,6 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
     if layout.startswith("dspark"):
         shapes |= {"markov_head.markov_w1": (VOCAB, RANK), "markov_head.markov_w2": (VOCAB, RANK)}
         shapes |= {"confidence_head.proj": (1, HIDDEN + RANK)}
-    if layout == "dspark-gated":
-        shapes["markov_head.gate_proj"] = (RANK, HIDDEN + RANK)
-    if layout == "dspark-rnn":
-        shapes["markov_head.joint_proj"] = (3 * RANK, 2 * RANK + HIDDEN)
     return shapes
 
 
@@ -172,9 +166,8 @@ def config_of(layout: str) -> dict[str, Any]:
             "dflash_config": own,
         }
     said = {"target_layer_ids": list(TAPS), "block_size": BLOCK, "mask_token_id": MASK}
-    kind = {"dspark-gated": "gated", "dspark-rnn": "rnn"}.get(layout, "vanilla")
     rank = 0 if layout == "deepspec-dflash" else RANK
-    said |= {"markov_rank": rank, "markov_head_type": kind, "enable_confidence_head": rank > 0}
+    said |= {"markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": rank > 0}
     return {
         "architectures": ["Qwen3DSparkModel"],
         **sizes,
@@ -191,7 +184,7 @@ def tensors_of(layout: str) -> dict[str, Tensor]:
     for name, shape in _shapes(layout).items():
         weight = torch.randn(shape, generator=random)
         found[f"{name}.weight"] = 1 + 0.2 * weight if len(shape) == 1 else 0.3 * weight
-        if "proj" in name and name.split(".")[0] in ("markov_head", "confidence_head"):
+        if name.startswith("confidence_head"):
             found[f"{name}.bias"] = 0.3 * torch.randn(shape[0], generator=random)
     if layout.startswith("eagle") or layout == "dflash-speculators":
         ids = torch.randperm(VOCAB, generator=random)[:DRAFT_VOCAB].sort().values
@@ -337,18 +330,7 @@ class Dense:
         """``[V]`` of the slot after a path of tokens, the root first."""
         if not self.layout.startswith("dspark"):
             return logits[len(path) - 1]
-        state = torch.zeros(RANK, dtype=torch.float64)
-        for level, token in enumerate(path):
-            told = self._w("markov_head.markov_w1")[token]
-            if self.layout == "dspark-gated":
-                gate = self._w("markov_head.gate_proj") @ torch.cat([self.hidden[level], told])
-                told = (gate + self.weights["markov_head.gate_proj.bias"]).sigmoid() * told
-            if self.layout == "dspark-rnn":
-                joint = self._w("markov_head.joint_proj") @ torch.cat(
-                    [state, told, self.hidden[level]]
-                )
-                gate, new, out = (joint + self.weights["markov_head.joint_proj.bias"]).split(RANK)
-                state, told = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh(), out.tanh()
+        told = self._w("markov_head.markov_w1")[path[-1]]
         return logits[len(path) - 1] + self._w("markov_head.markov_w2") @ told
 
     def eagle(self, text: Sequence[int], path: Sequence[int], seen: Tensor) -> Tensor:

@@ -18,13 +18,18 @@ from tswift.forward.hf import max_positions, probe_attention
 from tswift.forward.target import Target
 from tswift.loading import inspect_model, load
 from tswift.models import devices, shapes
+from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes
 from tswift.speculators.heads import HEAD_TYPES
 
 
 def bytes_of(module: torch.nn.Module | None) -> int:
-    return 0 if module is None else sum(weight.nbytes for weight in module.parameters())
+    """Of all weights, packed ones as the numbers that they stand for."""
+    if module is None:
+        return 0
+    size = next(module.parameters()).element_size()
+    return size * sum(weight.numel() for _, weight in named_weights(module))
 
 
 @pytest.mark.parametrize(
@@ -41,9 +46,9 @@ def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> Non
     target = loaded.target
     assert seen.device == target.device
     assert (seen.max_positions, seen.vocab_size) == (target.max_positions, target.vocab_size)
-    assert seen.weight_bytes == bytes_of(target.model)
+    assert seen.loaded["weights"] == bytes_of(target.model)
     assert seen.kv_shape.bytes_per_token == target.kv_shape.bytes_per_token
-    assert (seen.heads, seen.heads_bytes) == (3, bytes_of(loaded.heads))
+    assert (seen.heads, seen.loaded["heads"]) == (3, bytes_of(loaded.heads))
     assert seen.most_nodes is None
 
 
@@ -54,8 +59,8 @@ def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
             inspect_model(ModelConfig(model=model, heads=heads)),
             load(model, heads=heads),
         )
-        assert seen.weight_bytes == bytes_of(loaded.target.model)
-        assert (seen.heads, seen.heads_bytes) == (loaded.heads.count, bytes_of(loaded.heads))
+        assert seen.loaded["weights"] == bytes_of(loaded.target.model)
+        assert (seen.heads, seen.loaded["heads"]) == (loaded.heads.count, bytes_of(loaded.heads))
         assert loaded.heads.count == shapes.HEADS
         assert seen.kv_shape.bytes_per_token == loaded.target.kv_shape.bytes_per_token
 
@@ -74,7 +79,7 @@ def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> 
     ).save_pretrained(tmp_path)
     seen = inspect_model(ModelConfig(model=str(tmp_path)))
     assert seen.kv_shape.bytes_per_token == 2 * 2 * 8 * 4
-    assert (seen.heads, seen.heads_bytes) == (0, 0)
+    assert (seen.heads, seen.loaded["heads"]) == (0, 0)
 
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}

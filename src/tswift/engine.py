@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 
-from tswift.attention.backends import partials_bytes
-from tswift.caches import POLICIES
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import agree, lockstep
@@ -24,7 +21,6 @@ from tswift.drafting.methods import cache_slots, make_drafter, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.passes import NOMINAL
-from tswift.forward.program import CHUNK
 from tswift.forward.target import Target
 from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.config import ModelConfig
@@ -38,40 +34,44 @@ _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
 _KNOWN = 64  # tokens before a step that its text may depend on
 _ROWS = 3  # of float64 for each node of a pass: logits, filtered logits, noise
+# of weights and caches, that a CUDA pass takes beside them at least: queries of a prompt's chunk,
+# partial results of attention, what a selection copies. It is 0.3 to 0.45 GB beside 29 GB for an 8B
+# model and 100,000 tokens
+_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory that a decode needs, in bytes, part by part."""
+    """Memory that a decode needs: bytes by what they are for.
 
-    positions: int  # tokens of prompt and text together
-    weight_bytes: int = 0  # of what is to be loaded first; 0 for what is loaded already
-    heads_bytes: int = 0
-    draft_bytes: int = 0  # of the draft model, or the published drafter
-    copy_bytes: int = 0  # of a copy of the model with weights of fewer bits
-    full_bytes: int = 0  # the full KV cache, slots for the draft tree included
-    partial_bytes: int = 0  # the partial KV cache that drafting reads
-    draft_kv_bytes: int = 0  # at least
-    state_bytes: int = 0  # of recurrent layers: those committed, and those after the pass under way
-    # top logits kept for drafting, in the machine's own memory whatever the device
+    Attributes:
+        positions: tokens of prompt and text together.
+        loaded: what is to be loaded first; empty where all is there.
+        caches: keys, values and states, held all along.
+        recall_bytes: top logits kept for drafting, in the machine's own memory whatever the device.
+        passing: the logits of a pass and, on CUDA, other temporary results.
+    """
+
+    positions: int
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    caches: Mapping[str, int] = field(default_factory=dict)
     recall_bytes: int = 0
-    logits_bytes: int = 0  # of one pass
-    workspace_bytes: int = 0  # temporary results, at least; 0 on the CPU
+    passing: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of everything, by what they are for."""
+        return {**self.loaded, **self.caches, "recall": self.recall_bytes, **self.passing}
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of all caches."""
-        return self.full_bytes + self.partial_bytes + self.draft_kv_bytes + self.state_bytes
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of what is to be loaded."""
-        return self.weight_bytes + self.heads_bytes + self.draft_bytes + self.copy_bytes
+        return sum(self.caches.values())
 
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return sum(astuple(self)[1:])
+        return sum(self.parts.values())
 
     def held_bytes(self, device: torch.device) -> int:
         """Bytes held on a device for all of the decode: caches,
@@ -80,18 +80,9 @@ class MemoryEstimate:
         return self.kv_bytes + (self.recall_bytes if device.type == "cpu" else 0)
 
     def __str__(self) -> str:
-        names = (
-            "weights",
-            "heads",
-            "draft model",
-            "draft weights",
-            "KV",
-            "drafting KV",
-            "draft model's KV",
-            "states",
+        return " + ".join(
+            f"{name} {gigabytes(count)}" for name, count in self.parts.items() if count
         )
-        parts = zip((*names, "recall", "logits", "workspace"), astuple(self)[1:], strict=True)
-        return " + ".join(f"{name} {gigabytes(count)}" for name, count in parts if count)
 
 
 @dataclass(frozen=True)
@@ -190,34 +181,28 @@ def _needed(
     if draft is not None and positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
     network = model.speculator_spec
-    token_bytes = model.kv_shape.bytes_per_token
     states = model.kv_shape.states
     partial, small, window = cache_slots(kind, options, positions, network)
-    draft_kv_bytes = 0 if draft is None else small * draft.kv_shape.bytes_per_token
+    caches = {
+        "KV": (positions + nodes) * model.kv_shape.bytes_per_token,
+        "drafting KV": partial * model.kv_shape.bytes_per_token,
+        "states": 0 if states is None else 2 * states.nbytes,
+    }
+    if draft is not None:
+        caches["draft model's KV"] = small * draft.kv_shape.bytes_per_token
     if network is not None:
-        draft_kv_bytes += window * network.kv_shape(model.dtype, model.device).bytes_per_token
-    estimate = MemoryEstimate(
-        positions,
-        full_bytes=(positions + nodes) * token_bytes,
-        state_bytes=0 if states is None else 2 * states.nbytes,
-        partial_bytes=partial * token_bytes,
-        draft_kv_bytes=draft_kv_bytes,
-        recall_bytes=LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
-        if options.recall
-        else 0,
-        logits_bytes=_ROWS * nodes * model.vocab_size * torch.float64.itemsize,
-    )
+        window_shape = network.kv_shape(model.dtype, model.device)
+        caches["drafter's KV"] = window * window_shape.bytes_per_token
+    loaded = dict(model.loaded) if isinstance(model, ModelSpec) else {}
+    if isinstance(draft, ModelSpec):
+        loaded["draft model"] = draft.loaded["weights"]
+    passing = {"logits": _ROWS * nodes * model.vocab_size * torch.float64.itemsize}
     if model.device.type == "cuda":
-        estimate = replace(estimate, workspace_bytes=_workspace(estimate, model, demand))
-    if isinstance(model, ModelSpec):
-        estimate = replace(
-            estimate,
-            weight_bytes=model.weight_bytes,
-            heads_bytes=model.heads_bytes,
-            draft_bytes=model.speculator_bytes
-            + (draft.weight_bytes if isinstance(draft, ModelSpec) else 0),
-            copy_bytes=model.copy_bytes,
-        )
+        passing["workspace"] = int(_SHARE * sum((*loaded.values(), *caches.values())))
+    recall = 0
+    if options.recall:
+        recall = LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
+    estimate = MemoryEstimate(positions, loaded, caches, recall, passing)
     _refuse_memory(estimate, model.device, option)
     return estimate
 
@@ -230,35 +215,6 @@ def _refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
             )
 
 
-def _workspace(estimate: MemoryEstimate, model: Target | ModelSpec, demand: Demand) -> int:
-    """Bytes of temporary results on CUDA: those of which an 8B model at 100,000 tokens has at least
-    40 MB.
-
-    Queries of a prompt's chunk (134 MB, and two chunks' at a time), partial results of attention
-    (44 MB for 128 rows, more for a long prompt's chunks), and what a selection copies of the keys,
-    then of the values (268 MB for 4,096 tokens). Less are outputs of graphs (30 MB), the table of
-    n-grams (16 MB), and the state of a step (1 MB).
-    """
-    shape = model.kv_shape
-    options = demand.options
-    whole = max(0, demand.prompt - 1) // CHUNK
-    queries = min(2, whole) * CHUNK * shape.bytes_per_token // 2 * model.groups
-    partials = partial(partials_bytes, model.attention, (shape.heads, model.groups), shape.head_dim)
-    prefill = queries + (partials(whole * CHUNK, CHUNK) if whole else 0)
-    step = partials(estimate.positions + demand.nodes, demand.nodes)
-    if estimate.partial_bytes:
-        chosen = find_method(demand.method)
-        budget = options.budget or chosen.budget
-        policy = POLICIES[(options.kv or chosen.kv[0]) if "kv" in chosen.uses else "retrieval"]
-        selection = budget * shape.bytes_per_token // 2
-        if demand.prompt > budget:
-            prefill = max(prefill, selection)
-        if policy.renews and demand.length > budget:  # once more, beside the graphs
-            step += selection
-    # there are no logits while the prompt is read
-    return max(step, prefill - estimate.logits_bytes, 0)
-
-
 def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
     if device.type != "cpu":
         on_cpu = MemoryEstimate(estimate.positions, recall_bytes=estimate.recall_bytes)
@@ -268,7 +224,7 @@ def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str |
     if free is None or estimate.total_bytes <= free:
         return
     # a shorter text would not help
-    option = "model" if estimate.loaded_bytes > free else option
+    option = "model" if sum(estimate.loaded.values()) > free else option
     needed = f"{estimate} = {gigabytes(estimate.total_bytes)}"
     raise InputError(f"{needed}, {device.type} has {gigabytes(free)} free", option)
 

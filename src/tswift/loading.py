@@ -46,7 +46,6 @@ from tswift.forward.coded import (
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
 from tswift.forward.floats import HALVES, pack
 from tswift.forward.hf import (
-    copied_bytes,
     max_positions,
     own_quantization,
     stretched,
@@ -138,7 +137,7 @@ class LoadedModel:
     drafting: Target | None = None
     # the published drafter at ``target.speculator``, as the user named it
     drafter_name: str | None = None
-    draft_weights: str | None = None  # its kind: ``fp8`` or ``int4``
+    draft_weights: str | None = None  # its kind: ``fp8``
     yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
     # 16 bits in which a CPU's program reads matrices; all else is float32
@@ -279,10 +278,9 @@ def load(
             the same attention.
         drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id;
             for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
-        draft_weights: ``fp8`` or ``int4``, on CUDA in bfloat16: let drafting passes of the model
-            run on a copy of it whose linear layers have weights of 8 or 4 bits, all but the LM
-            head, and which shares all else. What is decoded is the model as it is. ``none`` is what
-            None is.
+        draft_weights: ``fp8``, on CUDA in bfloat16: let drafting passes of the model run on a copy
+            of it whose linear layers have weights of 8 bits, all but the LM head, and which shares
+            all else. What is decoded is the model as it is. ``none`` is what None is.
         yarn: how many times the positions that the model was made for it is to serve, by YaRN,
             which turns its rotary embeddings more slowly; above 1. None leaves them as they are.
             What is decoded is that model.
@@ -326,10 +324,6 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
     with guard():
         plan = _plan(ranks.share(config), ranks)
         asked, simulated = plan.asked, plan.simulated
-        if plan.coded and ranks.count > 1:
-            raise InputError("weights that are codes cannot be split over ranks", RANKS)
-        if simulated and ranks.count > 1:
-            raise InputError(f"{asked.model} has random weights, which are not split", "model")
         loaded, note = _open(plan, ranks)
         target, source = loaded.target, plan.heads
         drafter = plan.drafter
@@ -398,35 +392,62 @@ class _LoadPlan:
             return None
         return source if installed(source) else None
 
-    def refuse_unfit_codes(self) -> None:
-        """Refuse what cannot be had with weights that are codes.
+    def refuse_unfit(self, ranks: Dist = ALONE) -> None:
+        """Refuse what cannot be had with ranks, with codes, or with recurrent layers.
 
         Raises:
             InputError: it names the option.
         """
-        asked = self.asked
+        asked, coded, split = self.asked, self.coded, ranks.count > 1
+        recurrent = _is_recurrent(self.config)
+        reduced = asked.draft_weights is not None
         own = own_quantization(self.config)
-        if asked.weights is not None and (own is not None or gguf_of(asked.model) is not None):
-            kind = own or "GGUF"
-            raise InputError(
-                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
+        kind = own or ("GGUF" if gguf_of(asked.model) is not None else "")
+        integers = "weights" if asked.weights is not None else "model"
+        many = f"{asked.model} has recurrent layers, which cannot be"
+        for wrong, option, reason in (
+            (
+                split and reduced,
+                "draft_weights",
+                "quantised weights cannot be split over ranks yet",
+            ),
+            (split and own, RANKS, "quantised weights cannot be split over ranks yet"),
+            (split and coded, RANKS, "weights that are codes cannot be split over ranks"),
+            (split and recurrent, RANKS, f"{many} split over ranks yet"),
+            (
+                split and asked.drafter,
+                "drafter",
+                "ranks that hold the model together cannot serve one yet",
+            ),
+            (
+                split and self.simulated,
+                "model",
+                f"{asked.model} has random weights, which are not split",
+            ),
+            (reduced and recurrent, "draft_weights", f"{many} copied in fewer bits yet"),
+            (
+                asked.weights is not None and kind,
                 "weights",
-            )
-        if not self.coded:
-            return
-        if self.device.type != "cpu":
-            option = "weights"
-            reason = f"integers are multiplied on a CPU only; the device is {self.device.type}"
-            raise InputError(reason, option if asked.weights is not None else "model")
-        if self.dtype != torch.float32:
-            raise InputError(
-                f"is float32 with weights of integers ({self.coded}); got {dtype_name(self.dtype)}",
+                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
+            ),
+            (
+                coded and self.device.type != "cpu",
+                integers,
+                f"integers are multiplied on a CPU only; the device is {self.device.type}",
+            ),
+            (
+                coded and self.dtype != torch.float32,
                 "dtype",
-            )
-        if asked.draft_weights is not None:
-            raise InputError(
-                f"the model's weights are integers already ({self.coded})", "draft_weights"
-            )
+                f"is float32 with weights of integers ({coded}); got {dtype_name(self.dtype)}",
+            ),
+            (
+                coded and reduced,
+                "draft_weights",
+                f"the model's weights are integers already ({coded})",
+            ),
+        ):
+            if wrong:
+                raise InputError(reason, option)
 
     @property
     def simulated(self) -> bool:
@@ -444,39 +465,28 @@ class _LoadPlan:
 def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     if asked.draft_weights == UNQUANTISED:
         asked = replace(asked, draft_weights=None)
-    reduced = asked.draft_weights
-    if reduced is not None and ranks.count > 1:
-        raise InputError("quantised weights cannot be split over ranks yet", "draft_weights")
-    if asked.drafter is not None and ranks.count > 1:
-        raise InputError("ranks that hold the model together cannot serve one yet", "drafter")
     device = device_for(asked.device, ranks)
     config = read_config(asked.model)
     simulated = asked.model.startswith(SHAPE_PREFIX)
-    if _is_recurrent(config) and (reduced is not None or ranks.count > 1):
-        option, what = (
-            (RANKS, "split over ranks")
-            if ranks.count > 1
-            else ("draft_weights", "copied in fewer bits")
-        )
-        raise InputError(f"{asked.model} has recurrent layers, which cannot be {what} yet", option)
     if asked.yarn is not None:
         config = stretched(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32
-    serves = device.type == "cpu" and may_serve(config)
+    on_cpu = device.type == "cpu"
+    serves = on_cpu and may_serve(config)
     held = None
     packed = False
-    if serves and ranks.count == 1 and _packs(asked, config):
-        held = dtype if dtype in HALVES else None
+    if on_cpu and ranks.count == 1 and _packs(asked, config):
+        held = dtype if serves and dtype in HALVES else None
         dtype = torch.float32 if held else dtype
         # what learns through a model, whose rows need not be exact, needs its weights as PyTorch
         # has them
         packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
     kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
-    _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit_codes()
-    if reduced is not None:  # what cannot be quantised is refused before it is loaded
-        refuse_draft_weights(reduced, config, device, dtype)
+    _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit(ranks)
+    if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
+        refuse_draft_weights(config, device, dtype)
     drafter = None if ranks.count > 1 else native_head(asked.model, config)
     if asked.drafter is not None:
         drafter = drafter_of(asked.drafter, config, simulated)
@@ -490,9 +500,7 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def _packs(asked: ModelConfig, config: Any) -> bool:
-    """Whether a C program that serves a model can hold its matrices here:
-    they are plain numbers.
-    """
+    """Whether C products can hold a model's matrices here: they are plain numbers."""
     file = gguf_of(asked.model)
     coded = (
         asked.weights is not None
@@ -510,7 +518,7 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     """
     asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
     plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
-    plan.refuse_unfit_codes()
+    plan.refuse_unfit()
     if _is_recurrent(plan.config):
         raise InputError(
             f"{name} has recurrent layers, and what they have seen cannot be taken back",
@@ -552,7 +560,7 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
 def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
     with silence():
-        copied = cheaper_copy(loaded.target.model, kind)
+        copied = cheaper_copy(loaded.target.model)
         drafting = Target(copied, BACKENDS[loaded.attention](), loaded.target)
     if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
@@ -618,8 +626,6 @@ def _open(
         if folder is not None and gguf_of(model) is None:
             refuse_misfit(config, stored_tensors(folder), model)
         if ranks.count > 1:
-            if quantization:
-                raise InputError("quantised weights cannot be split over ranks yet", RANKS)
             options["distributed_config"] = _split(config, model, ranks)
         if quantization and plan.device.type == "cuda":
             # quantised on the way: the whole weights need not fit
@@ -807,15 +813,11 @@ class ModelSpec:
     # of its keys and values, at least: one KV head where the configuration does not say
     kv_shape: KVShape
     groups: int  # query heads per KV head; 1 where the configuration does not say
-    attention: str  # its name; empty where it is not known yet
     # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
     most_nodes: int | None
-    weight_bytes: int  # of its weights without heads; 0 where it is not known
-    copy_bytes: int  # of a copy with weights of fewer bits; 0 for none
     heads: int | None  # tokens that its heads draft in a row; None where it is not known yet
-    heads_bytes: int  # of their weights
+    loaded: Mapping[str, int]  # bytes by what is to be loaded; 0 where it is not known
     speculator_spec: SpeculatorSpec | None  # of its published drafter; None for none
-    speculator_bytes: int  # of that one's weights
 
 
 def inspect_model(config: ModelConfig) -> ModelSpec:
@@ -843,49 +845,24 @@ def _by_layer(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
 
 
 def _sizes(plan: _LoadPlan) -> ModelSpec:
-    asked = plan.asked
-    config = plan.config
-    dtype = plan.dtype
-    source = plan.heads
+    asked, config, dtype = plan.asked, plan.config, plan.dtype
     text = config.get_text_config()
-    most_nodes = None
-    name = ""
-    count = 0
-    parameters = 0
-    states = state_shape(config, dtype, plan.device)
-    if isinstance(source, Path):
-        file = find_heads(source)
-        file.refuse_misfit(text.hidden_size, text.vocab_size)
-        count, parameters = file.about["count"], file.parameters
-    elif source is not None and source != ON_HUB:
-        with torch.device("meta"):
-            weights = HEAD_TYPES[source](text.hidden_size, HEADS).parameters()
-        count = HEADS
-        parameters = sum(weight.numel() for weight in weights)
     kv_heads, groups, size = heads_of(config)
+    states = state_shape(config, dtype, plan.device)
+    most_nodes = None
     if asked.attention != "auto":  # what that chooses may give way to another
         backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
-        most_nodes, name = backend.MAX_NODES, backend.__name__
-    weight_bytes = reduced = 0
-    stored = gguf_of(asked.model)
-    if asked.weights is not None:
-        weight_bytes = rounded_bytes(config, asked.weights)
-    elif plan.coded and stored is not None:
-        weight_bytes = gguf_bytes(stored)
-    elif getattr(config, "quantization_config", None) is None:
-        with silence(), as_input_error(asked.model):
-            network = skeleton(config)
-            # a C program has a copy of the weights, too
-            programmed = asked.attention in ("auto", "native") and may_serve(config)
-            weight_bytes = (
-                sum(weight.numel() for weight in network.parameters())
-                * (plan.held or dtype).itemsize
-            )
-            if not plan.packed:
-                copies = 1 + (programmed and dtype == torch.float32)
-                weight_bytes += copied_bytes(network, dtype, plan.device) * copies
-            reduced = 0 if asked.draft_weights is None else copy_bytes(network, asked.draft_weights)
+        most_nodes = backend.MAX_NODES
+    heads, head_weights = _heads_and_weights(plan)
     drafter = None if plan.drafter is None else plan.drafter.spec
+    with silence(), as_input_error(asked.model):
+        loaded = {
+            "weights": _weight_bytes(plan),
+            "heads": head_weights * dtype.itemsize,
+            "draft weights": 0 if asked.draft_weights is None else copy_bytes(skeleton(config)),
+        }
+    if drafter is not None:
+        loaded["drafter"] = sum(drafter.weights().values()) * dtype.itemsize
     return ModelSpec(
         asked.model,
         plan.device,
@@ -902,12 +879,35 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
             by_layer=_by_layer(config),
         ),
         groups,
-        attention=name,
         most_nodes=most_nodes,
-        weight_bytes=weight_bytes,
-        copy_bytes=reduced,
-        heads=None if source == ON_HUB else count,
-        heads_bytes=parameters * dtype.itemsize,
+        heads=heads,
+        loaded=loaded,
         speculator_spec=drafter,
-        speculator_bytes=0 if drafter is None else sum(drafter.weights().values()) * dtype.itemsize,
     )
+
+
+def _heads_and_weights(plan: _LoadPlan) -> tuple[int | None, int]:
+    """How many heads a model has, None where that is not known yet, and how many weights."""
+    text = plan.config.get_text_config()
+    if isinstance(plan.heads, Path):
+        file = find_heads(plan.heads)
+        file.refuse_misfit(text.hidden_size, text.vocab_size)
+        return file.about["count"], file.parameters
+    if plan.heads is None or plan.heads == ON_HUB:
+        return (0 if plan.heads is None else None), 0
+    with torch.device("meta"):
+        weights = HEAD_TYPES[plan.heads](text.hidden_size, HEADS).parameters()
+    return HEADS, sum(weight.numel() for weight in weights)
+
+
+def _weight_bytes(plan: _LoadPlan) -> int:
+    """Bytes of a model's weights in memory; 0 for those of a quantised checkpoint."""
+    file = gguf_of(plan.asked.model)
+    if plan.asked.weights is not None:
+        return rounded_bytes(plan.config, plan.asked.weights)
+    if file is not None and plan.coded:
+        return gguf_bytes(file)
+    if own_quantization(plan.config) is not None:
+        return 0
+    weights = sum(weight.numel() for weight in skeleton(plan.config).parameters())
+    return weights * (plan.held or plan.dtype).itemsize

@@ -20,6 +20,8 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -86,6 +88,31 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
             f"fails: what the C compiler made does not load ({_first_line(str(error))})"
         ) from error
     return library
+
+
+def structures(*sources: Path) -> Any:
+    """The structures that C files declare, by name: of pointers, numbers,
+    and structures that come before.
+    """
+    known: dict[str, Any] = {
+        "int64_t": ctypes.c_int64,
+        "uint64_t": ctypes.c_uint64,
+        "float": ctypes.c_float,
+        "double": ctypes.c_double,
+    }
+    text = "".join(source.read_text() for source in sources)
+    plain = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    for declared, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", plain, re.DOTALL):
+        fields: list[tuple[str, Any]] = []
+        for line in filter(None, map(str.strip, declared.split(";"))):
+            kind: Any
+            kind, names = line.split(maxsplit=1)
+            pointers = re.findall(r"\*(\w+)", names)
+            kind = ctypes.c_void_p if pointers else known.get(kind)
+            fields += [(each.strip(), kind) for each in pointers or names.split(",")]
+        if all(kind for _, kind in fields):  # others are C's own
+            known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**known)
 
 
 def _text(source: Path) -> str:

@@ -103,9 +103,10 @@ def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
         ModelConfig(model=str(model), dtype="float64"), Demand(20, 30, "ar", DraftOptions())
     )
     kept = 64 + 1 + 3 * 5  # the window, the spare slot, and what three of the levels feed back
-    assert need.draft_kv_bytes == kept * 2 * 2 * 16 * 8
+    assert need.caches["drafter's KV"] == kept * 2 * 2 * 16 * 8
     # norms; fc, LM head, MLP
     attention, rest = 64 * 64 + 3 * 32 * 64, 4 * HIDDEN + (3 * HIDDEN + 40 + 3 * 48) * HIDDEN
-    assert need.draft_bytes == 8 * (attention + rest)
-    assert (plain.draft_kv_bytes, plain.draft_bytes) == (0, 0)
+    assert need.loaded["drafter"] == 8 * (attention + rest)
+    assert "drafter's KV" not in plain.caches
+    assert "drafter" not in plain.loaded
     assert cache_slots(find_method("ar"), options, 50)[2] == 0

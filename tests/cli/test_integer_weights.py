@@ -157,7 +157,7 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
             "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
         ),
         (
-            ["--draft-weights", "int4", "--method", "magicdec"],
+            ["--draft-weights", "fp8", "--method", "magicdec"],
             "tswift: error: --draft-weights: the model's weights are",
         ),
     ],

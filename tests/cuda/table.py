@@ -34,7 +34,7 @@ PROMPT, WARM = 70, 4
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")
 _WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
 # layouts of published drafters
-_NETWORKS = {"block": ("dspark-rnn", "dflash"), "eagle": ("eagle-safeai",)}
+_NETWORKS = {"block": ("dspark", "dflash"), "eagle": ("eagle-safeai",)}
 CASES = [
     (name, kind)
     for name in METHODS

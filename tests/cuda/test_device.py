@@ -42,7 +42,7 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("auto", "conditioned"): (1, 0, 1, 0, 1),
     ("auto", "trimmed"): (1, 0, 1, 0, 1),
     ("ar-reference", "chained"): (1, 0, 1, 0, 1),
-    ("block", "dspark-rnn"): (2, 3, 2, 4, 2),
+    ("block", "dspark"): (2, 3, 2, 4, 2),
     ("block", "dflash"): (2, 3, 2, 4, 2),
     ("eagle", "eagle-safeai"): (2, 3, 2, 4, 2),
 }

@@ -7,13 +7,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.helpers import METHODS, NO_PROGRAM, first, needs_program, tokens_of
+from tests.helpers import METHODS, NO_PROGRAM, needs_program, tokens_of
 from tswift import engine
 from tswift.attention.sdpa import ReferenceAttention
 from tswift.drafting.history import LogitHistory
@@ -21,7 +20,8 @@ from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.engine import Demand, Request, begin, ending, preflight
 from tswift.errors import InputError
-from tswift.loading import ModelSpec, load
+from tswift.loading import load
+from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 
@@ -100,25 +100,20 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
     run = begin(model, Request([1, 2, 3], 50, method=method, options=options))
     need, token_bytes = run.need, model.target.kv_shape.bytes_per_token
-    weights = sum(weight.nbytes for weight in model.target.model.parameters())
+    numbers = sum(weight.numel() for _, weight in named_weights(model.target.model))
+    weights = numbers * model.target.dtype.itemsize
     heads = 0 if model.heads is None else sum(weight.nbytes for weight in model.heads.parameters())
     # what is there needs no more memory
-    assert replace(ahead, weight_bytes=0, heads_bytes=0, draft_bytes=0) == need
-    assert (ahead.weight_bytes, ahead.heads_bytes, ahead.draft_bytes) == (
-        weights,
-        heads,
-        weights if draft else 0,
-    )
-    assert (
-        ahead.total_bytes
-        == need.total_bytes + ahead.loaded_bytes
-        == need.total_bytes + weights + heads + (ahead.draft_bytes)
-    )
+    assert replace(ahead, loaded={}) == need
+    drafting = {"draft model": weights} if draft else {}
+    assert ahead.loaded == {"weights": weights, "heads": heads, "draft weights": 0, **drafting}
+    assert ahead.total_bytes == need.total_bytes + weights + heads + (weights if draft else 0)
     nodes = 5 if "nodes" in kind.uses else (kind.gamma or 0) + 1
-    assert (need.positions, need.logits_bytes) == (53, 3 * nodes * 320 * 8)
-    assert need.full_bytes == run.decoding._context.kv.nbytes == (53 + nodes) * token_bytes
-    assert need.draft_kv_bytes == cache_slots(find_method(method), run.options, 53)[1] * token_bytes
-    held = need.partial_bytes > 0, need.draft_kv_bytes > 0, need.recall_bytes > 0
+    assert (need.positions, need.passing) == (53, {"logits": 3 * nodes * 320 * 8})
+    own = need.caches.get("draft model's KV", 0)
+    assert need.caches["KV"] == run.decoding._context.kv.nbytes == (53 + nodes) * token_bytes
+    assert own == cache_slots(find_method(method), run.options, 53)[1] * token_bytes
+    held = need.caches["drafting KV"] > 0, own > 0, need.recall_bytes > 0
     recalls = NO_PROGRAM is None and method in ("recall", "cascade", "auto")
     assert held == (kind.partial, draft is not None, recalls)
 
@@ -141,7 +136,7 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
         "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = "
         "1.0 MB, cpu has 1.0 MB free"
     )
-    memory(monkeypatch, need.weight_bytes)
+    memory(monkeypatch, need.loaded["weights"])
     with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):
         # no text is short enough
         preflight(*asked)
@@ -192,59 +187,18 @@ def test_too_few_positions(checkpoint: Path) -> None:
         preflight(ModelConfig(model=str(checkpoint)), Demand(97, 4000, "ar", DraftOptions()))
 
 
-def on_cuda(monkeypatch: pytest.MonkeyPatch, attention: str = "") -> None:
-    """Foresee models as if they were to be on a GPU that nothing else is known of."""
+def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 8B model at 100,000 tokens takes 0.31 to 0.45 GB beside what is held."""
     known = engine.inspect_model
-
-    def inspect_model(config: ModelConfig) -> ModelSpec:
-        return replace(known(config), device=torch.device("cuda"), attention=attention)
-
-    monkeypatch.setattr(engine, "inspect_model", inspect_model)
+    monkeypatch.setattr(
+        engine,
+        "inspect_model",
+        lambda config: replace(known(config), device=torch.device("cuda")),
+    )
     memory(monkeypatch, None)
-
-
-EIGHT = {"prompt": 4096, "length": 100_000, "options": DraftOptions(nodes=32)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "method", "attention", "megabytes"),
-    first(
-        2,
-        [
-            ({}, "tokenswift", "TritonAttention", 268.4 + 44.4),
-            ({}, "tokenswift", "TreeAttention", 268.4),
-            ({"options": DraftOptions(nodes=128)}, "tokenswift", "TritonAttention", 268.4 + 177.5),
-            (
-                {"options": DraftOptions(nodes=32, budget=8192)},
-                "tokenswift",
-                "TritonAttention",
-                536.9 + 44.4,
-            ),
-            (
-                {"options": DraftOptions(nodes=32, kv="streaming")},
-                "tokenswift",
-                "TritonAttention",
-                268.4 + 16.9 - 98.5,
-            ),
-            ({"prompt": 90_000, "length": 9_000}, "reuse", "TritonAttention", 268.4 + 101.4 - 98.5),
-            ({"prompt": 100}, "ar", "", 0),
-        ],
-    ),
-)
-def test_what_an_8b_model_takes_besides_on_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    method: str,
-    attention: str,
-    megabytes: float,
-) -> None:
-    if attention == "TritonAttention":
-        pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
-    on_cuda(monkeypatch, attention)
-    demand = Demand(**{"method": method, **EIGHT, **changes})
+    demand = Demand(4096, 100_000, "tokenswift", DraftOptions(nodes=32))
     need = preflight(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"), demand)
-    assert need.workspace_bytes / 1e6 == pytest.approx(megabytes, abs=0.2)
-    assert need.total_bytes == sum(
-        (need.weight_bytes, need.heads_bytes, need.kv_bytes, need.logits_bytes)
-    ) + (need.workspace_bytes)
+    held = sum(need.loaded.values()) + need.kv_bytes
+    assert need.passing["workspace"] == pytest.approx(held / 100, abs=1)
+    assert 0.25e9 < need.passing["workspace"] < 0.45e9
+    assert need.total_bytes == held + sum(need.passing.values())

@@ -33,7 +33,7 @@ SAMPLED, PENALISED = (
     SamplingParams(min_p=0.02, penalty=1.0),
     SamplingParams(min_p=0.02, penalty=1.2, window=32),
 )
-KINDS = ("dspark-rnn", "dflash", "eagle-safeai")
+KINDS = ("dspark", "dflash", "eagle-safeai")
 PROMPT = random_prompt(90, 6, VOCAB)
 
 
@@ -121,7 +121,7 @@ def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path)
         2,
         [
             ("dspark", SAMPLED),
-            ("dspark-rnn", PENALISED),
+            ("dspark", PENALISED),
             ("dflash", SAMPLED),
             ("eagle-safeai", PENALISED),
             ("eagle-speculators", SAMPLED),

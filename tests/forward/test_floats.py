@@ -75,7 +75,7 @@ def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bo
         inspect_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")
     ]
     assert [each.dtype for each in sizes] == [torch.float32] * 2
-    assert 2 * sizes[0].weight_bytes <= sizes[1].weight_bytes
+    assert 2 * sizes[0].loaded["weights"] <= sizes[1].loaded["weights"]
 
 
 def test_float32_is_held_once(tmp_path: Path) -> None:

@@ -12,17 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import tswift
 from benchmarks.architectures import ARCHITECTURES
 from tests.forward.test_passes import OPTIONS, PARAMS
 from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, tokens_of
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.forward.adapting import PROGRAM, wrap_model
-from tswift.forward.hf import JoinedLinear, OneDNNLinear, copied_bytes, join, separate, use_onednn
-from tswift.loading import inspect_model
+from tswift.forward.adapting import wrap_model
+from tswift.forward.hf import JoinedLinear, join, separate
 from tswift.models.checkpoint import weights_hash
-from tswift.models.config import ModelConfig
 
 
 class Block(nn.Module):
@@ -205,85 +202,3 @@ def test_the_comparison_of_logits_covers_the_product(monkeypatch: pytest.MonkeyP
     wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa")
     with pytest.raises(InputError, match="is not served exactly: logits differ"):
         wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", joined=True)
-
-
-able = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch without oneDNN"
-)
-
-
-def layers_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(1)
-    layers = nn.Sequential(
-        nn.Linear(256, 600), nn.SiLU(), nn.Linear(600, 300, bias=False), nn.Linear(300, 30)
-    )
-    return layers.to(dtype).requires_grad_(False)
-
-
-@able
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_onednn_computes_large_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits are converted once, where the processor would do it in every call."""
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr("tswift.forward.hf._has_float16", lambda: False)
-    layers, narrow = layers_of(dtype), dtype != torch.float32
-    whole = deepcopy(layers).double()
-    use_onednn(layers)
-    assert [type(layer) for layer in layers] == [OneDNNLinear, nn.SiLU, OneDNNLinear, nn.Linear]
-    copied = deepcopy(layers)
-    # with the layer's weights, whatever becomes of them
-    assert (type(copied[0]) is nn.Linear) == narrow
-    for count in (1, 2, 10, 200):
-        given = rows(count, dtype, 256)
-        with torch.inference_mode():
-            for found in (layers(given), copied(given)):
-                assert (found.dtype, found.shape) == (dtype, (1, count, 30))
-                error = 10 * torch.finfo(dtype).eps if narrow else 2e-6
-                assert (found.double() - whole(given.double())).abs().max() < error
-
-
-@able
-def test_gradients_flow_through_frozen_layers() -> None:
-    layers, given = layers_of(), rows(3, torch.float32, 256)
-    use_onednn(layers)
-    found, wanted = given.clone().requires_grad_(), given.double().requires_grad_()
-    layers(found).square().sum().backward()
-    layers_of().double()(wanted).square().sum().backward()
-    torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-5)
-
-
-@able
-def test_weights_are_held_twice_in_small_networks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, given = layers_of(), rows(8, torch.float32, 256)
-    use_onednn(layers)
-    assert layers[0].ordered is not None
-    assert "0.ordered" not in layers.state_dict()
-    other = deepcopy(layers)
-    for parameter in other.parameters():
-        parameter.data.zero_()
-    monkeypatch.setattr("tswift.forward.hf._MAX_COPIED", layers[0].weight.nbytes)
-    large = layers_of()
-    use_onednn(large)
-    assert large[0].ordered is None
-    with torch.inference_mode():
-        torch.testing.assert_close(large(given), layers(given))
-        assert not other[0](given).any()  # a copy goes by its own weights
-        assert layers[0](given).any()
-
-
-@able
-def test_what_will_be_copied_is_foreseen() -> None:
-    model, cpu = tswift.load(device="cpu", attention="sdpa").target.model, torch.device("cpu")
-    layers = [layer for layer in model.modules() if isinstance(layer, OneDNNLinear)]
-    held = 4 * sum(layer.weight.numel() for layer in layers if layer.ordered is not None)
-    wide = tswift.load(device="cpu", dtype="float64").target.model
-    given = (torch.float32, cpu), (torch.float64, cpu), (torch.float32, torch.device("meta"))
-    assert [copied_bytes(wide, *each) for each in given] == [held, 0, 0]
-    weights = 4 * sum(weight.numel() for weight in model.parameters())
-    spec = {
-        kind: inspect_model(ModelConfig(model="demo", device="cpu", attention=kind))
-        for kind in ("sdpa", "auto")
-    }
-    assert spec["sdpa"].weight_bytes == weights + held > weights
-    if tswift.load(device="cpu").layers == PROGRAM:
-        assert spec["auto"].weight_bytes == weights  # packed, once

@@ -19,7 +19,6 @@ from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.decoding.drafter import DraftTree
 from tswift.forward.adapting import fingerprint, set_width
-from tswift.forward.hf import use_onednn
 from tswift.forward.target import Target, chunks
 
 POSITIONS = 4096
@@ -73,7 +72,6 @@ def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:
     longer = replace(known, settings={**known.settings, "max_position_embeddings": POSITIONS})
     with torch.random.fork_rng():
         made = longer.make(VOCAB).to(dtype)
-    use_onednn(made)
     return made
 
 

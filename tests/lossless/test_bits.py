@@ -33,7 +33,7 @@ from tests.lossless.models import (
     plainly,
     state_of,
 )
-from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.backends import BACKENDS, exact_attention, why_not
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.errors import InputError
 from tswift.forward import target as module
@@ -160,7 +160,8 @@ def large_chunks(patch: Patch) -> None:
 
     def unpadded(target, tokens, positions, kv, ancestors=None, width=None):
         nodes = len(tokens)
-        attend = target._each(target._exact, kv.length, nodes, ancestors)
+        exact = partial(exact_attention, target.backend)
+        attend = module._each(target._layouts, exact, kv.length, nodes, ancestors)
         return target._compute(tokens, positions, module.Pass(kv.write, attend, None, nodes, nodes))
 
     for each in ("tests.lossless.models", "tswift.forward.adapting", "tswift.decoding.loop"):

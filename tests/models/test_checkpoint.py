@@ -19,16 +19,13 @@ from tests.cli.bad_inputs.models import config, edit_json, sharded, tensors
 from tests.conftest import make_checkpoint
 from tests.helpers import first, tiny_llama
 from tests.models.refusals import refuse
-from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models import checkpoint as module
 from tswift.models.checkpoint import (
     fingerprint_in_any_dtype,
     fingerprint_of,
-    refuse_broken,
     refuse_misfit,
-    refuse_numbers,
     stored_tensors,
 )
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads, load_heads
@@ -121,49 +118,6 @@ def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
     refuse_misfit(wanted, {"model.embed_tokens.weight": stored("I32", 320, 16)}, "m")
     with pytest.raises(InputError, match=r"has 320 weights, config\.json asks for 39,072"):
         refuse_misfit(wanted, {"x": stored("I32", 320)}, "m")
-
-
-def test_possible_numbers() -> None:
-    refuse_numbers(
-        {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_attention_heads": 4}}, "m"
-    )
-    # one for every layer is left to the model
-    refuse_numbers(
-        {"model_type": "llama", "num_key_value_heads": [1, 2], "intermediate_size": [8, 9]}, "m"
-    )
-
-
-@every_row(
-    ("name", "value"),
-    [
-        *(("hidden_size", value) for value in (-1, 0, "abc", 1.5, True, 10**12)),
-        *(
-            (name, 0)
-            for name in (
-                "vocab_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-            )
-        ),
-        *(("intermediate_size", 10**12), ("max_position_embeddings", 0)),
-    ],
-)
-def test_impossible_numbers(name: str, value: object) -> None:
-    numbers = {"num_key_value_heads": 2, name: value}
-    for values in (numbers, {"text_config": numbers}):  # of a composite
-        with pytest.raises(InputError, match=rf"^model: m has .*{name}"):
-            refuse_numbers({"model_type": "llama", **values}, "m")
-
-
-def test_only_what_is_opened_is_looked_at(folder: Path) -> None:
-    sparse(folder / "notes.md", 1 << 40)
-    refuse_broken(folder)
-    sparse(folder / "vocab.txt", 1 << 40)
-    with pytest.raises(
-        InputError, match=r"model: .*vocab.txt is too large, more than 256,000,000 bytes"
-    ):
-        refuse_broken(folder)
 
 
 # -------------------------------------------------------------------------------------------------

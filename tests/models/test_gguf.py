@@ -210,7 +210,7 @@ def test_memory_is_counted_by_the_codes(tmp_path: Path) -> None:
     held = sum(
         module.bytes.nbytes for module in network.modules() if isinstance(module, PackedCodes)
     )
-    counted = inspect_model(ModelConfig(model=str(path))).weight_bytes
+    counted = inspect_model(ModelConfig(model=str(path))).loaded["weights"]
     assert held <= counted <= 1.2 * held + 10_000
 
 
@@ -323,7 +323,7 @@ def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
     refuse(
         str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4"
     )
-    refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
+    refuse(str(file), "are integers already", "draft_weights", draft_weights="fp8")
 
 
 @pytest.mark.parametrize(("asked", "option"), [({}, "model"), ({"weights": "int4"}, "weights")])

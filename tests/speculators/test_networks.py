@@ -374,7 +374,7 @@ def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.about()["drafter"] == {"name": kind, "kind": kind}
         spec = inspect_model(ModelConfig(model="shape:small", dtype="float64", drafter=kind))
         assert spec.speculator_spec == model.target.speculator_spec
-        assert spec.speculator_bytes == sum(
+        assert spec.loaded["drafter"] == sum(
             weight.nbytes for weight in model.target.speculator.parameters()
         )
         begun = begin(

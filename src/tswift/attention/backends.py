@@ -102,15 +102,16 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
     return name
 
 
-def exact_for(attention: type[Attention], width: int) -> type[Attention]:
-    """What attends in exact passes: the backend itself,
+def exact_attention(attention: type[Attention], layout: Layout, *given: Any) -> Attention:
+    """What attends in an exact pass: the backend itself,
     or stock operators where it has none for heads of a size.
     """
     from tswift.attention.native import NativeAttention, takes
 
     # to operators whose rows are not exact
-    left = attention is NativeAttention and not takes(width)
-    return attention if attention.EXACT and not left else BatchInvariantAttention
+    left = attention is NativeAttention and not takes(layout.width)
+    kind = attention if attention.EXACT and not left else BatchInvariantAttention
+    return kind(layout, *given)
 
 
 def fails(
@@ -137,24 +138,6 @@ def fails(
     if error <= max(4 * torch.finfo(dtype).eps, _LEAST):
         return None
     return f"{name} attention failed its numerical check (relative error {error:.2g})"
-
-
-def partials_bytes(
-    attention: str, heads: tuple[int, int], width: int, slots: int, nodes: int
-) -> int:
-    """Bytes of a layer's partial results before they are merged, by an attention of this class;
-    0 if unknown.
-
-    ``heads`` are KV heads and query heads per KV head, of size ``width``; ``slots`` the cache's,
-    ``nodes`` the pass's.
-    """
-    if attention != "TritonAttention":
-        return 0
-    from tswift.attention.triton import chunking
-
-    kv_heads, groups = heads
-    _, chunks = chunking(kv_heads, nodes, slots)
-    return (1 + chunks) * kv_heads * groups * nodes * (width + 1) * torch.float32.itemsize
 
 
 def _max_relative_error(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout, TreeAttention
-from tswift.native_build import Unbuilt, build, widest_vectors
+from tswift.native_build import Unbuilt, build, structures, widest_vectors
 
 _SOURCE = Path(__file__).with_name("native.c")
 _POOL = Path(__file__).with_name("pool.c")
@@ -24,24 +24,7 @@ _MAX_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compu
 _WIDEST = 512  # head size
 _TILE = 16  # head sizes are a multiple
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int16: 3, torch.int8: 4}
-
-
-class _Call(ctypes.Structure):
-    """``Call`` in native.c."""
-
-    _fields_: ClassVar = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "keys", "values", "ancestors", "depths", "out")
-        ),
-        *((name, ctypes.c_void_p) for name in ("scratch", "parallel", "key_steps", "value_steps")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("keys_head", "values_head", "kv_heads", "rows", "prefix", "nodes")
-        ),
-        *((name, ctypes.c_int64) for name in ("threads", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    ]
+_C = structures(_SOURCE)
 
 
 class NativeAttention(Attention):
@@ -85,7 +68,7 @@ class NativeAttention(Attention):
         packed = query.to(torch.float32).contiguous()
         out = torch.empty_like(packed)
         given = packed, keys, values, self._ancestors, self._depths, out, None
-        call = _Call(
+        call = _C.Call(
             *(None if each is None else each.data_ptr() for each in given),
             parallel_region(),
             *((None, None) if self.steps is None else (each.data_ptr() for each in self.steps)),

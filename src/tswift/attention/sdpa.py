@@ -160,46 +160,37 @@ class TreeAttention(Attention):
     def __init__(
         self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
     ) -> None:
-        prefix = int(prefix)
         self._on_cpu = layout.device.type == "cpu"
-        self._parts = self._split(layout, prefix, layout.groups * nodes)
         # a single node attends to itself, too: it needs no mask
-        whole = prefix + 1 if nodes == 1 else prefix
-        self._even = whole - whole % self._parts
-        # What the parts do not divide goes with the tree, whose slots follow it in the cache.
-        # bf16 scores would cost two digits more
+        self._seen = int(prefix) + (nodes == 1)
+        # bf16 scores would cost two digits
         self._wide = torch.promote_types(layout.dtype, torch.float32)
-        if self._even < prefix + nodes:
-            self._bias = bias(layout, prefix - self._even, nodes, ancestors, self._wide).repeat(
-                layout.groups, 1
-            )
+        if nodes > 1:
+            own = bias(layout, 0, nodes, ancestors, self._wide)
+            self._bias = own.repeat(layout.groups, 1)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
-        even, wide = self._even, self._wide
-        outs, lses = [], []
-        if even:
-            found = self._prefix(rows, keys[:, :even], values[:, :even], scale)
-            outs = [found[0].to(wide)]
-            lses = [found[1].to(wide)]
-        if even < keys.shape[1]:
-            out, lse = self._tail(
-                rows.to(wide), keys[:, even:].to(wide), values[:, even:].to(wide), scale
-            )
-            outs = [*outs, out.unsqueeze(0)]
-            lses = [*lses, lse.unsqueeze(0)]
-        if len(outs) == len(outs[0]) == 1:
-            return outs[0].view_as(query).to(query.dtype)
-        shares = torch.cat(lses).softmax(0).unsqueeze(-1)
-        return (torch.cat(outs) * shares).sum(0).view_as(query).to(query.dtype)
+        seen, wide = self._seen, self._wide
+        found = []
+        if seen:
+            found.append(self._prefix(rows, keys[:, :seen], values[:, :seen], scale))
+        if seen < keys.shape[1]:
+            own = keys[:, seen:].to(wide), values[:, seen:].to(wide)
+            found.append(self._tail(rows.to(wide), *own, scale))
+        if len(found) == 1:
+            return found[0][0].view_as(query).to(query.dtype)
+        outs, lses = (
+            torch.stack([each.to(wide) for each in both]) for both in zip(*found, strict=True)
+        )
+        shares = lses.softmax(0).unsqueeze(-1)
+        return (outs * shares).sum(0).view_as(query).to(query.dtype)
 
     def _tail(
         self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output ``[kv heads, rows, d]`` and log-sum-exps over the nodes' own keys and what the
-        parts leave.
-        """
+        """Output ``[kv heads, rows, d]`` and log-sum-exps over the nodes' own keys."""
         if not self._on_cpu:
             return _attended(rows, keys, values, scale, self._bias)
         outs, lses = _OPERATOR(
@@ -207,35 +198,18 @@ class TreeAttention(Attention):
         )
         return outs[0], lses[0]
 
-    def _split(self, layout: Layout, prefix: int, rows: int) -> int:
-        """Number of parts of the prefix."""
-        if not self._on_cpu or rows > 64 or prefix < 256:
-            return 1
-        # the CPU operator works in parallel over heads and blocks of rows only; few of both leave
-        # cores idle
-        return -(-torch.get_num_threads() // layout.kv_heads)
-
     def _prefix(
         self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Unmasked attention over the prefix: outputs ``[parts, kv heads, rows, d]``,
-        and log-sum-exps.
-        """
-        if not self._on_cpu:
-            blocks = zip(keys.split(_BLOCK, 1), values.split(_BLOCK, 1), strict=True)
-            found = [_attended(rows, *block, scale) for block in blocks]
-            return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
-        parts = self._parts
-        split = [
-            x.to(rows.dtype).unflatten(1, (parts, x.shape[1] // parts)).transpose(0, 1)
-            for x in (keys, values)
-        ]
-        # one row in bfloat16 takes the operator 4.2 ms over 65,536 keys of 64, two take it 1.8
-        count = rows.shape[1]
-        wanted = 2 if count == 1 and rows.dtype == torch.bfloat16 else count
-        query = rows.expand(parts, len(rows), wanted, -1)
-        outs, lses = _OPERATOR(query, *split, scale=scale)
-        return outs[:, :, :count], lses[:, :, :count]
+        """Output ``[kv heads, rows, d]`` and log-sum-exps over keys that all see."""
+        if self._on_cpu:
+            read = keys.to(rows.dtype), values.to(rows.dtype)
+            outs, lses = _OPERATOR(rows[None], *(x[None] for x in read), scale=scale)
+            return outs[0], lses[0]
+        blocks = zip(keys.split(_BLOCK, 1), values.split(_BLOCK, 1), strict=True)
+        outs, lses = zip(*(_attended(rows, *block, scale) for block in blocks), strict=True)
+        shares = torch.stack(lses).softmax(0).unsqueeze(-1)
+        return (torch.stack(outs) * shares).sum(0), torch.stack(lses).logsumexp(0)
 
 
 def _attended(
@@ -265,9 +239,6 @@ class FlashAttention(TreeAttention):
         super().__init__(layout, prefix, nodes, ancestors)
         self._flash = flash_attn_with_kvcache
 
-    def _split(self, layout: Layout, prefix: int, rows: int) -> int:
-        return 1  # flash-attn cuts the keys itself
-
     def _prefix(
         self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -281,7 +252,7 @@ class FlashAttention(TreeAttention):
             causal=False,
             return_softmax_lse=True,
         )
-        return out.squeeze(2).unsqueeze(0), lse.squeeze(1).unsqueeze(0)
+        return out.squeeze(2), lse.squeeze(1)
 
 
 class ReferenceAttention(Attention):

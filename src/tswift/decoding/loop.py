@@ -104,7 +104,7 @@ def _verify(
     parents = None if accept else tree.parents
     found: Drawn | None = None
     verified = None
-    if parents and not sampler.params.counts and sampler.program(torch.float32):
+    if parents and not sampler.counting and sampler.program(torch.float32):
         follow = partial(
             sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
         )

@@ -31,12 +31,13 @@ from tswift.decoding.drafter import Context, Source
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.forward.passes import Forwarded, PassCosts
 from tswift.forward.target import Target
-from tswift.native_build import Unbuilt, build
+from tswift.native_build import Unbuilt, build, structures
 from tswift.sampling.parameters import LogitBias, bias, constants
 from tswift.sampling.rule import Sampler, seed_stream
 from tswift.sampling.sampler_c import CSampler
 
 _SOURCE = Path(__file__).with_name("history.c")
+_C = structures(_SOURCE)
 _LEAST = 1 << 10  # places of an empty table
 # lengths of context that are looked up; a match counts up to the largest
 _ORDERS = (1, 2, 3, 4, 6, 12)
@@ -48,24 +49,6 @@ _PLACES = 4  # averaged; eight are hardly better
 _FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
 _TOGETHER = 8  # tokens that are taken in at once, where logits are not worth keeping
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
-
-
-def _structure(pointers: str, integers: str, reals: str = "") -> type[ctypes.Structure]:
-    """A class for a structure of history.c: the names of its fields."""
-    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (reals, ctypes.c_double))
-    fields = [(name, kind) for names, kind in kinds for name in names.split()]
-    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
-
-
-_Index = _structure("text last before orders", "count room bits kinds reach", "repeats")
-_Logits = _structure(
-    "logs ids scales slots space biased bias banned", "kept wide vocabulary biases bans"
-)
-_Recall = _structure(
-    "index kept paths ends depths newest matches positions ids logits seen",
-    "count width most window",
-    "favour",
-)
 
 
 def _point(call: Any, arrays: Mapping[str, Any]) -> None:
@@ -118,9 +101,11 @@ class LogitHistory:
         self._orders = np.array(_ORDERS)
         self._target, self._shared_noise = target, shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
-        self._index = _Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
+        self._index = _C.Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
         self.columns = 2 * kept + 1
-        self._logits = _Logits(kept=kept, wide=self._kind == np.int32, vocabulary=target.vocab_size)
+        self._logits = _C.Logits(
+            kept=kept, wide=self._kind == np.int32, vocabulary=target.vocab_size
+        )
         self._known = 0  # tokens of which it is known what follows, or which of them came
         self._tables: dict[str, np.ndarray] = {}
         self._grow(_LEAST)
@@ -245,7 +230,7 @@ class LogitHistory:
             "ids": np.empty((_ROUND, width), np.int32),
             "logits": np.empty((_ROUND, width), np.float32),
         } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
-        self._ask = _Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
+        self._ask = _C.Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
         self._ask.index, self._ask.kept = (
             ctypes.addressof(self._index),
             ctypes.addressof(self._logits),

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from tswift.attention.backends import BACKENDS, USUAL, choose, fails
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
-from tswift.caches import FullKV
+from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, cause_of
 from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
-from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, use_onednn, watched
+from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, watched
 from tswift.forward.integers import finely_rounded, holds_codes
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.program import CHUNK
 from tswift.forward.recurrent import kernel_fault
-from tswift.forward.target import Target, chunks, first_broken, forward_wide, packed
+from tswift.forward.target import Target, chunks, first_broken, forward_wide
 from tswift.models.checkpoint import is_moe
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
@@ -152,10 +152,7 @@ def fingerprint(target: Target) -> str:
     width, device = target.width, target.device
     assert width is not None
     random = torch.Generator().manual_seed(0)
-    held = _HELD
-    if device.type == "cuda":
-        held = max(_HELD, min(_HELD_ON_CUDA, _HELD_BYTES // target.kv_shape.bytes_per_token))
-    kv, before = _held_cache(target, held, width, random)
+    kv, before = _held_cache(target, _held_by(target.kv_shape), width, random)
     ids = torch.randint(target.vocab_size, (width,), generator=random).to(device)
     index = torch.arange(width, device=device)
     mark = kv.mark()
@@ -212,6 +209,13 @@ def fingerprint(target: Target) -> str:
         parts += [_prompt(target, count, ids) for count in _PROMPTS]
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def _held_by(shape: KVShape) -> int:
+    """How many tokens a cache holds in which exact passes are tried."""
+    if shape.device.type != "cuda":
+        return _HELD
+    return max(_HELD, min(_HELD_ON_CUDA, _HELD_BYTES // shape.bytes_per_token))
 
 
 def _held_cache(
@@ -382,7 +386,7 @@ def wrap_model(
         target = _compared(network, model, backend, joined, kv_dtype, usual)
     if holds_codes(network) and target.program is not None:
         # with the inputs as they are to be rounded
-        target.set_program(packed(target, target.kv_shape.dtype))
+        target.pack()
     return target
 
 
@@ -410,7 +414,6 @@ def _compared(
         )
     if joined or (joined is None and network.device.type == "cuda"):
         join(network)
-    use_onednn(network)
     try:
         target = Target(network, BACKENDS[backend]())
         _doubt_features(target, backend)
@@ -442,12 +445,12 @@ def _compared(
         )
     if backend == "native" and not target.split:
         try:
-            target.set_program(packed(target, target.dtype))
+            target.pack()
             tried = _apart(target, ids, expected), _apart(target, ids, expected_far.double(), far)
             if not all(apart <= allowed for apart in tried):
                 raise Unfit("a C program gave other logits")
         except (Unfit, Unbuilt) as error:
-            target.set_program(None)
+            target.pack(False)
             target.fallbacks.note(
                 "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
             )

@@ -1,17 +1,9 @@
-"""A transformers model: what tswift reads out of it, and its linear layers made faster.
+"""A transformers model: what tswift reads out of it, and its linear layers joined.
 
 Read are positions, masks, the way to logits, the state before the final norm. Some configurations
 name a sliding window that the model never uses. What counts is the mask that transformers would
 make. So a model is probed once, by a pass over one token in which it is given the rules of its
 masks instead of masks.
-
-A decode pass has one row, or as many as a draft tree has nodes. On the CPU, oneDNN multiplies a few
-rows faster than PyTorch's default. Measured on an AMD EPYC with two threads, 256 to 1,024 features
-in float32: one row 43 us instead of 139, eight rows 54 instead of 255 (162 without a copy of the
-weights in the order that oneDNN wants for a few rows). Small layers are better off without.
-Processors without instructions for bfloat16 or float16 multiply in float32 whatever they are given,
-and convert the weights in every call: 16 rows, 256 to 1,024 features in bfloat16, took 172 us on an
-Intel Xeon, and 50 with weights converted once.
 
 A pass over few rows reads weights and does little else, and a GPU reads one large matrix faster
 than three small ones: queries, keys and values are joined, and the two halves of an MLP. The
@@ -35,7 +27,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec, Layout
-from tswift.caches import LayerKV
+from tswift.caches import KVShape, LayerKV, StateShape
 from tswift.errors import InputError
 
 if TYPE_CHECKING:
@@ -164,6 +156,21 @@ class AttentionProbe:
         self._last = -1  # layer that called its attention
         # by layer, the keys; kept, so that no two have one place in memory
         self._given: list[Tensor] = []
+
+    def kv_shape(self, states: StateShape | None) -> KVShape:
+        """What a token's keys and values take, beside the states of recurrent layers."""
+        first = self.kept[0]
+        alike = [LayerKV(first.heads, first.head_dim, layer) for layer in range(len(self.kept))]
+        return KVShape(
+            len(alike),
+            first.heads,
+            first.head_dim,
+            self.dtype,
+            self.device,
+            any(spec.window for spec in self.layer_specs),
+            states=states,
+            by_layer=() if self.kept == alike else tuple(self.kept),
+        )
 
     @property
     def attention_features(self) -> str:
@@ -360,118 +367,6 @@ def watched(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-# of a layer, by bytes of one; below, the call costs more than it saves
-_MIN_WEIGHTS = {4: 1 << 17, 2: 1 << 14}
-_ROWS = 8  # of the products that weights are reordered for
-_FLOAT = torch.float32.itemsize
-_MAX_COPIED = 1 << 30  # bytes of a network's weights; above, memory is worth more than time
-
-
-class OneDNNLinear(nn.Linear):
-    """A linear layer with frozen weights, and perhaps a second copy of them: in float32,
-    in oneDNN's own order.
-    """
-
-    ordered: Tensor | None  # not of the layer's state
-    added: Tensor | None  # the bias in float32
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
-        # the operator below has no gradient
-        learns = torch.is_grad_enabled() and input.requires_grad
-        # one row reads half the bytes so
-        alone = input.numel() == self.in_features and input.dtype != torch.float32
-        if learns or alone:
-            return super().forward(input)
-        weight = self.weight if self.ordered is None else self.ordered
-        return torch.ops.mkldnn._linear_pointwise(
-            input.float(), weight, self.added, "none", [], ""
-        ).to(input.dtype)
-
-    def __getstate__(self) -> dict[str, object]:
-        """State without the second copy: a copy of this layer may change its weights."""
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in OneDNNLinear.__annotations__
-        }
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """A copy in 16 bits is PyTorch's own layer again."""
-        super().__setstate__(state)
-        if self.weight.dtype == torch.float32:
-            self.__dict__.update(ordered=None, added=self.bias)
-        else:
-            self.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-def use_onednn(network: nn.Module) -> None:
-    """Let oneDNN compute the large linear layers of a network, where it can;
-    the weights must stay as they are.
-
-    Weights that are quantised, or split over ranks, are no plain tensors and are left alone. Of a
-    network whose layers take up to 1 GiB in float32 the weights are copied; those in 16 bits are
-    left alone otherwise.
-    """
-    if not (
-        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    ):
-        return
-    layers = [
-        module for module in network.modules() if type(module) is nn.Linear and _fits(module.weight)
-    ]
-    copied = sum(layer.weight.numel() for layer in layers) * _FLOAT <= _MAX_COPIED
-    for layer in layers:
-        if not copied and layer.weight.dtype != torch.float32:
-            continue
-        ordered = (
-            torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().float(), _ROWS)
-            if copied
-            else None
-        )
-        added = None if layer.bias is None else layer.bias.detach().float()
-        layer.__class__ = OneDNNLinear
-        # past nn.Module, for which they would be buffers
-        layer.__dict__.update(ordered=ordered, added=added)
-
-
-def restore_linears(network: nn.Module) -> None:
-    """Make linear layers PyTorch's own again, so that their weights can be changed."""
-    for module in [module for module in network.modules() if type(module) is OneDNNLinear]:
-        module.__class__ = nn.Linear  # type: ignore[assignment]
-        del module.__dict__["ordered"], module.__dict__["added"]
-
-
-def copied_bytes(network: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that :func:`use_onednn` would take for a second copy of a
-    network's weights, at most.
-    """
-    if dtype not in _converted() or device.type != "cpu":
-        return 0
-    sizes = [layer.weight.numel() for layer in network.modules() if type(layer) is nn.Linear]
-    size = sum(size for size in sizes if size >= _MIN_WEIGHTS[dtype.itemsize]) * _FLOAT
-    return size if size <= _MAX_COPIED else 0
-
-
-def _converted() -> set[torch.dtype]:
-    """Dtypes in which this processor multiplies in float32."""
-    native = {torch.bfloat16: torch.cpu._is_avx512_bf16_supported(), torch.float16: _has_float16()}
-    return {torch.float32} | {dtype for dtype, has in native.items() if not has}
-
-
-def _has_float16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def _fits(weight: Tensor) -> bool:
-    plain = (
-        type(weight) is nn.Parameter
-        and weight.dtype in _converted()
-        and weight.device.type == "cpu"
-    )
-    return plain and weight.numel() >= _MIN_WEIGHTS[weight.dtype.itemsize]
 
 
 # in the order in which they are called

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tswift.attention import native
-from tswift.native_build import build, widest_vectors
+from tswift.native_build import build, structures, widest_vectors
 
 _SOURCE = Path(__file__).with_name("program.c")
 # of weights and scales, as in products.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _structures(source: str) -> Any:
-    """The structures that a C file declares, by name: of pointers, numbers,
-    and structures that come before.
-    """
-    known: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
-    plain = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
-    for declared, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", plain, re.DOTALL):
-        fields: list[tuple[str, Any]] = []
-        for line in filter(None, map(str.strip, declared.split(";"))):
-            kind, names = line.split(maxsplit=1)
-            pointers = [(each, ctypes.c_void_p) for each in re.findall(r"\*(\w+)", names)]
-            fields += pointers or [(each.strip(), known[kind]) for each in names.split(",")]
-        known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return SimpleNamespace(**known)
-
-
-C = _structures(
-    "".join(
-        _SOURCE.with_name(name).read_text() for name in ("products.c", "recurrence.c", "program.c")
-    )
-)
+C = structures(*(_SOURCE.with_name(name) for name in ("products.c", "recurrence.c", "program.c")))
 
 
 def library() -> ctypes.CDLL:

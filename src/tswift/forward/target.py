@@ -7,11 +7,11 @@ of our own, and extra keyword arguments, which reach that function from the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tswift.attention.backends import exact_for
+from tswift.attention.backends import exact_attention
 from tswift.attention.sdpa import (
     Attention,
     AttentionByHeads,
@@ -31,7 +31,7 @@ from tswift.attention.sdpa import (
     ReferenceAttention,
     TreeAttention,
 )
-from tswift.caches import FullKV, KVBuffer, KVShape, LayerKV
+from tswift.caches import FullKV, KVBuffer, KVShape
 from tswift.forward.hf import (
     Tap,
     UnsupportedModel,
@@ -142,23 +142,9 @@ class Target:
         self.device, self.dtype = probe.device, probe.dtype
         # over ranks: passes are collective, and not replayed
         self.split = (getattr(model, "tp_size", None) or 1) > 1
-        first = probe.kept[0]
-        windowed = any(spec.window for spec in self.layer_specs)
-        kept = [LayerKV(first.heads, first.head_dim, layer) for layer in range(len(probe.kept))]
-        by_layer = () if probe.kept == kept else tuple(probe.kept)
         states = state_shape(model.config, self.dtype, self.device)
-        self.kv_shape = KVShape(
-            len(kept),
-            first.heads,
-            first.head_dim,
-            self.dtype,
-            self.device,
-            windowed,
-            states=states,
-            by_layer=by_layer,
-        )
+        self.kv_shape: KVShape = probe.kv_shape(states) if copied is None else copied.kv_shape
         if copied is not None:
-            self.kv_shape = copied.kv_shape
             self.fallbacks.note("features", copied.fallbacks.get("features"))
         self._layouts = probe.layouts
         # query heads per KV head, of layers where they are most
@@ -185,9 +171,15 @@ class Target:
         self.wide_prompts = wide_prompts
         self.wide_text = wide_text
 
-    def set_program(self, program: PassProgram | None) -> None:
-        """Let a C program make passes, or PyTorch again."""
-        self.program = program
+    def pack(self, wanted: bool = True) -> None:
+        """Let a C program make passes over caches in their dtype; or PyTorch again.
+
+        Raises:
+            Unfit: there is none for the model.
+            Unbuilt: there is none here.
+        """
+        dtype = self.kv_shape.dtype
+        self.program = PassProgram(self.model, dtype, self.layer_specs) if wanted else None
 
     def set_speculator(self, speculator: DraftNetwork) -> None:
         """Have a published drafter, which reads states of its layers."""
@@ -203,7 +195,7 @@ class Target:
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
         if self.program is not None:
             try:
-                self.program = packed(self, kv_dtype)
+                self.program = PassProgram(self.model, kv_dtype, self.layer_specs)
             except Unbuilt:
                 self.program = None
         self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
@@ -261,7 +253,7 @@ class Target:
             self._bounded = now
         if self.program is not None and self.program.outdated(self.model):
             try:
-                self.program = packed(self, self.kv_shape.dtype)
+                self.pack()
             except Unfit:
                 # rows that PyTorch computes have not been found to be exact
                 self.program = self.width = None
@@ -328,10 +320,10 @@ class Target:
         nodes = len(tokens)
         if alike:
             rows = nodes
-            attend = self._each(partial(BlockwiseAttention, self.backend), length, nodes)
+            attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
         else:
             rows = rows_of(self.width, kv, nodes)
-            attend = self._each(self.backend, length, nodes, ancestors)
+            attend = _each(self._layouts, self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         return self._compute(
             tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike)
@@ -406,33 +398,21 @@ class Target:
         nodes = len(tokens)
         rows = rows_of(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
+        given = kv.length, nodes, ancestors
         if width is None or not isinstance(kv, FullKV):
-            known = attend = self._each(self.backend, kv.length, nodes, ancestors)
+            known = attend = _each(self._layouts, self.backend, *given)
             if not self.serves(kv):
                 special = MaskedAttention(self.dtype, self.layer_specs, kv, positions, ancestors)
         else:  # with attention whose rows are exact
-            known = attend = self._each(self._exact, kv.length, nodes, ancestors)
+            known = attend = _each(self._layouts, partial(exact_attention, self.backend), *given)
             if not self.serves():
-                known = self._each(BatchInvariantAttention, kv.length, nodes, ancestors)
+                known = _each(self._layouts, BatchInvariantAttention, *given)
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
         states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
         return self._compute(
             tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states)
         )
-
-    def _each(
-        self, attention: Callable[..., Attention | BlockwiseAttention], *given: object
-    ) -> Attending:
-        """An attention of a pass; where layers have heads of several numbers and sizes,
-        one for each of these.
-        """
-        made = {heads: attention(layout, *given) for heads, layout in self._layouts.items()}
-        return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
-
-    def _exact(self, layout: Layout, *given: Any) -> Attention:
-        """An attention whose rows are exact."""
-        return exact_for(self.backend, layout.width)(layout, *given)
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""
@@ -484,14 +464,16 @@ class Target:
         return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
 
 
-def packed(target: Target, kv_dtype: torch.dtype) -> PassProgram:
-    """A C program that makes a model's passes over caches in a dtype.
-
-    Raises:
-        Unfit: there is none for the model.
-        Unbuilt: there is none here.
+def _each(
+    layouts: Mapping[tuple[int, int], Layout],
+    attention: Callable[..., Attention | BlockwiseAttention],
+    *given: object,
+) -> Attending:
+    """An attention of a pass; where layers have heads of several numbers and sizes,
+    one for each of these.
     """
-    return PassProgram(target.model, kv_dtype, target.layer_specs)
+    made = {heads: attention(layout, *given) for heads, layout in layouts.items()}
+    return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
 
 
 def forward_wide(target: Target, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:

@@ -272,7 +272,8 @@ class Job:
             words = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
             words = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else words
             how.append(f"{name.replace('_', ' ')} {words}")
-        partial = f" + {gigabytes(need.partial_bytes)} partial" if need.partial_bytes else ""
+        drafting = need.caches["drafting KV"]
+        partial = f" + {gigabytes(drafting)} partial" if drafting else ""
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
             "model {name}, {device}, {dtype}, attention {attention}".format(**about.model)
@@ -280,7 +281,7 @@ class Job:
             ", ".join(how),
             self._sampling(),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to "
-            f"generate, KV memory {gigabytes(need.full_bytes)}{partial}",
+            f"generate, KV memory {gigabytes(need.caches['KV'])}{partial}",
             *self.notes,
             f"run folder {self.folder.path}",
         ]

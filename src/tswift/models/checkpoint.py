@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import stat
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,12 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3Config,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -49,27 +43,17 @@ from tswift.errors import (
 )
 from tswift.models.classes import class_of
 from tswift.models.codes import is_packed_floats
-from tswift.models.config import DEMO, DEMO_DRAFT, SHAPE_PREFIX
+from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
 from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
 
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 
+_GENERATION = "generation_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_PARSED = (CONFIG, "generation_config.json", "tokenizer_config.json", INDEX)
 # how their files begin
 _TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
-# suffixes of files that transformers opens
-_READ = (".json", ".safetensors", ".model", ".jinja", ".txt")
-_MAX_BYTES = 256_000_000  # of such a file, weights apart; tokenizers have tens of millions
 _HUB_TIMEOUT = 10.0  # seconds
 
-_MAX_LAYERS = 1000  # the deepest published models have a bit more than a hundred
-_MAX_SIZE = 1 << 31
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-)
-_LIMITS = {**dict.fromkeys(_SIZES, _MAX_SIZE), "num_hidden_layers": _MAX_LAYERS}
 # recurrent layers that are served, and those without attention, by type, and how the types of
 # models that have them begin
 _RECURRENT = {
@@ -85,73 +69,11 @@ _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
+# by name; every shape has 131,072 positions and bfloat16 weights
+SHAPES: dict[str, PreTrainedConfig] = {
+    name: AutoConfig.for_model(**values, max_position_embeddings=131_072, dtype="bfloat16")
+    for name, values in PUBLISHED.items()
 }
-_LLAMA3 = {
-    **{
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    },
-    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}
-# Qwen2.5's base models are published with 128K positions and no scaling of the rotary embeddings.
-_QWEN = {"rope_type": "default", "rope_theta": 1e6}
-_QWEN3 = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32_768,
-}
-_QWEN35 = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-_COLUMNS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "bos_token_id", "eos_token_id"),
-    *("rms_norm_eps", "tie_word_embeddings", "rope_parameters"),
-)
-_TABLE: dict[str, tuple[object, ...]] = {
-    "llama3.1-8b": (128_256, 4096, 14_336, 32, 32, 8, 128_000, 128_001, 1e-5, False, _LLAMA3),
-    "yarn-llama2-7b-128k": (32_000, 4096, 11_008, 32, 32, 32, 1, 2, 1e-5, False, _YARN),
-    "qwen2.5-1.5b": (151_936, 1536, 8960, 28, 12, 2, 151_643, 151_643, 1e-6, True, _QWEN),
-    "qwen2.5-7b": (152_064, 3584, 18_944, 28, 28, 4, 151_643, 151_643, 1e-6, False, _QWEN),
-    "qwen2.5-14b": (152_064, 5120, 13_824, 48, 40, 8, 151_643, 151_643, 1e-5, False, _QWEN),
-    "qwen3-4b": (151_936, 2560, 9728, 36, 32, 8, 151_643, 151_645, 1e-6, True, _QWEN3),
-    "qwen3-8b": (151_936, 4096, 12_288, 36, 32, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
-    "qwen3-14b": (151_936, 5120, 17_408, 40, 40, 8, 151_643, 151_645, 1e-6, False, _QWEN3),
-    "qwen3.5-9b": (248_320, 4096, 12_288, 32, 16, 4, None, 248_044, 1e-6, False, _QWEN35),
-    "qwen3.5-27b": (248_320, 5120, 17_408, 64, 24, 4, None, 248_044, 1e-6, False, _QWEN35),
-}
-_OF_QWEN35 = {
-    **{
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-    "mtp_num_hidden_layers": 1,
-}
-_MORE: dict[str, dict[str, int]] = {
-    "qwen3.5-9b": {**_OF_QWEN35, "linear_num_value_heads": 32},
-    "qwen3.5-27b": {**_OF_QWEN35, "linear_num_value_heads": 48},
-}
-_MADE = {"qwen3.5": Qwen3_5TextConfig, "qwen3": Qwen3Config, "qwen2.5": Qwen2Config}
-
-
-def _config(name: str) -> PreTrainedConfig:
-    """A configuration of transformers; every shape has 131,072 positions and bfloat16 weights."""
-    values = dict(zip(_COLUMNS, deepcopy(_TABLE[name]), strict=True)) | _MORE.get(name, {})
-    make: Any = _MADE.get(name.split("-")[0], LlamaConfig)
-    return make(**values, max_position_embeddings=131_072, dtype="bfloat16")
-
-
-# The models of the paper's tables 3 and 4, as their authors published them; and those with
-# published drafters.
-SHAPES: dict[str, PreTrainedConfig] = {name: _config(name) for name in _TABLE}
 
 
 @contextmanager
@@ -309,7 +231,7 @@ def read_config(model: str) -> PreTrainedConfig:
         refuse_broken(folder)
     with silence(), hub(folder is None), as_input_error(model):
         values, _ = PreTrainedConfig.get_config_dict(source)
-        refuse_numbers(values, model)
+        refuse_code(values, model)
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         # a file's own choice could be a kernel of the hub, which is code
         config._attn_implementation = None
@@ -326,7 +248,7 @@ def read_config(model: str) -> PreTrainedConfig:
 
 def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
     values = file.config_values()
-    refuse_numbers(values, model)
+    refuse_code(values, model)
     with silence(), as_input_error(model):
         config = AutoConfig.for_model(**values)
         refuse_unsupported(config.get_text_config(), model)
@@ -369,34 +291,18 @@ def refuse_routed(config: PreTrainedConfig, model: str) -> None:
 
 
 def refuse_broken(folder: Path) -> None:
-    """Refuse a folder without a model, or with files that would hang a
-    reader or fill the memory.
-    """
+    """Refuse a folder that holds no model, or only an adapter of one."""
     if (folder / "adapter_config.json").exists():
         raise InputError(f"{folder} holds an adapter; merge it into its model first", "model")
-    for path in sorted(folder.iterdir()):
-        if not path.name.endswith(_READ):
-            continue
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise InputError(f"cannot access {path} ({error.strerror})", "model") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is no file", "model")
-        if status.st_size > _MAX_BYTES and path.suffix != ".safetensors":
-            raise InputError(
-                f"{path} is too large, more than {_MAX_BYTES:,} bytes are not read", "model"
-            )
     if not (folder / CONFIG).exists():
         raise InputError(f"{folder} holds no model: there is no {CONFIG} in it", "model")
-    for name in _PARSED:
-        if (folder / name).exists():
-            read_object(folder / name, "model", _MAX_BYTES)
+    if (folder / _GENERATION).exists():  # transformers would ignore a broken one
+        read_object(folder / _GENERATION, "model")
 
 
-def read_object(path: Path, option: str, max_bytes: int = MAX_RECORD) -> dict[str, object]:
+def read_object(path: Path, option: str) -> dict[str, object]:
     """The object in a JSON file."""
-    value = parse_json(read_file(path, max_bytes, option), path, option)
+    value = parse_json(read_file(path, MAX_RECORD, option), path, option)
     if not isinstance(value, dict):
         raise InputError(f"{path} holds no JSON object", option)
     return value
@@ -407,8 +313,8 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
 
 
-def refuse_numbers(values: Mapping[str, object], model: str) -> None:
-    """Refuse a configuration with impossible sizes, or one that needs code of its own."""
+def refuse_code(values: Mapping[str, object], model: str) -> None:
+    """Refuse a configuration that needs code of its own, or weights from elsewhere."""
     kind = values.get("model_type")
     reason = ""
     if "auto_map" in values and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
@@ -417,31 +323,8 @@ def refuse_numbers(values: Mapping[str, object], model: str) -> None:
         reason = f"has no model_type in its {CONFIG}"
     elif values.get("transformers_weights") is not None:
         reason = "names its weights itself (transformers_weights), which tswift does not read"
-    text = values.get("text_config")
-    for part in (values, text if isinstance(text, dict) else {}):
-        reason = reason or _impossible(part)
     if reason:
         raise InputError(f"{model} {reason}", "model")
-
-
-def _impossible(values: Mapping[str, Any]) -> str:
-    """What is wrong with the numbers of a configuration; empty for nothing."""
-    for name, limit in _LIMITS.items():
-        value = values.get(name)
-        # a list has a value per layer
-        if not (
-            value is None or isinstance(value, list) or (type(value) is int and 0 < value <= limit)
-        ):
-            return f"has {name} {value!r:.40}, which is no integer from 1 to {limit:,}"
-    name = values.get("dtype", values.get("torch_dtype"))
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return f"has dtype {name!r:.40}, which holds no floating-point numbers"
-    heads = values.get("num_attention_heads")
-    kv_heads = values.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        return f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
-    return ""
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -619,23 +502,19 @@ def _weight_files(folder: Path) -> list[Path]:
         )
         reason = f"only {pickled}, a pickle, which could run code" if pickled else f"no {WEIGHTS}"
         raise InputError(f"{folder} has no weights that tswift reads ({reason})", "model")
-    index = read_object(folder / INDEX, "model", _MAX_BYTES)
-    shards = index.get("weight_map")
-    if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata"), dict):
-        raise InputError(f"{folder / INDEX} is broken: it lacks weight_map or metadata", "model")
-    for shard in shards.values():
+    shards = read_object(folder / INDEX, "model").get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise InputError(f"{folder / INDEX} is broken: it lacks weight_map", "model")
+    names = {str(shard) for shard in shards.values()}
+    for name in sorted(names):
         # a file of another folder is none of the model's
-        if (
-            not isinstance(shard, str)
-            or Path(shard).name != shard
-            or not shard.endswith(".safetensors")
-        ):
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(
-                f"{folder / INDEX} names {shard!r:.60}, no safetensors file in the folder", "model"
+                f"{folder / INDEX} names {name!r:.60}, no safetensors file in the folder", "model"
             )
-        if not (folder / shard).is_file():
-            raise InputError(f"{folder} lacks {shard}, which its index names", "model")
-    return [folder / shard for shard in sorted(set(shards.values()))]
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} lacks {name}, which its index names", "model")
+    return [folder / name for name in sorted(names)]
 
 
 def refuse_misfit(

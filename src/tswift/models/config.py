@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from tswift.errors import InputError, close_name, did_you_mean, find_path
 from tswift.options import DRAFTING, check_options, option
@@ -11,16 +14,17 @@ from tswift.options import DRAFTING, check_options, option
 DEMO = "demo"  # the bundled model
 DEMO_DRAFT = "demo-draft"  # the one that drafts for it
 SHAPE_PREFIX = "shape:"  # before a published model's name: random weights
-SHAPES = (
-    *("llama3.1-8b", "yarn-llama2-7b-128k", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b"),
-    *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3.5-9b", "qwen3.5-27b"),
+# published models: what their configurations say, by name
+PUBLISHED: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("shapes.toml").read_text()
 )
+SHAPES = (*PUBLISHED,)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-BITS = {"fp8": 8, "int4": 4}  # of a drafting weight, by kind, without its scale
+BITS = {"fp8": 8}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
 _PANEL = "Model"
@@ -107,8 +111,8 @@ class ModelConfig:
     )
     draft_weights: str | None = option(
         None,
-        "fp8 or int4 (CUDA, bfloat16): drafting passes run on a copy of such weights; never "
-        "changes the text.",
+        "fp8 (CUDA, bfloat16): drafting passes run on a copy of such weights; never changes the "
+        "text.",
         panel=DRAFTING,
         shown=UNQUANTISED,
         choices=(UNQUANTISED, *BITS),

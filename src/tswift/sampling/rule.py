@@ -108,7 +108,7 @@ class _Rule:
         self.params = params
         self._seed = seed
         self._tokens = tokens
-        self.penalises = params.penalises
+        self.penalises, self.counts = params.penalises, params.counts
         self.constants = constants(params, tokens.device)
         # by candidates of a row, 0: draws
         self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}
@@ -178,6 +178,11 @@ class Sampler:
         """Whether the contextual penalty does anything."""
         return self._rule.penalises
 
+    @property
+    def counting(self) -> bool:
+        """Whether it matters how often tokens are in the generated text."""
+        return self._rule.counts
+
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
         twin = copy(self)
@@ -226,7 +231,7 @@ class Sampler:
             )
             self.newest.scatter_reduce_(0, ids, positions, "amax")
         generated = tokens[max(0, self.prompt - self.length) :]
-        if self.params.counts and generated:
+        if self.counting and generated:
             ids = torch.tensor(generated).to(self.counts.device, non_blocking=True)
             self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
         self.length += len(tokens)
@@ -281,7 +286,7 @@ class Sampler:
         Nodes are as for :meth:`seen`. Of the generated text the root is a part, and each node's
         drafted ancestors are.
         """
-        if not self.params.counts:
+        if not self.counting:
             return logits
         counts = self.counts.repeat(len(tokens), 1)
         drafted = ancestors[:, 1:].to(torch.float64)

@@ -32,38 +32,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.attention.native import parallel_region
-from tswift.native_build import Unbuilt, build, widest_vectors
+from tswift.native_build import Unbuilt, build, structures, widest_vectors
 from tswift.sampling.parameters import SamplingParams, constants
 
 _SOURCE = Path(__file__).with_name("sampler.c")
+_C = structures(_SOURCE)
 MOST = 16  # candidates of a row
 _FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
 
 # tokens; of each the runner-up and the lead over it
 Drawn = tuple[list[int], list[tuple[int, float]]]
-
-
-class _Call(ctypes.Structure):
-    """``Call`` in sampler.c."""
-
-    _fields_: ClassVar = [
-        (name, kind)
-        for kind, names in (
-            (
-                ctypes.c_void_p,
-                "logits positions best scores seen newest tokens places ancestors banned biased "
-                "bias ids",
-            ),
-            (ctypes.c_void_p, "unsure space kept mask parallel"),
-            (
-                ctypes.c_int64,
-                "by_row by_seen by_ids rows vocabulary half count ahead window top_k threads "
-                "biases seed",
-            ),
-            (ctypes.c_double, "temperature penalty log_min_p eta top_p"),
-        )
-        for name in names.split()
-    ]
 
 
 class _Rows:
@@ -76,7 +54,7 @@ class _Rows:
         )
         self.scores = (ctypes.c_double * (rows * count))()
         self.unsure = (ctypes.c_uint8 * rows)()
-        self.call = _Call(
+        self.call = _C.Call(
             best=ctypes.addressof(self.best),
             scores=ctypes.addressof(self.scores),
             unsure=ctypes.addressof(self.unsure),
@@ -159,7 +137,7 @@ class CSampler:
         scores = torch.empty(rows, count, dtype=torch.float64)
         unsure = bytearray(rows)
         places = None if positions is None else (ctypes.c_int64 * rows)(*positions)
-        call = _Call(
+        call = _C.Call(
             logits=logits.data_ptr(),
             positions=ctypes.cast(places, ctypes.c_void_p) if places else None,
             best=best.data_ptr(),
@@ -255,7 +233,7 @@ class CSampler:
         pointers = {
             name: None if each is None else each.ctypes.data for name, each in given.items()
         }
-        call = _Call(by_row=width, by_seen=width, by_ids=width, **pointers, **self._fixed)
+        call = _C.Call(by_row=width, by_seen=width, by_ids=width, **pointers, **self._fixed)
         self._given = given  # what the call points to
 
         def rank(count: int, most: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -38,6 +38,7 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
+from tswift.speculators.draft_head import lm_head_rows
 from tswift.speculators.networks import (
     DFLASH,
     DSPARK,
@@ -54,6 +55,11 @@ if TYPE_CHECKING:
 OPTION = "drafter"
 KINDS = (DSPARK, DFLASH, EAGLE3)
 _LARGEST = 1 << 31
+_COUNTS = {
+    *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "block_size"),
+    *("num_attention_heads", "num_key_value_heads", "mask_token_id", "markov_rank"),
+    *("draft_vocab_size", "target_hidden_size", "num_target_layers", "sliding_window"),
+}
 _ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 _COMPARED = 64  # rows of a copy that are compared with the target's own
@@ -140,14 +146,11 @@ class SpeculatorFile:
         )
         if not (any_model or quantised):
             for name, stored in self.copies.items():
-                layer = getattr(target.model, _COPIED[name])()
-                packed = getattr(layer, "packed", None)
-                ours = (
-                    layer.weight[:_COMPARED]
-                    if packed is None
-                    else packed.rows(torch.arange(_COMPARED))
-                )
-                own = ours.detach().float().cpu()
+                first = torch.arange(_COMPARED, device=target.device)
+                ours = lm_head_rows(getattr(target.model, _COPIED[name])(), first, torch.float32)
+                if ours is None:
+                    continue
+                own = ours.weight.cpu()
                 with safe_open(stored.path, framework="pt") as file:
                     rows = file.get_slice(stored.name)[:_COMPARED].float()
                 if not torch.allclose(rows, own, rtol=0.02, atol=1e-5):
@@ -289,13 +292,15 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
         )
     with renaming(model=OPTION):
         stored = stored_tensors(path)
-    spec = _read_spec(path, config, stored, layout)
     try:
+        spec = _read_spec(path, config, stored, layout)
         with torch.device("meta"):
             parameters = {
                 name: tuple(each.shape) for name, each in build(spec).state_dict().items()
             }
-    except Exception as error:  # rotary embeddings of a known type may lack something, in many ways
+    except InputError:
+        raise
+    except Exception as error:  # numbers and rotary embeddings may be wrong in many ways
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
     layer = _EAGLE_LAYER.get(layout, "")
@@ -353,158 +358,164 @@ def _layout(config: Mapping[str, object]) -> str | None:
     return _SAFEAI if "draft_vocab_size" in config else None
 
 
+class _Said(dict[str, Any]):
+    """What a drafter's configuration says, the objects within it laid over it;
+    what is asked for and missing is refused.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.path = path
+        for nested in _NESTED:
+            part = config if nested is None else config.get(nested) or {}
+            if not isinstance(part, dict):
+                raise _refused(path, f"has {nested} {part!r:.40}, which is no object")
+            self.update({name: value for name, value in part.items() if value is not None})
+        for name in _COUNTS & self.keys():
+            value = self[name]
+            if type(value) is not int or not 0 <= value < _LARGEST:
+                raise _refused(path, f"has {name} {value!r:.40}, which is no count")
+
+    def refuse(self, wrong: object, reason: str) -> None:
+        """Refuse the drafter if something is wrong with it."""
+        if wrong:
+            raise _refused(self.path, reason)
+
+    def __missing__(self, name: str) -> Any:
+        raise _refused(self.path, f"says nothing of {name} in its {CONFIG}")
+
+
 def _read_spec(
     path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], layout: str
 ) -> SpeculatorSpec:
-    """A drafter's sizes; what is missing or impossible is refused by its name."""
-    said = dict[str, Any]()
-    for nested in _NESTED:
-        part = config if nested is None else config.get(nested) or {}
-        if not isinstance(part, dict):
-            raise _refused(path, f"has {nested} {part!r:.40}, which is no object")
-        said |= {name: value for name, value in part.items() if value is not None}
-
-    def integer(name: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
-        value = said.get(name, default)
-        if value is None:
-            raise _refused(path, f"says nothing of {name} in its {CONFIG}")
-        if type(value) is not int or not least <= value <= most:
-            raise _refused(
-                path, f"has {name} {value!r:.40}, which is no integer from {least} to {most:,}"
-            )
-        return value
-
+    """A drafter's sizes; what is missing or not served is refused by its name."""
+    said = _Said(path, config)
     eagle = layout in _EAGLE_LAYER
-    prefix = _EAGLE_LAYER.get(layout, "layers.0.")
-    hidden = integer("hidden_size")
-    heads = integer("num_attention_heads")
-    vocab = integer("vocab_size")
-    kv_heads = integer("num_key_value_heads", heads, most=heads)
-    layers = integer("num_hidden_layers", 1, most=1000)
-    queries = stored.get(f"{prefix}self_attn.q_proj.weight")
-    kinds = said.get("layer_types", [])
-    eps = said.get("rms_norm_eps", 1e-6)
-    act = said.get("hidden_act", "silu")
-    known = ("full_attention",) if eagle else ("full_attention", "sliding_attention")
-    listed = isinstance(kinds, list) and all(each in known for each in kinds)
-    sliding = (
-        tuple(index for index, each in enumerate(kinds) if each == "sliding_attention")
-        if listed
-        else ()
-    )
-    listed = listed and (not sliding or len(kinds) == layers)
-    if (
-        layout == _SPECULATORS_BLOCK
-        and said.get("model_type") == "qwen3"
-        and not said.get("use_sliding_window")
-    ):
-        sliding = ()  # as transformers' configuration of Qwen3 drops the window then
-    sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
-    rank = integer("markov_rank", 0 if layout == _DEEPSPEC else 256, least=0) if sparks else 0
-    markov = said.get("markov_head_type", "vanilla") if rank else ""
-    all_slide = len(sliding) == layers
-    causal = "" if eagle or all_slide else next((name for name in _CAUSAL if said.get(name)), "")
-    reason = ""
-    if causal:
-        reason = f"says {causal}, which tswift does not serve"
-    elif markov not in ("", "vanilla", "gated", "rnn"):
-        reason = f"has markov_head_type {markov!r:.40}; known are vanilla, gated and rnn"
-    elif queries is None:
-        reason = f"lacks {prefix}self_attn.q_proj.weight"
-    elif len(queries.shape) != 2 or queries.shape[0] % (2 * heads) or not queries.shape[0]:
-        reason = (
-            f"has {queries.name} of shape {list(queries.shape)}, which {heads} query heads cannot "
-            "share"
-        )
-    elif not listed or (said.get("use_sliding_window") and not kinds):
-        reason = (
-            "has layers of sliding attention, which tswift does not serve; --budget makes windows"
-        )
-    elif type(eps) not in (int, float) or not 0 <= eps < 1:
-        reason = f"has rms_norm_eps {eps!r:.40}"
-    elif heads % kv_heads:
-        reason = f"has {heads} attention heads, which {kv_heads} KV heads cannot share"
-    elif act != "silu":
-        reason = f"has hidden_act {act!r:.40}, not silu"
-    if reason:
-        raise _refused(path, reason)
+    attention = f"{_EAGLE_LAYER.get(layout, 'layers.0.')}self_attn."
+    heads = said["num_attention_heads"]
+    kv_heads = said.get("num_key_value_heads", heads)
+    queries = stored.get(f"{attention}q_proj.weight")
+    said.refuse(queries is None, f"lacks {attention}q_proj.weight")
     assert queries is not None
-    own_layers = integer("num_target_layers", 0, least=0, most=1000)
-    taps = said.get("target_layer_ids")
-    if taps is None and layout == _ZLAB and own_layers:
-        taps = _spread(own_layers, layers)
-    if (eagle and layout != _DEEPSPEC_EAGLE) or layout == _SPECULATORS_BLOCK:
-        taps = next((said[name] for name in _TAPS if name in said), None)
-        if isinstance(taps, list) and (
-            taps[:1] != [1] or not eagle
-        ):  # what goes into these layers, unless the first is 1 (SGLang)
-            taps = [tap - 1 if type(tap) is int else tap for tap in taps]
-    fine = isinstance(taps, list) and taps and all(type(tap) is int and tap >= 0 for tap in taps)
-    if not fine and not (eagle and taps is None):
-        raise _refused(path, f"has target_layer_ids {taps!r:.60}, which are no layers")
-    own: dict[str, Any]
-    own_vocab = (
-        integer("draft_vocab_size", vocab, most=vocab) if layout == _SPECULATORS_BLOCK else vocab
+    sliding = _sliding(said, layout)
+    said.refuse(
+        sliding is None or (eagle and sliding),
+        "has layers of sliding attention, which tswift does not serve; --budget makes windows",
     )
+    own: dict[str, Any]
     if eagle:
         own = {
             "kind": EAGLE3,
             "layers": 1,
-            "tap_size": integer("target_hidden_size", hidden),
-            "draft_vocab": integer("draft_vocab_size", vocab, most=vocab),
+            "tap_size": said.get("target_hidden_size", said["hidden_size"]),
+            "draft_vocab": said.get("draft_vocab_size", said["vocab_size"]),
             "embeds": "embed_tokens.weight" in stored,
-            "qk_norm": f"{prefix}self_attn.q_norm.weight" in stored,
+            "qk_norm": f"{attention}q_norm.weight" in stored,
             **{field: said.get(name) is True for name, field in _NORMS.items()},
         }
     else:
-        own = {
-            "kind": DSPARK if rank else DFLASH,
-            "layers": layers,
-            "tap_size": hidden,
-            "block": integer("block_size", least=2, most=1024),
-            "mask": integer("mask_token_id", least=0, most=vocab - 1),
-            "in_place": layout == _ZLAB
-            or (layout == _SPECULATORS_BLOCK and not said.get("sample_from_anchor", sparks)),
-            "sliding": sliding,
-            "window": integer("sliding_window") if sliding else 0,
-            "causal": not (
-                said.get("sliding_window_non_causal")
-                or False in (said.get(name) for name in _CAUSAL)
-            ),
-            "draft_vocab": own_vocab % vocab,
-            "markov": markov,
-            "rank": rank,
-        }
+        own = _block_fields(said, layout, sliding or ())
+    act = said.get("hidden_act", "silu")
+    said.refuse(act != "silu", f"has hidden_act {act!r:.40}, not silu")
+    shape = list(queries.shape)
+    said.refuse(
+        len(shape) != 2 or shape[0] % (2 * heads),
+        f"has {queries.name} of shape {shape}, which {heads} query heads cannot share",
+    )
+    said.refuse(
+        heads % kv_heads, f"has {heads} query heads, which {kv_heads} KV heads cannot share"
+    )
+    taps = _taps(said, layout, own["layers"])
     return SpeculatorSpec(
-        hidden_size=hidden,
-        inner_size=integer("intermediate_size"),
+        hidden_size=said["hidden_size"],
+        inner_size=said["intermediate_size"],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=queries.shape[0] // heads,  # configurations are known to be wrong
-        vocab_size=vocab,
-        eps=float(eps),
+        vocab_size=said["vocab_size"],
+        eps=float(said.get("rms_norm_eps", 1e-6)),
         rope=_rope(path, said),
         tap_count=3 if taps is None else len(taps),
-        taps=None if taps is None else tuple(taps),
-        target_layers=own_layers or None,
+        taps=taps,
+        target_layers=said.get("num_target_layers") or None,
         **own,
     )
 
 
-def _rope(path: Path, said: Mapping[str, object]) -> dict[str, object]:
+def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of a block drafter's spec that EAGLE-3 has otherwise, or not at all."""
+    ours = layout == _SPECULATORS_BLOCK
+    sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
+    rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if sparks else 0
+    markov = said.get("markov_head_type", "vanilla")
+    layers, vocab = said["num_hidden_layers"], said["vocab_size"]
+    causal = next((name for name in _CAUSAL if said.get(name)), "")
+    said.refuse(
+        rank and markov != "vanilla",
+        f"has markov_head_type {markov!r:.40}, and only vanilla is served",
+    )
+    said.refuse(causal and len(sliding) < layers, f"says {causal}, which tswift does not serve")
+    mask = said["mask_token_id"]
+    said.refuse(mask >= vocab, f"has mask_token_id {mask}, the vocabulary has {vocab:,}")
+    return {
+        "kind": DSPARK if rank else DFLASH,
+        "layers": layers,
+        "tap_size": said["hidden_size"],
+        "block": said["block_size"],
+        "mask": mask,
+        "in_place": layout == _ZLAB or (ours and not said.get("sample_from_anchor", sparks)),
+        "sliding": sliding,
+        "window": said["sliding_window"] if sliding else 0,
+        "causal": not said.get("sliding_window_non_causal")
+        and False not in (said.get(name) for name in _CAUSAL),
+        "draft_vocab": said.get("draft_vocab_size", vocab) % vocab if ours else 0,
+        "rank": rank,
+    }
+
+
+def _sliding(said: _Said, layout: str) -> tuple[int, ...] | None:
+    """The layers that see a window; None where the configuration does not say it of each."""
+    kinds = said.get("layer_types", [])
+    if not isinstance(kinds, list) or {*kinds} - {"full_attention", "sliding_attention"}:
+        return None
+    sliding = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    if (sliding and len(kinds) != said.get("num_hidden_layers")) or (
+        said.get("use_sliding_window") and not kinds
+    ):
+        return None
+    # transformers' configuration of Qwen3 drops the window then
+    dropped = said.get("model_type") == "qwen3" and not said.get("use_sliding_window")
+    return () if layout == _SPECULATORS_BLOCK and dropped else sliding
+
+
+def _taps(said: _Said, layout: str, layers: int) -> tuple[int, ...] | None:
+    """After which layers of the target the states are read, from 0; None for EAGLE-3's usual."""
+    eagle = layout in _EAGLE_LAYER
+    taps = said.get("target_layer_ids")
+    if layout in (_SAFEAI, _SPECULATORS, _SPECULATORS_BLOCK):
+        taps = next((said[name] for name in _TAPS if name in said), None)
+        # what goes into these layers, unless the first is 1 (SGLang)
+        if taps and not (eagle and taps[0] == 1):
+            taps = [tap - 1 for tap in taps]
+    elif taps is None and layout == _ZLAB and "num_target_layers" in said:
+        taps = _spread(said["num_target_layers"], layers)
+    if taps is None and eagle:
+        return None
+    found = tuple(taps or ())
+    fine = found and all(type(tap) is int and tap >= 0 for tap in found)
+    said.refuse(not fine, f"has target_layer_ids {taps!r:.60}, which are no layers")
+    return found
+
+
+def _rope(path: Path, said: Mapping[str, Any]) -> dict[str, object]:
     given = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise _refused(path, f"has rope_parameters {given!r:.40}")
     rope = {
         "rope_type": given.get("type", "default"),
         "rope_theta": said.get("rope_theta", 10_000.0),
         **given,
     }
-    numbers = [value for name, value in rope.items() if name not in ("rope_type", "type")]
     if rope["rope_type"] not in _ROPES:
         raise _refused(path, f"has rotary embeddings of type {rope['rope_type']!r:.40}")
-    if not all(isinstance(value, int | float | None) for value in numbers):
-        raise _refused(path, f"has rope_parameters {given!r:.60}")
     return rope
 
 
@@ -534,7 +545,7 @@ def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
             "qk_norm": False,
         },
         DFLASH: {**block, "block": 16, "in_place": True},
-        DSPARK: {**block, "block": 7, "markov": "vanilla", "rank": 256},
+        DSPARK: {**block, "block": 7, "rank": 256},
     }
     heads = config.num_attention_heads
     return SpeculatorSpec(
@@ -571,7 +582,7 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "taps": spec.taps,
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
-        "markov": f"{spec.markov}, rank {spec.rank}" if spec.markov else None,
+        "markov": f"rank {spec.rank}" if spec.rank else None,
         "parameters": sum(spec.weights().values()),
         "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
         "unused": list(found.unused),  # tensors that tswift does not read

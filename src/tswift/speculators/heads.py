@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tswift.errors import InputError, close_name, find_path, parse_json, renaming
-from tswift.forward.hf import UnsupportedModel, use_onednn
+from tswift.forward.hf import UnsupportedModel
 from tswift.forward.integers import holds_codes
 from tswift.forward.program import MAX_COPIED, HeadProgram
 from tswift.forward.target import Target
@@ -37,6 +37,7 @@ from tswift.models.checkpoint import (
     read_header,
     read_into,
     read_object,
+    stored_tensors,
 )
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
@@ -305,7 +306,6 @@ def build(about: Mapping[str, Any]) -> Heads:
 
 def prepare(heads: Heads) -> Heads:
     """Have heads that were loaded compute fast; their weights stay as they are from now on."""
-    use_onednn(heads)
     weights = list(heads.parameters())
     plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
     small = sum(weight.numel() for weight in weights) * torch.float32.itemsize <= MAX_COPIED
@@ -642,21 +642,12 @@ _PUBLISHED: dict[str, tuple[re.Pattern[str], Callable[[_Matches, Mapping[str, ob
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a model's files and of a file of Medusa's heads beside them."""
-    index = folder / INDEX
-    shards: object = (
-        read_object(index, OPTION).get("weight_map") if index.exists() else {"": WEIGHTS}
-    )
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise _refused(index, "has no weight_map that says which file a tensor is in")
-    # a file of another folder is none of the model's
-    names = sorted({name for name in shards.values() if Path(name).name == name})
-    paths = [folder / name for name in names] + [folder / _MEDUSA_FILE]
-    return {
-        n: tensor
-        for path in paths
-        if path.is_file()
-        for n, tensor in read_header(path, OPTION)[0].items()
-    }
+    found = {}
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        with renaming(model=OPTION):
+            found = stored_tensors(folder)
+    own = folder / _MEDUSA_FILE
+    return {**found, **(read_header(own, OPTION)[0] if own.is_file() else {})}
 
 
 def _refused(path: Path, reason: str) -> InputError:

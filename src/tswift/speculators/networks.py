@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,7 @@ class SpeculatorSpec:
     mask: int = 0  # token id of the positions to be guessed
     # a slot guesses the token at its own position (DFlash), not the next one
     in_place: bool = False
-    # how the token before biases a slot: ``vanilla``, ``gated`` or ``rnn``; empty for not at all
-    markov: str = ""
-    rank: int = 0  # of that bias
+    rank: int = 0  # of the bias that the token before gives to a slot; 0 for none
     draft_vocab: int = 0  # tokens that it can guess; 0 for all, by the target's LM head
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
     # this and the next three: which of its norms EAGLE-3 applies where
@@ -170,18 +168,6 @@ def _rotated(rows: Tensor, angles: Angles) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-class LayerKV(Protocol):
-    """Keys and values ``[kv heads, slots, head_dim]`` of a drafter's layers: a window,
-    or rows that are trained on.
-    """
-
-    keys: Any
-    values: Any
-
-    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values ``[kv heads, n, head_dim]`` into slots ``[n]`` of a layer."""
-
-
 class DrafterAttention(nn.Module):
     """Attention of a drafter's layer, ``width`` its input's."""
 
@@ -201,7 +187,7 @@ class DrafterAttention(nn.Module):
         )
 
     def remember(
-        self, index: int, rows: Tensor, angles: Angles, slots: Tensor, kv: LayerKV
+        self, index: int, rows: Tensor, angles: Angles, slots: Tensor, kv: WindowKV
     ) -> None:
         """Put the keys and values of rows ``[n, width]`` into slots ``[n]`` of layer ``index``."""
         keys, values = (
@@ -211,7 +197,7 @@ class DrafterAttention(nn.Module):
         kv.put(index, slots, _rotated(self.k_norm(keys), angles), values)
 
     def forward(
-        self, index: int, rows: Tensor, angles: Angles, kv: LayerKV, seen: Tensor
+        self, index: int, rows: Tensor, angles: Angles, kv: WindowKV, seen: Tensor
     ) -> Tensor:
         """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n
         or 1, slots]``.
@@ -255,31 +241,12 @@ class _Markov(nn.Module):
 
     def __init__(self, spec: SpeculatorSpec) -> None:
         super().__init__()
-        rank, hidden = spec.rank, spec.hidden_size
-        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.draft_vocab or spec.vocab_size, bias=False)
-        if spec.markov == "gated":
-            self.gate_proj = nn.Linear(hidden + rank, rank)
-        elif spec.markov == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        self.markov_w1 = nn.Embedding(spec.vocab_size, spec.rank)
+        self.markov_w2 = nn.Linear(spec.rank, spec.draft_vocab or spec.vocab_size, bias=False)
 
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """``[n, V]`` after tokens ``[n]`` in a slot of state ``hidden`` ``[H]``,
-        and states ``[n, r]`` for the next.
-        """
-        told = self.markov_w1(tokens)
-        hidden = hidden.expand(len(told), -1)
-        if hasattr(self, "gate_proj"):
-            told = torch.sigmoid(self.gate_proj(torch.cat([hidden, told], -1))) * told
-        elif hasattr(self, "joint_proj"):
-            state = torch.zeros_like(told) if state is None else state
-            gate, new, out = self.joint_proj(torch.cat([state, told, hidden], -1)).chunk(3, -1)
-            gate = torch.sigmoid(gate)
-            state = gate * state + (1 - gate) * torch.tanh(new)
-            told = torch.tanh(out)
-        return self.markov_w2(told), state
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[n, V]`` for slots after tokens ``[n]``."""
+        return self.markov_w2(self.markov_w1(tokens))
 
 
 # A round under way: ``[n or 1, V]`` logits after drafted tokens ``[n]`` (int64) at a level, one
@@ -309,7 +276,7 @@ class DraftNetwork(nn.Module):
         return target
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
     ) -> Tensor:
         """Put committed tokens into the cache: nothing is waited for.
 
@@ -350,14 +317,14 @@ class BlockSpeculator(DraftNetwork):
         self.fc = nn.Linear(spec.tap_count * spec.tap_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(2))
         self.layers: Any = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
-        if spec.markov:
+        if spec.rank:
             self.markov_head = _Markov(spec)
         if spec.draft_vocab:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
@@ -375,7 +342,7 @@ class BlockSpeculator(DraftNetwork):
         slots = kv.scratch + block
         places = position + block
         whole = seen.clone()
-        windowed = None
+        windowed = whole[None]
         whole[kv.scratch : kv.scratch + self.spec.block] = True
         if self.spec.sliding:
             windowed = (seen & self._near(position, kv)).repeat(self.spec.block, 1)
@@ -385,18 +352,20 @@ class BlockSpeculator(DraftNetwork):
                 else torch.zeros_like(block[:, None] < block)
             )
             windowed[:, kv.scratch : kv.scratch + self.spec.block] = ~after
-        filled = self.fill(self.target.embed(tokens), places, slots, kv, whole[None], windowed)
-        hidden = filled[int(self.spec.in_place) :]
-        told = None
+        rows = self.target.embed(tokens)
+        angles = self.rotary(places, rows.dtype)
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(rows)
+            layer.self_attn.remember(index, normed, angles, slots, kv)
+            sees = windowed if index in self.spec.sliding else whole[None]
+            rows = rows + layer.self_attn(index, normed, angles, kv, sees)
+            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+        hidden = self.norm(rows)[int(self.spec.in_place) :]
         own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-            nonlocal told
-            if not self.spec.markov:
-                return of_all(own[level : level + 1], self)
-            told = told if told is None or rows is None else told.index_select(0, rows)
-            bias, told = self.markov_head(tokens, hidden[level], told)
-            return of_all(own[level : level + 1] + bias, self)
+            slot = own[level : level + 1]
+            return of_all(slot + self.markov_head(tokens) if self.spec.rank else slot, self)
 
         return logits
 
@@ -411,29 +380,6 @@ class BlockSpeculator(DraftNetwork):
         slots = torch.where(places < kv.budget, places, around).clamp(min=0)
         counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
         return counts.index_add_(0, slots, (places >= 0).int()) > 0
-
-    def fill(
-        self,
-        rows: Tensor,
-        places: Tensor,
-        slots: Tensor,
-        kv: LayerKV,
-        seen: Tensor,
-        windowed: Tensor | None = None,
-    ) -> Tensor:
-        """``[n, H]`` states of blocks whose embeddings are ``rows``;
-        ``seen`` is ``[n or 1, slots]``.
-
-        Layers that see a window see what is ``windowed``, where that is given.
-        """
-        angles = self.rotary(places, rows.dtype)
-        for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(rows)
-            layer.self_attn.remember(index, normed, angles, slots, kv)
-            sees = seen if windowed is None or index not in self.spec.sliding else windowed
-            rows = rows + layer.self_attn(index, normed, angles, kv, sees)
-            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
-        return self.norm(rows)
 
 
 class ChainSpeculator(DraftNetwork):
@@ -459,7 +405,7 @@ class ChainSpeculator(DraftNetwork):
         raise NotImplementedError
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: LayerKV
+        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         states = self.states(taps)
@@ -468,7 +414,7 @@ class ChainSpeculator(DraftNetwork):
         return states
 
     def after(
-        self, inputs: tuple[Tensor, Tensor], angles: Angles, kv: LayerKV, seen: Tensor
+        self, inputs: tuple[Tensor, Tensor], angles: Angles, kv: WindowKV, seen: Tensor
     ) -> Tensor:
         """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or
         1, slots]``.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, generate
-from tests.cli.bad_inputs.files import sparse
 
 Change = Callable[[Path], object]
 
@@ -186,17 +185,6 @@ CHANGES: dict[str, Change] = {
     "no tokenizer.json": gone("tokenizer.json"),
     **{
         f"an empty {name}": content(name, b"")
-        for name in (*_Z, "tokenizer_config.json", "generation_config.json")
-    },
-    **{
-        f"64 GB of {name}": lambda folder, name=name: sparse(folder / name)
-        for name in (WEIGHTS, "config.json")
-    },
-    **{
-        f"a pipe for {name}": lambda folder, name=name: [
-            gone(name)(folder),
-            os.mkfifo(folder / name),
-        ]
         for name in (*_Z, "tokenizer_config.json", "generation_config.json")
     },
     # config.json
