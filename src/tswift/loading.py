@@ -499,7 +499,7 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
     return state_shape(config, torch.float32, torch.device("cpu")) is not None
 
 
-def _packs(asked: ModelConfig, config: Any) -> bool:
+def _packs(asked: ModelConfig, config: PreTrainedConfig) -> bool:
     """Whether C products can hold a model's matrices here: they are plain numbers."""
     file = gguf_of(asked.model)
     coded = (
@@ -619,7 +619,7 @@ def _open(
     source, folder = (model, None) if plan.simulated else find_source(model)
     on_hub = folder is None and not plan.simulated
     quantization = plan.coded or (None if plan.simulated else own_quantization(config))
-    options = dict[str, Any]()
+    options = dict[str, object]()
     tokenizer = None
     other_dtype = ""
     with silence(), hub(on_hub), as_input_error(model):

@@ -51,7 +51,7 @@ _TOGETHER = 8  # tokens that are taken in at once, where logits are not worth ke
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
-def _point(call: Any, arrays: Mapping[str, Any]) -> None:
+def _point(call: Any, arrays: Mapping[str, np.ndarray]) -> None:
     """Let a structure's pointers point to arrays of these names,
     which have to be kept elsewhere.
     """

@@ -58,7 +58,7 @@ def _text_part(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(whole.__name__, (whole,), {"__init__": make, "__module__": whole.__module__})
 
 
-def _keep_only(module: nn.Module, wanted: Collection[Any]) -> None:
+def _keep_only(module: nn.Module, wanted: Collection[object]) -> None:
     """Take away every module that is none of those wanted, nor holds one."""
     for name, child in list(module.named_children()):
         if child in wanted:

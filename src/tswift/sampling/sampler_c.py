@@ -24,7 +24,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ Drawn = tuple[list[int], list[tuple[int, float]]]
 class _Rows:
     """A call that is made again and again, with room for what it finds in so many rows."""
 
-    def __init__(self, rows: int, count: int, fixed: dict[str, Any]) -> None:
+    def __init__(self, rows: int, count: int, fixed: dict[str, float]) -> None:
         self.rows, self.count = rows, count
         self.best, self.positions, self.parents = (
             (ctypes.c_int64 * (rows * each))() for each in (count, 1, 1)
@@ -95,7 +95,7 @@ class CSampler:
             "kept": torch.empty(threads * vocab_size, dtype=torch.int32),
             "mask": torch.empty(threads * vocab_size, dtype=torch.uint8),
         }
-        self._fixed: dict[str, Any] = {
+        self._fixed: dict[str, float] = {
             name: held.data_ptr() for name, held in self._held.items()
         } | {
             "biases": len(bias),

@@ -363,7 +363,7 @@ class _Said(dict[str, Any]):
     what is asked for and missing is refused.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, object]) -> None:
         super().__init__()
         self.path = path
         for nested in _NESTED:
@@ -386,7 +386,7 @@ class _Said(dict[str, Any]):
 
 
 def _read_spec(
-    path: Path, config: Mapping[str, Any], stored: Mapping[str, StoredTensor], layout: str
+    path: Path, config: Mapping[str, object], stored: Mapping[str, StoredTensor], layout: str
 ) -> SpeculatorSpec:
     """A drafter's sizes; what is missing or not served is refused by its name."""
     said = _Said(path, config)
@@ -507,7 +507,7 @@ def _taps(said: _Said, layout: str, layers: int) -> tuple[int, ...] | None:
     return found
 
 
-def _rope(path: Path, said: Mapping[str, Any]) -> dict[str, object]:
+def _rope(path: Path, said: _Said) -> dict[str, object]:
     given = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {
         "rope_type": given.get("type", "default"),

@@ -387,8 +387,8 @@ class ChainSpeculator(DraftNetwork):
     and guesses the one after that.
     """
 
-    midlayer: Any
-    norm: Any
+    midlayer: _Layer
+    norm: nn.RMSNorm
 
     def states(self, taps: Tensor) -> Tensor:
         """``[n, H]`` states of tokens whose taps are given."""
