@@ -336,7 +336,7 @@ def test_another_device_is_refused(
     with pytest.raises(
         InputError, match="integers are multiplied on a CPU only; the device is cuda"
     ) as caught:
-        plan.refuse_unfit_codes()
+        plan.refuse_unfit()
     assert caught.value.field == option
 
 
