@@ -85,8 +85,8 @@ FAULTS = [
     Fault("a code is not cut out of its neighbours", "forward/products.c", INTEGERS,
           "low_bits(shifted_by(own, at), mask)", "shifted_by(own, at)"),
     Fault("a long chain forgets what is before its part", "forward/program.c", INTEGERS,
-          "Attention a = attention(m, p, first, some, run->layer->window);",
-          "Attention a = attention(m, p, 0, some, run->layer->window);"),
+          "Attention a = attention(m, p, first, some, l->window);",
+          "Attention a = attention(m, p, 0, some, l->window);"),
     Fault("embeddings of a token's neighbour", "forward/program.c", INTEGERS,
           "own = token % GROUP;", "own = (token + 1) % GROUP;"),
     # parts of a program, windows and soft caps
