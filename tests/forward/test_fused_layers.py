@@ -406,7 +406,7 @@ def test_layers_with_products_of_ours(
     assert not made
     monkeypatch.setattr(kernels, "MOST_ROWS", 64)
     monkeypatch.setattr(draft_weights, "_DEVICES", ("cpu",))
-    cheap = Target(draft_weights.cheaper_copy(target.model, "fp8"), BACKENDS["triton"]())
+    cheap = Target(draft_weights.cheaper_copy(target.model), BACKENDS["triton"]())
     assert is_fused(cheap.model)
     made.clear()
     drafted, _ = tree_pass(cheap)

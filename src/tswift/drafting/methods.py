@@ -210,12 +210,12 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     beside = models if steady else replace(models, memory=None)
     paying = replace(options, tree=AUTO, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
-    if heads is not None and steady:
-        arms["medusa, tree auto"] = medusa(models, paying)
     if heads is not None and (target.replays or not steady):
         nodes = min(_set(options.nodes), usual_nodes(target.device, target.groups))
         tree = usual_tree(METHODS["medusa"], target.device, heads.count)
         arms["medusa"] = medusa(models, replace(options, tree=tree, gamma=None, nodes=nodes))
+    if heads is not None and steady:
+        arms["medusa, tree auto"] = medusa(models, paying)
     if target.speculator is not None:
         arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
