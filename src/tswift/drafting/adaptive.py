@@ -230,11 +230,14 @@ class AdaptiveDrafter(Drafter):
         times: of passes.
         clock: whether drafting is timed; otherwise costs tell its seconds, too, so that choices are
             the same everywhere.
+        whole: whether a timed step counts as what it took, its pass included: for passes so quick
+            that more is lost by telling them apart.
     """
 
     arms: Mapping[str, Drafter] = field(default_factory=dict)
     times: PassTimes = field(default_factory=PassTimes)
     clock: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         self._names, self._drafters = list(self.arms), list(self.arms.values())
@@ -314,7 +317,7 @@ class AdaptiveDrafter(Drafter):
         drafter.learn(context)
         self._context = context
         tokens = len(context.text) - self._length
-        if drafter is self._on_device and self.clock:  # the draft included
+        if self.clock and (self.whole or drafter is self._on_device):  # the draft included
             self.bandit.learn(tokens, self._drafting + passed, self._overhead)
         else:
             self.times.learn(self._nodes, self._keys, passed)

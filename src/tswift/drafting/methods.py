@@ -204,7 +204,8 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     target = models.target
     heads = models.heads
     memory = models.memory
-    steady = memory is not None and models.costs.seconds(1, 0) > _RECORDED
+    quick = models.costs.seconds(1, 0) <= _RECORDED
+    steady = memory is not None and not quick
     if memory is not None and steady:
         memory.costs = models.costs
     beside = models if steady else replace(models, memory=None)
@@ -230,8 +231,9 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         if isinstance(drafter, DynamicTreeDrafter):
             # not all that may be drafted in its first step, as if time were free
             drafter.budget.rate = 1 / models.costs.seconds(1, 0)
-            drafter.budget.times = times
-            drafter.budget.learns = False  # of all arms' passes something is learned here
+            if not quick:  # of all arms' passes something is learned for all
+                drafter.budget.times = times
+                drafter.budget.learns = False
     # the states that a network reads are gone with the next pass
     kept = [each for arm in arms.values() for each in arm.memories if steady or each is not memory]
     for drafter in arms.values():
@@ -246,6 +248,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms=arms,
         times=times,
         clock=timed,
+        whole=quick,
     )
 
 
