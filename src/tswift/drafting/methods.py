@@ -184,13 +184,16 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     limited = replace(options, tree=AUTO, gamma=None, nodes=min(nodes, INNER_NODES))
     if models.heads is not None:
         inner = medusa(passes, limited)
+        for source in inner.sources:  # a chain's trees are small: all levels are drafted
+            if isinstance(source, HeadTreeSource):
+                source.budget = None
     elif models.memory is not None:
         inner = recall(passes, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in
     level = _self_draft(models.drafting, options, gamma, INNER_NODES)
     budget = _budget(models, options)
-    source = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
-    return replace(_pruned(models, options, 0, [source], budget), depth=min(gamma, nodes - 1))
+    chain = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
+    return replace(_pruned(models, options, 0, [chain], budget), depth=min(gamma, nodes - 1))
 
 
 def auto(models: Models, options: DraftOptions) -> Drafter:
