@@ -43,6 +43,7 @@ from tswift.benchmarking.config import (
     parse_trees,
 )
 from tswift.benchmarking.record import to_json
+from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import (
     Case,
     Probe,
@@ -265,6 +266,41 @@ def test_every_cell_is_measured_and_its_counters_do_not_depend_on_how_ar_is_time
     assert compared[3] == compared[1] + compared[2] > 0
 
 
+def test_texts_that_end_by_themselves_are_recorded_as_long_as_they_are(checkpoint):
+    """The end-of-text token is one that plain decoding draws first as its 31st: later lengths
+    have the figures of 31 tokens, by every method.
+    """
+    asked = options(checkpoint, "tokenswift", "reuse", "ar-reference")
+    plan = Plan((4,), (10, 40, 80), (1,), warmup=0)
+    config = configure(asked)
+    (run,) = open_runs(
+        dataclasses.replace(config, contenders=config.contenders[:1]), [*range(1, 5)], 80, 1
+    )
+    run.prefill()
+    run.advance(80)
+    first_seen = {token: index for index, token in reversed([*enumerate(run.tokens, 1)])}
+    (end,) = [token for token, index in first_seen.items() if index == 31]
+    model = dataclasses.replace(config.model, eos_ids=(end,))
+    config = dataclasses.replace(config, model=model, stop_at_eos=True)
+    record = finish(begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan)
+    assert record["workload"]["stop_at_eos"] is True
+    assert len(record["samples"]) == 4
+    for sample in record["samples"]:
+        assert sample["ended"] is True
+        assert sample["same_as_ar"] is (None if sample["method"] == "ar" else True)
+        assert [point["len"] for point in sample["points"]] == [10, 40, 80]
+        assert [point["tokens"] for point in sample["points"][1:]] == [31, 31]
+        assert 10 <= sample["points"][0]["tokens"] < 16
+        assert sample["slices"][-1][0] == 31
+        assert [tokens for tokens, _ in sample["slices"]].count(31) == 1
+    (table,) = tables(typed(record))
+    assert [row[table.columns.index("tokens")] for row in table.rows[-4:]] == ["31.0"] * 4
+    assert any("4 of 4 did" in note for note in table.notes)
+    header, *lines = csv_text(typed(record)).splitlines()
+    column = header.split(",").index("tokens_mean")
+    assert {line.split(",")[column] for line in lines[-4:]} == {"31"}
+
+
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint):
     config, plan = (
         configure(options(checkpoint, "reuse")),
@@ -440,6 +476,11 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
                 ),
                 (("reuse",), {"heads": "chained"}, "heads: none of ar, reuse uses it"),
                 (("medusa",), {"min_p": 3.0}, "min_p: must be between"),
+                (
+                    ("medusa",),
+                    {"simulate_alpha": 0.5, "stop_at_eos": True},
+                    "stop_at_eos: cannot be given together with --simulate-alpha",
+                ),
                 ((), {"simulate_alpha": 0.5}, "simulate_alpha: none of the methods drafts"),
                 (
                     ("recall",),
@@ -467,6 +508,9 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
             InputError, match="ar: sampled takes its samples while another method runs"
         ):
             begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
+    config = dataclasses.replace(configure(options(checkpoint, "reuse")), stop_at_eos=True)
+    with pytest.raises(InputError, match="ar: sampled needs texts of a set length"):
+        begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
     with pytest.raises(InputError, match=r"lens: .* need 5,0"):
         begin_measurement(config, PROMPTS, Plan((4,), (10, 5000)), ["tswift"])
     need = sum(run.generation.need.kv_bytes for run in open_runs(config, [1, 2, 3], 50, 0))

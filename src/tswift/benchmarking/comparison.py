@@ -166,8 +166,9 @@ class Comparison:
             ]
             rows.append([method_name(method), _same(outcome), *figures])
         cut = ", interrupted" if self.interrupted else ""
+        end = " to the text's end" if all(sample.ended for sample in self.samples) else ""
         return Table(
-            f"{min(one['tokens'] for one in outcomes):,} tokens, in interleaved slices{cut}",
+            f"{min(one['tokens'] for one in outcomes):,} tokens{end}, in interleaved slices{cut}",
             ["method", "same text as AR", *(heading for heading, _ in shown.values())],
             rows,
             left=2,

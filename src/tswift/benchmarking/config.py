@@ -114,6 +114,13 @@ class BenchOptions:
         flag="--with-reference-ar",
         shown="",
     )
+    stop_at_eos: bool = option(
+        False,
+        "End a text at an end-of-text token, so that the length is its most.",
+        panel=_GRID,
+        flag="--stop-at-eos",
+        shown="",
+    )
     simulate_alpha: float | None = option(
         None,
         "Accept this share of the drafted tokens whatever is drawn: times are real, texts are not.",
@@ -145,6 +152,11 @@ class BenchOptions:
         }
         self.to_load()
         if self.simulate_alpha is not None:
+            if self.stop_at_eos:
+                raise InputError(
+                    "cannot be given together with --simulate-alpha, whose texts end nowhere",
+                    "stop_at_eos",
+                )
             drafting_methods = [method for method in self.methods if method not in DRAFTLESS]
             if not drafting_methods:
                 raise InputError(
@@ -382,9 +394,10 @@ class BenchConfig:
     """A loaded model and the contenders that run on it; all write the same text."""
 
     model: LoadedModel
-    params: SamplingParams  # end-of-text tokens are banned, so lengths are exact
+    params: SamplingParams  # without ``stop_at_eos`` end-of-text tokens are banned
     contenders: Sequence[Contender]  # labels are unique; ``ar`` is among them
     simulate_alpha: float | None = None
+    stop_at_eos: bool = False  # texts end by themselves; else all lengths are exact
     note: str | None = None  # what of the options had to be changed
 
     @property
@@ -436,7 +449,9 @@ def configure(
         ]
     except InputError as error:
         raise renamed(error, {"method": "methods"}) from None
-    params, _ = ending(options.sampling, model.eos_ids, stop_at_eos=False)
+    if options.stop_at_eos and not model.eos_ids:
+        raise InputError(f"{model.name} names no end-of-text token", "stop_at_eos")
+    params, _ = ending(options.sampling, model.eos_ids, options.stop_at_eos)
     cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
-    return BenchConfig(model, params, contenders, options.simulate_alpha, note)
+    return BenchConfig(model, params, contenders, options.simulate_alpha, options.stop_at_eos, note)

@@ -124,7 +124,7 @@ class Point(_Closed):
     """Figures when a method first reached one of the lengths."""
 
     len: Size
-    tokens: Size
+    tokens: Size  # fewer than ``len`` if the text ended before
     nodes: Count
     depth: Count
     accepted: list[Count]  # steps that accepted 0, 1, ... drafted tokens
@@ -175,6 +175,7 @@ class Sample(Cell):
     probes: list[tuple[Count, Annotated[list[Amount], Field(min_length=1)]]] | None
     points: list[Annotated[Point, BeforeValidator(gather)]]
     simulated: Literal[True] | None = None
+    ended: Literal[True] | None = None  # by an end-of-text token
 
 
 @dataclass(kw_only=True)
@@ -247,6 +248,7 @@ class Workload(_Closed):
     variants: dict[str, str] | None = None  # methods of contenders with labels of their own
     peers: dict[str, Options] | None = None  # transformers' generate beside ours, until 0.1
     simulated: Simulation | None = None
+    stop_at_eos: Literal[True] | None = None  # texts end by themselves
 
     def differing(self, other: Workload) -> list[str]:
         """What of two workloads differs, by name."""

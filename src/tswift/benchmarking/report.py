@@ -91,6 +91,8 @@ def csv_text(record: Record) -> str:
         _suite_lines(record) if isinstance(record, SuiteRecord) else _bench_lines(record)
     )
     names = summary.from_source(summary.STATS, summary.TIMES)
+    if any(one.workload.stop_at_eos for one in record.parts.values()):
+        names = [*summary.from_source(summary.ENDS), *names]
     if isinstance(record, SuiteRecord):
         names = list(dict.fromkeys(name for _, figures in lines for name in figures))
     text = io.StringIO()
@@ -216,7 +218,8 @@ def _bench_table(measurement: Measurement, paper: bool) -> Table:
         (row for row in _paper_rows() if paper and (row.axis, row.place) in places),
         key=lambda row: (row.prefill or 0, row.length or 0),
     )
-    names = [*_SHOWN, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
+    names = summary.from_source(summary.ENDS) if measurement.workload.stop_at_eos else []
+    names += [*_SHOWN, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
     names += [name for name, metric in METRICS.items() if metric.column]
     notes = _notes(measurement, cells, names, paper)
     notes += [_FLOOR_NOTE] if "of_floor" in names else []
@@ -294,6 +297,12 @@ def _notes(
         notes.append(
             "The measurement did not run to its end: these are the cells and lengths that were "
             "reached."
+        )
+    if measurement.workload.stop_at_eos:
+        ended = sum(sample.ended is True for sample in measurement.samples)
+        notes.append(
+            f"Texts end at an end-of-text token, else at the length: {ended} of "
+            f"{len(measurement.samples)} did."
         )
     if measurement.workload.ar == SAMPLED:
         notes.append(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tswift.benchmarking.run import OnProgress
 
 # what bench does and a suite does not
-_OF_BENCH = ("methods", "simulate_alpha", "workload", "chat", *JUDGED)
+_OF_BENCH = ("methods", "simulate_alpha", "stop_at_eos", "workload", "chat", *JUDGED)
 
 
 @dataclass(frozen=True)

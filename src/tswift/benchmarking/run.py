@@ -106,6 +106,7 @@ class Run:
     generation: Generation | None  # the decode; None once the run was closed
     # whether its text should be plain decoding's; not where its acceptance is set
     comparable: bool = True
+    ended: bool = False  # by an end-of-text token
     tokens: list[int] = field(default_factory=list)  # generated so far
     stats: DecodeStats = field(init=False)
     # (tokens, seconds) at the end of every slice
@@ -129,12 +130,17 @@ class Run:
         self.prefill_seconds = self._open.decoding.prefill()
 
     def advance(self, goal: int) -> None:
-        """Decode at least ``goal`` tokens in all; the last step may add a few more."""
+        """Decode at least ``goal`` tokens in all, if the text does not end before;
+        the last step may add a few more.
+        """
+        if self.ended:
+            return
         self._steps = self._steps or self._open.steps()
-        while self.stats.tokens < goal:
+        while self.stats.tokens < goal and not self.ended:
             step = next(self._steps)
             self.tokens += step.tokens
             self.stats.add(step)
+            self.ended = step.tokens[-1] in self._open.stop
         # work that the last step left on the device belongs to this run, not to the next one's
         # first step
         self.stats.seconds += self._open.decoding.settle()
@@ -178,6 +184,7 @@ def open_runs(
                 params=config.params,
                 seed=seed,
                 options=contender.options,
+                stop_at_eos=config.stop_at_eos,
             ),
             accept=None if alpha is None else partial(SimulatedWalk, alpha),
         )
@@ -261,8 +268,8 @@ class Case:
 
 
 class Trial:
-    """All methods on one case, up to the longest of ``lens``; without a plain run,
-    plain steps are timed in between.
+    """All methods on one case, up to the longest of ``lens`` or their texts' ends;
+    without a plain run, plain steps are timed in between.
     """
 
     def __init__(
@@ -293,8 +300,9 @@ class Trial:
 
         def advanced(run: Run) -> None:
             nonlocal kept
-            if len(run.marks) < len(self._lens) and run.stats.tokens >= self._lens[len(run.marks)]:
-                run.marks.append(run.stats.copy())
+            for length in self._lens[len(run.marks) :]:
+                if run.stats.tokens >= length or run.ended:
+                    run.marks.append(run.stats.copy())
             if self._plain is None and run.method != REFERENCE:
                 run.probe()
             on_progress(run)
@@ -360,6 +368,7 @@ class Trial:
             explained=None,
             first_difference=different,
             compared_tokens=compared,
+            ended=run.ended or None,
             slices=list(run.slices),
             probes=[(probe.position, list(probe.seconds)) for probe in run.probes] or None,
             points=[
@@ -396,7 +405,7 @@ class Trial:
         metrics["of_floor"] = None if floor_seconds is None else stats.seconds / floor_seconds
         return Point(
             len=self._lens[index],
-            tokens=stats.tokens,
+            tokens=stats.tokens,  # fewer where the text ended before
             nodes=stats.nodes,
             depth=stats.depth,
             accepted=[
@@ -460,6 +469,8 @@ def begin_measurement(
         prompts: each of at least the longest prefill.
         machine: its rates; None to measure them.
     """
+    if plan.ar == SAMPLED and config.stop_at_eos:
+        raise InputError("sampled needs texts of a set length; leave out --stop-at-eos", "ar")
     if plan.ar == SAMPLED and all(contender.method in DRAFTLESS for contender in config.contenders):
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
@@ -655,6 +666,7 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
         variants={one.label: one.method for one in config.contenders if one.label != one.method}
         or None,
         simulated=None if simulated is None else Simulation(**simulated),
+        stop_at_eos=config.stop_at_eos or None,
     )
     workload.hash = workload_hash(to_json(workload))
     return workload

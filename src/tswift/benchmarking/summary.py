@@ -27,8 +27,8 @@ def method_name(method: str, simulated: bool = False, sampled: bool = False) -> 
 
 HERE = "here"  # source of measured rows
 # where a metric is computed: an attribute of ``DecodeStats``, ``run._point``,
-# ``suite_run.quality``, or below
-STATS, TIMES, QUALITY, DERIVED = "stats", "times", "quality", "derived"
+# ``suite_run.quality``, below, or a length where texts end by themselves
+STATS, TIMES, QUALITY, DERIVED, ENDS = "stats", "times", "quality", "derived", "ends"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ _of_text = partial(Metric, source=QUALITY, exact=True)
 
 # in the order of bench.csv
 METRICS: dict[str, Metric] = {
+    "tokens": Metric("tokens", "generated tokens", source=ENDS, exact=True, digits=1),
     "alpha": Metric(
         "alpha",
         "accepted tokens / tokens drafted along each step's longest path",

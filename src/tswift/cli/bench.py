@@ -93,7 +93,8 @@ class _Speeds:
         self._plain = speed if run.label == "ar" else self._plain
         x = f" x {speed / self._plain:.2f}" if self._plain and run.stats.seconds else ""
         figures = f"{speed:,.1f} tokens/s{x}"
-        self._bars.update(run.label, run.stats.tokens, self._length, figures)
+        length = run.stats.tokens if run.ended else self._length
+        self._bars.update(run.label, run.stats.tokens, length, figures)
 
     def audited(self, name: str, done: int, total: int) -> None:
         """Show how far an audit has come."""
@@ -248,7 +249,7 @@ class _Progress:
         self._bars.update(
             run.label,
             run.stats.tokens,
-            self._length,
+            run.stats.tokens if run.ended else self._length,
             f"{run.stats.tokens_per_second:,.1f} tokens/s",
         )
 

@@ -108,6 +108,7 @@ TOGETHER = {
         tabel3 | ; did you mean table3?
         table5 --prefill 8 --ngrams 3 | --ngrams: suite table5 sets it itself
         table14 --prefill 8 | --prefill: suite table14 sets it itself
+        table3 --prefill 8 --stop-at-eos | --stop-at-eos: cannot be given together with --suite
         table3 --prefill 8 --simulate-alpha 0.5 | cannot be given together with --suite
         table12 --prefill 8 --with-reference-ar | suite table12 compares no methods
         table12 --prefill 8 --gamma 9 | --gamma: must be between 0 and 3 for tokenswift, got 9
