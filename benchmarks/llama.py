@@ -221,16 +221,16 @@ def in_floats(network: Any) -> Any:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from tswift.forward.integers import IntegerLinear, PackedEmbedding
+    from tswift.forward.products import PackedEmbedding, PackedLinear
 
     config = deepcopy(network.config)  # which is told of another attention
     plain = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
     for name, module in network.named_modules():
-        if isinstance(module, IntegerLinear | PackedEmbedding):
+        if isinstance(module, PackedLinear | PackedEmbedding):
             owner = plain.get_submodule(name)
-            owner.weight = nn.Parameter(module.packed.codes().dequantized(), requires_grad=False)
+            owner.weight = nn.Parameter(module.packed.whole(), requires_grad=False)
     plain.load_state_dict(dict(network.named_parameters()), strict=False)
     plain.get_decoder().rotary_emb.inv_freq.copy_(network.get_decoder().rotary_emb.inv_freq)
     return plain.eval()

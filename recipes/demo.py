@@ -28,7 +28,8 @@ from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.models.checkpoint import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams
-from tswift.speculators.heads import ChainedHeads, ConditionedHeads, load_heads
+from tswift.speculators.heads import ChainedHeads, ConditionedHeads
+from tswift.speculators.heads_files import load_heads
 from tswift.training.tasks import read_logits
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,8 +18,8 @@ from tswift.cli import main
 from tswift.errors import DecodeError
 from tswift.loading import load
 from tswift.models.checkpoint import checkpoint_hash
-from tswift.speculators.found_heads import found_heads, install_heads
 from tswift.speculators.heads import ConditionedHeads
+from tswift.speculators.heads_files import found_heads, install_heads
 
 KINDS = (Kind.Q8_0, Kind.Q4_0)
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: folder)
+    monkeypatch.setattr("tswift.speculators.heads_files.cache_folder", lambda: folder)
     return folder
 
 
@@ -128,12 +128,12 @@ def test_what_cannot_be_installed_is_told_in_a_line(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = heads_file(tmp_path / "heads.safetensors", 32)
-    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: tmp_path / "missing")
+    monkeypatch.setattr("tswift.speculators.heads_files.cache_folder", lambda: tmp_path / "missing")
     with pytest.raises(
         DecodeError, match=r"^the heads cannot be installed in .* \(No such file or directory\)$"
     ):
         install_heads(str(tiny.model), made)
-    monkeypatch.setattr("tswift.speculators.found_heads.cache_folder", lambda: None)
+    monkeypatch.setattr("tswift.speculators.heads_files.cache_folder", lambda: None)
     with pytest.raises(
         DecodeError, match=r"^the heads cannot be installed: there is no folder for them$"
     ):

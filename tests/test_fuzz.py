@@ -19,7 +19,7 @@ from tswift.benchmarking.record import encode, load_measurement
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models.checkpoint import read_config, stored_tensors
-from tswift.speculators.heads import load_heads
+from tswift.speculators.heads_files import load_heads
 
 CPU = torch.device("cpu")
 

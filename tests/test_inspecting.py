@@ -14,10 +14,11 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
 from tests.rows import every_row
-from tswift.forward.hf import max_positions, probe_attention
+from tswift.forward.hf import probe_attention
 from tswift.forward.target import Target
 from tswift.loading import inspect_model, load
 from tswift.models import devices, shapes
+from tswift.models.architecture import max_positions
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes

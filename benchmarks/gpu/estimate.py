@@ -22,7 +22,8 @@ from tswift.attention.sdpa import MAX_WIDTH
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
 from tswift.drafting.methods import usual_nodes
 from tswift.forward.passes import sizes
-from tswift.models.checkpoint import SHAPES, shape_config, skeleton
+from tswift.models.architecture import skeleton
+from tswift.models.checkpoint import SHAPES, shape_config
 from tswift.models.shapes import Shape, shape_of
 from tswift.training.config import HeadsConfig
 

@@ -21,7 +21,7 @@ from tswift.caches import FullKV
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.forward.integers import IntegerLinear
+from tswift.forward.products import PackedLinear
 from tswift.forward.target import Target, packed, prefill
 from tswift.loading import load
 from tswift.models.codes import PackedCodes
@@ -85,7 +85,7 @@ def main(model: str, bits: str = "16") -> None:
         buffer.random_(-99, 99)
     for input_bits in map(int, bits.split(",")):
         for layer in target.model.modules():
-            if isinstance(layer, IntegerLinear):
+            if isinstance(layer, PackedLinear):
                 layer.input_bits = input_bits
         target.set_program(packed(target, target.kv_shape.dtype))
         print(f"inputs of {input_bits} bits; passes with logits, ms, and over one node's")

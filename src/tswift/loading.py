@@ -20,14 +20,13 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.attention.backends import BACKENDS, choose, why_not
-from tswift.caches import KVShape, LayerKV
+from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist, guard
 from tswift.errors import InputError, renaming, suggesting_names
 from tswift.forward.adapting import (
     Inexact,
     execution_note,
     fingerprint,
-    heads_of,
     select_backend,
     set_width,
     try_graphs,
@@ -44,32 +43,40 @@ from tswift.forward.coded import (
     rounded_bytes,
 )
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
-from tswift.forward.floats import HALVES, pack
-from tswift.forward.hf import (
-    max_positions,
-    own_quantization,
-    stretched,
-)
+from tswift.forward.products import HALVES, pack
 from tswift.forward.program import may_serve
 from tswift.forward.target import Target
+from tswift.models.architecture import (
+    attending,
+    by_layer,
+    class_of,
+    heads_of,
+    is_moe,
+    is_recurrent,
+    max_positions,
+    own_quantization,
+    predicts_more,
+    refuse_unsupported,
+    skeleton,
+    state_shape,
+    stretched,
+)
 from tswift.models.checkpoint import (
     INDEX,
     StoredTensor,
     as_input_error,
+    eos_ids,
     find_source,
     gguf_of,
     has_tokenizer,
     hub,
-    is_moe,
     read_config,
+    read_tokenizer,
     refuse_misfit,
-    refuse_unsupported,
     silence,
-    skeleton,
     stored_tensors,
     weights_hash,
 )
-from tswift.models.classes import class_of
 from tswift.models.config import (
     DEMO,
     SHAPE_PREFIX,
@@ -85,23 +92,15 @@ from tswift.models.devices import (
     give_back,
     kv_dtype_for,
 )
-from tswift.models.shapes import (
-    HEADS,
-    StandInTokenizer,
-    attending,
-    kept_by_layer,
-    random_weights,
-    state_shape,
-)
-from tswift.models.tokenizer import eos_ids, read_tokenizer
+from tswift.models.shapes import StandInTokenizer, random_weights
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
-from tswift.speculators.found_heads import ON_HUB, heads_source, installed
-from tswift.speculators.heads import (
-    HEAD_TYPES,
-    Heads,
-    attach_heads,
-    find_heads,
-    random_heads,
+from tswift.speculators.heads import Heads
+from tswift.speculators.heads_files import (
+    ON_HUB,
+    heads_and_weights,
+    heads_of_source,
+    heads_source,
+    installed,
 )
 from tswift.speculators.networks import SpeculatorSpec
 
@@ -335,7 +334,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             source = Path(_snapshot(asked.model))
         loaded = replace(
             loaded,
-            heads=_load_heads(source, target, simulated),
+            heads=heads_of_source(source, target, simulated),
             heads_found=plan.heads_found,
             eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
             drafter_name=asked.drafter or (None if drafter is None else asked.model),
@@ -399,7 +398,7 @@ class _LoadPlan:
             InputError: it names the option.
         """
         asked, coded, split = self.asked, self.coded, ranks.count > 1
-        recurrent = _is_recurrent(self.config)
+        recurrent = is_recurrent(self.config)
         reduced = asked.draft_weights is not None
         own = own_quantization(self.config)
         kind = own or ("GGUF" if gguf_of(asked.model) is not None else "")
@@ -487,16 +486,13 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit(ranks)
     if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(config, device, dtype)
-    drafter = None if ranks.count > 1 else native_head(asked.model, config)
+    drafter = None
+    if ranks.count == 1 and predicts_more(config):
+        drafter = native_head(asked.model, config)
     if asked.drafter is not None:
         drafter = drafter_of(asked.drafter, config, simulated)
     source = heads_source(asked.model, config, asked.heads)
     return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, source, held, packed)
-
-
-def _is_recurrent(config: PreTrainedConfig) -> bool:
-    """Whether a model has recurrent layers."""
-    return state_shape(config, torch.float32, torch.device("cpu")) is not None
 
 
 def _packs(asked: ModelConfig, config: PreTrainedConfig) -> bool:
@@ -519,22 +515,12 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
     plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
     plan.refuse_unfit()
-    if _is_recurrent(plan.config):
+    if is_recurrent(plan.config):
         raise InputError(
             f"{name} has recurrent layers, and what they have seen cannot be taken back",
             "draft_model",
         )
     return plan
-
-
-def _load_heads(source: Path | str | None, target: Target, simulated: bool) -> Heads | None:
-    if isinstance(source, Path):
-        return attach_heads(source, target, any_model=simulated)
-    return (
-        None
-        if source is None
-        else random_heads(source, target.model.config, target.dtype, target.device)
-    )
 
 
 def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
@@ -789,7 +775,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         target = wrap_model(network, name, backend, joined=False)
     with suppress(InputError):  # heads of what the model once was
         source = heads_source(name, network.config, None) if Path(name).is_dir() else None
-        heads = _load_heads(source, target, simulated=False)
+        heads = heads_of_source(source, target)
     return LoadedModel(
         name,
         None,
@@ -835,15 +821,6 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
     return spec
 
 
-def _by_layer(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
-    """What layers keep, as of :class:`KVShape`: empty where they are alike, as far as a
-    configuration says.
-    """
-    text = config.get_text_config()
-    differ = getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", None)
-    return tuple(kept_by_layer(config)) if differ else ()
-
-
 def _sizes(plan: _LoadPlan) -> ModelSpec:
     asked, config, dtype = plan.asked, plan.config, plan.dtype
     text = config.get_text_config()
@@ -853,7 +830,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
     if asked.attention != "auto":  # what that chooses may give way to another
         backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
         most_nodes = backend.MAX_NODES
-    heads, head_weights = _heads_and_weights(plan)
+    heads, head_weights = heads_and_weights(plan.heads, config)
     drafter = None if plan.drafter is None else plan.drafter.spec
     with silence(), as_input_error(asked.model):
         loaded = {
@@ -876,7 +853,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
             plan.kv_dtype,
             plan.device,
             states=states,
-            by_layer=_by_layer(config),
+            by_layer=by_layer(config),
         ),
         groups,
         most_nodes=most_nodes,
@@ -884,20 +861,6 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         loaded=loaded,
         speculator_spec=drafter,
     )
-
-
-def _heads_and_weights(plan: _LoadPlan) -> tuple[int | None, int]:
-    """How many heads a model has, None where that is not known yet, and how many weights."""
-    text = plan.config.get_text_config()
-    if isinstance(plan.heads, Path):
-        file = find_heads(plan.heads)
-        file.refuse_misfit(text.hidden_size, text.vocab_size)
-        return file.about["count"], file.parameters
-    if plan.heads is None or plan.heads == ON_HUB:
-        return (0 if plan.heads is None else None), 0
-    with torch.device("meta"):
-        weights = HEAD_TYPES[plan.heads](text.hidden_size, HEADS).parameters()
-    return HEADS, sum(weight.numel() for weight in weights)
 
 
 def _weight_bytes(plan: _LoadPlan) -> int:

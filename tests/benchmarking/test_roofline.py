@@ -42,7 +42,8 @@ from tswift.cli import main
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import METHODS
 from tswift.errors import InputError
-from tswift.models.checkpoint import shape_config, skeleton
+from tswift.models.architecture import skeleton
+from tswift.models.checkpoint import shape_config
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import widest_vectors
 

@@ -16,7 +16,7 @@ from tswift.benchmarking.config import Plan
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.workloads import encode, read_workloads
 from tswift.errors import InputError
-from tswift.jobs.prompts import Text
+from tswift.jobs.config import Text
 
 
 def test_the_bundled_ones() -> None:

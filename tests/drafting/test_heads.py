@@ -31,8 +31,7 @@ from tswift.forward.passes import Forwarded
 from tswift.forward.target import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
-from tswift.speculators.draft_head import DraftHead
-from tswift.speculators.heads import HEAD_TYPES
+from tswift.speculators.heads import HEAD_TYPES, DraftHead
 
 
 def random_states(count: int) -> torch.Tensor:

@@ -24,10 +24,11 @@ from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
 from tswift.forward import adapting
-from tswift.forward.adapting import heads_of, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.target import Target, prefill
 from tswift.loading import LoadedModel, _with_copy, load
 from tswift.models import shapes
+from tswift.models.architecture import heads_of
 
 NOTHING = AttentionSpec()
 

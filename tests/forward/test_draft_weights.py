@@ -233,7 +233,8 @@ def test_heads_that_start_before_the_final_norm(
     heads = MedusaHeads(32, 2, 320).bfloat16()
     heads.pre_norm = True
     monkeypatch.setattr(
-        "tswift.loading.attach_heads", lambda path, target, **_: (target.tap(), heads.eval())[1]
+        "tswift.speculators.heads_files.attach_heads",
+        lambda path, target, *_: (target.tap(), heads.eval())[1],
     )
     model = load(str(checkpoint), draft_weights="fp8", **HALF)
     assert model.drafting is not None

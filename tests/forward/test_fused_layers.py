@@ -39,8 +39,9 @@ from tswift.forward.fused_layers import (
     separate_layers,
     tree_sum,
 )
-from tswift.forward.hf import join, max_positions
+from tswift.forward.hf import join
 from tswift.forward.target import Target, chunks, prefill
+from tswift.models.architecture import max_positions
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
 REASON = why_not("triton", torch.float32, torch.device("cpu"))

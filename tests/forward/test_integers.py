@@ -25,13 +25,13 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward import products
 from tswift.forward.adapting import fingerprint, set_width, wrap_model
-from tswift.forward.integers import (
-    IntegerLinear,
+from tswift.forward.products import (
     PackedEmbedding,
+    PackedLinear,
     _fused,
     finely_rounded,
     lay_together,
-    multiply,
+    multiply_plainly,
     rounded,
 )
 from tswift.forward.target import Target, chunks, prefill
@@ -86,8 +86,8 @@ def test_codes_come_back_as_they_were_packed(
     outputs: int, blocks: int, block: int, bits: int, half: bool, centre: int
 ) -> None:
     codes = codes_of(outputs, blocks * block, bits, half, block, centre)
-    layer = IntegerLinear(codes)
-    back = layer.codes()
+    layer = PackedLinear(codes)
+    back = layer.packed.codes()
     for name in ("codes", "scale", "minimum"):
         assert torch.equal(getattr(back, name), getattr(codes, name))
     size = (2 if half else 4) * (1 if centre else 2)  # of an output's scale and minimum
@@ -114,7 +114,7 @@ def test_weights_are_rounded_to_the_nearest_code(bits: int) -> None:
 def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apart: float) -> None:
     codes, rows = codes_of(200, 1536, 4), rows_of(8, 1536)
     wanted = rows.double() @ codes.dequantized().double().T
-    found = multiply(rows, codes, bits)
+    found = multiply_plainly(rows, codes, bits)
     assert ((found - wanted).norm() / wanted.norm()) < apart
     counts, step = rounded(rows, 32, bits)
     assert (counts.abs() <= (127 if bits == 8 else 32639)).all()
@@ -144,7 +144,7 @@ def wanted_of(
 ) -> tuple[Tensor, Tensor]:
     torch.manual_seed(size[1])
     rows = rows_of(64, size[1])
-    return rows, multiply(rows, codes_of(*size, bits, *held), input_bits)
+    return rows, multiply_plainly(rows, codes_of(*size, bits, *held), input_bits)
 
 
 @needs_compiler
@@ -164,7 +164,7 @@ def test_a_product_has_the_bits_of_its_definition(
             (size, held) for size in SIZES for held in HELD if size[1] % held[1] == 0
         ):
             rows, wanted = wanted_of(size, bits, held, input_bits)
-            layer = IntegerLinear(codes_of(*size, bits, *held), input_bits=input_bits)
+            layer = PackedLinear(codes_of(*size, bits, *held), input_bits=input_bits)
             for count in (*range(1, 10), 13, 16, 17, 31, 64):
                 assert torch.equal(
                     products.multiply(layer.c, rows[:count], program), wanted[:count]
@@ -185,7 +185,7 @@ def test_a_rows_bits_are_its_own(input_bits: int) -> None:
     """
     torch.manual_seed(7)
     rows, bias = torch.randn(600, 96), torch.randn(50)
-    layer = IntegerLinear(quantize(torch.randn(50, 96), 4), bias, input_bits)
+    layer = PackedLinear(quantize(torch.randn(50, 96), 4), bias, input_bits)
     whole = layer(rows)
     for begin, count in ((0, 1), (599, 1), (3, 64), (100, 500), (7, 5)):
         assert torch.equal(layer(rows[begin : begin + count]), whole[begin : begin + count])
@@ -197,7 +197,7 @@ def test_a_rows_bits_are_its_own(input_bits: int) -> None:
 
 
 def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, rows = IntegerLinear(codes_of(40, 64, 4), torch.randn(40)), torch.randn(2, 3, 64)
+    layer, rows = PackedLinear(codes_of(40, 64, 4), torch.randn(40)), torch.randn(2, 3, 64)
     found = layer(rows)
 
     def unbuilt(*given: object) -> Tensor:
@@ -208,9 +208,9 @@ def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gradients_flow_through_it() -> None:
-    layer, rows = IntegerLinear(codes_of(40, 64, 8)), torch.randn(3, 64, requires_grad=True)
+    layer, rows = PackedLinear(codes_of(40, 64, 8)), torch.randn(3, 64, requires_grad=True)
     layer(rows).sum().backward()
-    assert torch.allclose(rows.grad, layer.codes().dequantized().sum(0).expand(3, -1), atol=1e-4)
+    assert torch.allclose(rows.grad, layer.weight.sum(0).expand(3, -1), atol=1e-4)
 
 
 def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreTrainedModel:
@@ -219,12 +219,12 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
     for name, layer in [*made.named_modules()]:
         if isinstance(layer, nn.Linear):
             made.set_submodule(
-                name, IntegerLinear(quantize(layer.weight, bits), layer.bias, input_bits)
+                name, PackedLinear(quantize(layer.weight, bits), layer.bias, input_bits)
             )
     own = (
         made.get_output_embeddings()
         if tied
-        else IntegerLinear(quantize(made.get_input_embeddings().weight, 8))
+        else PackedLinear(quantize(made.get_input_embeddings().weight, 8))
     )
     made.set_input_embeddings(PackedEmbedding(own.packed))
     return made

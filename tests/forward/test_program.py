@@ -54,9 +54,8 @@ from tswift.errors import InputError
 from tswift.forward import adapting, products
 from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
-from tswift.forward.floats import PackedLinear
-from tswift.forward.integers import multiply
 from tswift.forward.parts import Unfit
+from tswift.forward.products import PackedLinear, multiply_plainly
 from tswift.forward.program import PassProgram
 from tswift.forward.target import Target, prefill
 from tswift.models.codes import quantize
@@ -400,7 +399,9 @@ class Rounded(nn.Module):
         self.codes = quantize(layer.weight, 8)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return multiply(rows.view(-1, rows.shape[-1]), self.codes, 8).view(*rows.shape[:-1], -1)
+        return multiply_plainly(rows.view(-1, rows.shape[-1]), self.codes, 8).view(
+            *rows.shape[:-1], -1
+        )
 
 
 @pytest.mark.parametrize("kind", HEAD_TYPES)

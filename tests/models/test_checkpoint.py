@@ -28,7 +28,8 @@ from tswift.models.checkpoint import (
     refuse_misfit,
     stored_tensors,
 )
-from tswift.speculators.heads import ChainedHeads, ConditionedHeads, load_heads
+from tswift.speculators.heads import ChainedHeads, ConditionedHeads
+from tswift.speculators.heads_files import load_heads
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM
 from tswift.loading import LoadedModel, adopt, inspect_model, load
+from tswift.models.architecture import class_of
 from tswift.models.checkpoint import read_config
-from tswift.models.classes import class_of
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 

@@ -29,7 +29,7 @@ from tests.models.gguf_files import (
 from tests.models.refusals import refuse
 from tswift.errors import InputError
 from tswift.forward import coded
-from tswift.forward.integers import IntegerLinear, PackedEmbedding
+from tswift.forward.products import PackedEmbedding, PackedLinear
 from tswift.loading import LoadedModel, _LoadPlan, inspect_model, load
 from tswift.models import checkpoint
 from tswift.models.checkpoint import gguf_of, read_config, weights_hash
@@ -75,7 +75,7 @@ def test_codes_are_the_dequantised_values(kind: Kind, tmp_path: Path) -> None:
     assert int(codes.codes.max()) < 2**codes.bits
     expected = torch.from_numpy(gguf.dequantize(rows, kind))
     assert torch.equal(codes.dequantized(), expected)
-    assert torch.equal(IntegerLinear(codes).codes().dequantized(), expected)  # as it is packed, too
+    assert torch.equal(PackedLinear(codes).weight, expected)  # as it is packed, too
 
 
 def test_every_type_is_tried() -> None:
@@ -103,7 +103,7 @@ def test_the_model_is_that_of_the_dequantised_weights(
         assert getattr(network.config, name, None) == (wanted and pytest.approx(wanted))
     for name, parameter in right.named_parameters():
         owner = network.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, IntegerLinear | PackedEmbedding) and name.endswith("weight"):
+        if isinstance(owner, PackedLinear | PackedEmbedding) and name.endswith("weight"):
             assert torch.equal(owner.packed.codes().dequantized(), parameter), name
         else:
             assert torch.equal(network.get_parameter(name), parameter), name

@@ -14,14 +14,8 @@ from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models import shapes
-from tswift.models.checkpoint import (
-    SHAPES,
-    fingerprint_of,
-    is_moe,
-    refuse_routed,
-    shape_config,
-    skeleton,
-)
+from tswift.models.architecture import is_moe, refuse_routed, skeleton
+from tswift.models.checkpoint import SHAPES, fingerprint_of, shape_config
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.config import SHAPES as NAMES
 from tswift.models.shapes import Shape, shape_of

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.forward.test_integers import needs_compiler, target_of
 from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_target
 from tswift.forward.target import Target
-from tswift.speculators.draft_head import DraftHead
+from tswift.speculators.heads import DraftHead
 
 IDS = torch.arange(2, VOCAB, 5, dtype=torch.int32)
 

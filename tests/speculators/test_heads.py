@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.speculators.heads import HEAD_TYPES, Heads, build, find_heads, load_heads
+from tswift.speculators.heads import HEAD_TYPES, Heads, build
+from tswift.speculators.heads_files import find_heads, load_heads
 
 CPU = torch.device("cpu")
 LM_HEAD = torch.randn(

@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tswift.errors import InputError
-from tswift.models.checkpoint import skeleton
+from tswift.models.architecture import skeleton
 from tswift.options import options_of, type_of
 from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
 

@@ -21,8 +21,7 @@ from tswift.benchmarking.summary import STATS, from_source, method_name
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit
 from tswift.engine import fitting
-from tswift.jobs.config import BUNDLED_PREFILL, fingerprint, take
-from tswift.jobs.prompts import Text
+from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, take
 from tswift.models.devices import environment
 from tswift.tables import NOTHING, Table
 

@@ -24,9 +24,8 @@ from tswift.benchmarking.record import Options, Record, State
 from tswift.benchmarking.suites import Suite, find_suite
 from tswift.benchmarking.workloads import KINDS, encode, read_texts, read_workloads
 from tswift.errors import InputError, find_path
-from tswift.jobs.config import fields_of
+from tswift.jobs.config import Text, fields_of
 from tswift.jobs.folder import FINISHED
-from tswift.jobs.prompts import Text
 from tswift.models.config import SHAPE_PREFIX, refuse_missing_heads, refuse_shape
 
 if TYPE_CHECKING:

@@ -28,18 +28,10 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.forward.coded import gguf_bytes
-from tswift.forward.hf import max_positions
-from tswift.forward.integers import holds_codes
+from tswift.forward.products import holds_codes
 from tswift.forward.program import may_serve
-from tswift.models.checkpoint import (
-    as_input_error,
-    gguf_of,
-    is_moe,
-    read_config,
-    refuse_routed,
-    silence,
-    skeleton,
-)
+from tswift.models.architecture import is_moe, max_positions, refuse_routed, skeleton
+from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import (
     available_bytes,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, did_you_mean, find_path
-from tswift.jobs.config import bundled_prompts, read_prompt
-from tswift.jobs.prompts import SUFFIXES, Text, read_lines
+from tswift.jobs.config import Text, bundled_prompts, read_prompt
+from tswift.jobs.prompts import SUFFIXES, read_lines
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel

@@ -114,7 +114,7 @@ def inspect(
     Its weights are not read, and nothing is run.
     """
     from tswift.cli import output
-    from tswift.speculators.heads import describe
+    from tswift.speculators.heads_files import describe
     from tswift.tables import Table
 
     result = output.writable(json)

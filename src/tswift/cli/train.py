@@ -104,7 +104,7 @@ def _note(chosen: Values) -> str | None:
 
 def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
     """Say how heads are used; install them, if that is wanted."""
-    from tswift.speculators.found_heads import install_heads
+    from tswift.speculators.heads_files import install_heads
 
     use = f"tswift generate --model {shlex.quote(config.model)}"
     if config.install:

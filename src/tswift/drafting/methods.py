@@ -98,9 +98,16 @@ def tokenswift(models: Models, options: DraftOptions) -> Drafter:
 
 
 def _of_heads(
-    models: Models, options: DraftOptions, level: DraftModel | None, others: list[ReuseSource]
+    models: Models,
+    options: DraftOptions,
+    level: DraftModel | None,
+    others: list[ReuseSource],
+    every_level: bool = False,
 ) -> Drafter:
-    """Heads in the tree of the options, or in one that pays, and other sources beside them."""
+    """Heads in the tree of the options, or in one that pays, and other sources beside them.
+
+    ``every_level``: in one that pays, all levels are drafted and not those alone that pay.
+    """
     target = models.target
     heads = _set(models.heads)
     tree = options.tree
@@ -122,9 +129,10 @@ def _of_heads(
         if options.gamma is None
         else min(options.gamma + by_lm_head, nodes - 1)
     )
+    budget = _budget(models, options)
     beams = HeadTreeSource(target, heads, level, (WIDTH,) * levels, options.shared_noise)
-    beams.budget = _budget(models, options)
-    return _pruned(models, options, max(levels, longest), [beams, *others], beams.budget)
+    beams.budget = None if every_level else budget
+    return _pruned(models, options, max(levels, longest), [beams, *others], budget)
 
 
 def recall(models: Models, options: DraftOptions) -> Drafter:
@@ -183,10 +191,8 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     passes = replace(models, costs=models.draft_costs)
     limited = replace(options, tree=AUTO, gamma=None, nodes=min(nodes, INNER_NODES))
     if models.heads is not None:
-        inner = medusa(passes, limited)
-        for source in inner.sources:  # a chain's trees are small: all levels are drafted
-            if isinstance(source, HeadTreeSource):
-                source.budget = None
+        # a chain's trees are small
+        inner = _of_heads(passes, limited, None, [], every_level=True)
     elif models.memory is not None:
         inner = recall(passes, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tswift.attention.backends import BACKENDS, USUAL, choose, fails
+from tswift.attention.backends import BACKENDS, choose, fails
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, cause_of
 from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
-from tswift.forward.hf import UnsupportedModel, join, max_positions, separate, watched
-from tswift.forward.integers import finely_rounded, holds_codes
+from tswift.forward.hf import UnsupportedModel, join, separate, watched
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
+from tswift.forward.products import finely_rounded, holds_codes
 from tswift.forward.program import CHUNK
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.target import Target, chunks, first_broken, forward_wide
-from tswift.models.checkpoint import is_moe
+from tswift.models.architecture import heads_of, is_moe, max_positions
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.native_build import Unbuilt
@@ -44,27 +44,6 @@ if TYPE_CHECKING:
 EAGER = "eager"
 FUSED = "fused"
 PROGRAM = "one C program"
-
-
-def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """KV heads, query heads per KV head, and head size by a model's configuration,
-    where they differ the first layer's.
-
-    Where it does not say: one each, and the usual size.
-    """
-    text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):  # by the first layer
-        text = text.per_layer_config[0]
-    heads, kv_heads, size, hidden = (
-        value if type(value := getattr(text, name, None)) is int and value > 0 else 0
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-    )
-    size = size or (hidden // heads if hidden >= heads > 0 else USUAL)
-    return (
-        (kv_heads, heads // kv_heads, size)
-        if heads and kv_heads and heads % kv_heads == 0
-        else (1, 1, size)
-    )
 
 
 def select_backend(

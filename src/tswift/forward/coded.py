@@ -25,12 +25,11 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
-from tswift.forward.floats import PackedFloats, PackedLinear
-from tswift.forward.integers import IntegerLinear, PackedEmbedding
+from tswift.forward.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
 from tswift.models import codes
-from tswift.models.checkpoint import StoredTensor, skeleton
-from tswift.models.classes import class_of
-from tswift.models.codes import BLOCK, Codes, PackedCodes, quantize
+from tswift.models.architecture import class_of, skeleton
+from tswift.models.checkpoint import StoredTensor
+from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
 from tswift.models.devices import give_back
 from tswift.models.gguf import GGUFFile
 from tswift.models.shapes import Noise
@@ -46,7 +45,7 @@ _PIECE = 1 << 24  # weights that are rounded at a time
 _APART = 1e-3  # most that products in C may be from PyTorch's, in units of the largest
 _KEPT = "weights"  # how the files of codes in the cache folder begin
 
-Matrix = Codes | PackedCodes | PackedFloats | Tensor
+Matrix = Codes | Packed | Tensor
 
 
 def _filled(
@@ -67,31 +66,20 @@ def _filled(
         elif owner is embeddings and (
             type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")
         ):
-            linear = _linear(weight, None)
+            linear = PackedLinear(weight)
             scale = float(getattr(owner, "scalar_embed_scale", 1))
             network.set_submodule(path, PackedEmbedding(linear.packed, scale))
             if tied:
                 network.set_output_embeddings(linear)
         elif type(owner) is nn.Linear:
-            network.set_submodule(path, _linear(weight, owner.bias))
+            network.set_submodule(path, PackedLinear(weight, owner.bias))
         else:
-            packed = PackedCodes(weight) if isinstance(weight, Codes) else weight
-            plain = packed.rows(torch.arange(packed.outputs))
-            owner.weight = nn.Parameter(plain.to(dtype), requires_grad=False)
+            plain = as_packed(weight).whole().to(dtype)
+            owner.weight = nn.Parameter(plain, requires_grad=False)
     if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
     give_back()  # before the matrices are moved together
     return network.eval().requires_grad_(False)
-
-
-def _linear(
-    weight: Codes | PackedCodes | PackedFloats, bias: Tensor | None
-) -> IntegerLinear | PackedLinear:
-    return (
-        PackedLinear(weight, bias)
-        if isinstance(weight, PackedFloats)
-        else IntegerLinear(weight, bias)
-    )
 
 
 def gguf_bytes(file: GGUFFile) -> int:

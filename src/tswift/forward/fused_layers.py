@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.forward.draft_weights import Float8Linear
-from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm, max_positions
+from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm
 from tswift.forward.passes import Pass
+from tswift.models.architecture import max_positions
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold

@@ -17,7 +17,6 @@ import copyreg
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,75 +27,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from tswift.attention.sdpa import AttentionSpec, Layout
 from tswift.caches import KVShape, LayerKV, StateShape
-from tswift.errors import InputError
+from tswift.models.architecture import max_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_MAX_POSITIONS = 1 << 24  # beyond what any model was made for
-
-
-def max_positions(config: PreTrainedConfig) -> int:
-    """Maximum tokens, prompt included, that a model's position encoding was made for.
-
-    It is ``max_position_embeddings``, except where rotary embeddings are scaled and that was left
-    at what the model was trained with, as transformers asks for. A factor of x then serves x times
-    as many positions:
-
-    - ``linear``: of ``max_position_embeddings``, which is not to be raised to the new maximum;
-    - ``yarn``: of ``original_max_position_embeddings``, where that gives more. Qwen2.5 says 32,768
-      for both and a factor of 4, to serve 131,072; others name 131,072 in the first place;
-    - ``llama3``: of the same, but only where the maximum was not raised. Llama 3.2's factor of 32
-      would give 262,144, and it was made for the 131,072 that it says.
-
-    Where each type of layer has its own rotary embeddings (Gemma 3), the maximum is that of the
-    scaled ones already.
-    """
-    text = config.get_text_config()
-    stated: int = text.max_position_embeddings
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    factor = _number(rope, "factor", 1)
-    original = _number(rope, "original_max_position_embeddings", stated)
-    served: float = stated
-    if kind == "linear":
-        served = stated * factor
-    elif kind == "yarn" or (kind == "llama3" and stated <= original):
-        served = max(stated, original * factor)
-    return int(min(served, _MAX_POSITIONS))
-
-
-def stretched(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
-    """A configuration for ``factor`` times the positions of another,
-    by YaRN (Peng et al., 2023, arXiv 2309.00071).
-
-    Raises:
-        InputError: it has no rotary embeddings, or has scaled ones.
-    """
-    config = deepcopy(config)
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind != "default":
-        scaled = (
-            f"rotary embeddings of type {kind}"
-            if kind
-            else "no rotary embeddings that are one for all layers"
-        )
-        raise InputError(f"the model has {scaled}", "yarn")
-    original = text.max_position_embeddings
-    text.rope_parameters = rope | {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
-    text.max_position_embeddings = int(original * factor)
-    return config
-
-
-def _number(rope: Mapping[str, object], name: str, default: float) -> float:
-    value = rope.get(name)
-    return value if isinstance(value, int | float) and value >= 1 else default
 
 
 ATTENTION, _PROBE = "tswift", "tswift-probe"
@@ -469,12 +403,3 @@ def share(layers: Sequence[nn.Linear], product: nn.Module) -> None:
         layer.__dict__.update(
             group=layers, product=product if layer is layers[0] else None, handed=None
         )
-
-
-def own_quantization(config: PreTrainedConfig) -> str | None:
-    """Name of the method by which a checkpoint's weights are quantised; None if they are not."""
-    own = getattr(config, "quantization_config", None)
-    if own is None:
-        return None
-    method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
-    return str(getattr(method, "value", method))

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
-from tswift.forward.floats import PackedLinear
 from tswift.forward.hf import output_rule
-from tswift.forward.integers import IntegerLinear
+from tswift.forward.products import PackedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -272,7 +271,7 @@ def _around(
     else:
         raise Unfit(f"{type(mlp).__name__} has no program")
     for linear in (*linears.values(), *own.values()):
-        if not isinstance(linear, nn.Linear | IntegerLinear | PackedLinear | None):
+        if not isinstance(linear, nn.Linear | PackedLinear | None):
             raise Unfit(f"{type(linear).__name__} has no program")
     found = {
         name: getattr(layer, norm) if norm else None

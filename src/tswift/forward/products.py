@@ -1,22 +1,47 @@
-"""The compiled C program of passes and products, and the structures that it shares with Python."""
+"""Linear layers and embeddings whose weights are packed, and products.c, which multiplies them.
+
+Packed weights are floats, in 16 bits where that is enough, or integer codes of 4 or 8 bits. With
+codes the inputs of a layer are rounded, too: to integers of 8 or 16 bits, with a step for every row
+and block. So the sum of a block's products is an exact integer, whatever its order, and the blocks
+are added up in float32 in one order. A row therefore has the same bits whatever other rows are
+multiplied with it, on every processor, and with any number of threads.
+
+The product of codes is defined by :func:`multiply_plainly`, in PyTorch. products.c computes the
+same bits much faster.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tswift.attention import native
-from tswift.native_build import build, structures, widest_vectors
+from tswift.caches import ask_for_huge_pages
+from tswift.models.codes import Codes, Packed, PackedCodes
+from tswift.models.devices import give_back
+from tswift.native_build import Unbuilt, build, structures, widest_vectors
 
+HALVES = (torch.bfloat16, torch.float16)
+INPUT_BITS = 16  # to which the inputs of linear layers are rounded
 _SOURCE = Path(__file__).with_name("program.c")
 # of weights and scales, as in products.c
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PIECE = 1 << 22  # weights that are packed at a time
+# of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits, as some processors
+# would multiply them
+_HIGHEST = {8: 127, 16: 32639}
+_LINE, _PAGE = 64, 1 << 21  # bytes of a line of the cache, and of a large page
+_MOVED = 1 << 26  # bytes after which the memory that they were in is given back
+_LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
 
-
+# the structures that the program shares with Python
 C = structures(*(_SOURCE.with_name(name) for name in ("products.c", "recurrence.c", "program.c")))
 
 
@@ -51,3 +76,291 @@ def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | Non
         ctypes.c_int64(torch.get_num_threads()),
     )
     return out
+
+
+def rounded(rows: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Rows ``[n, inputs]`` as integers ``[n, blocks, block]`` (int64),
+    and the step ``[n, blocks]`` of each block.
+    """
+    blocks = rows.unflatten(1, (-1, block))
+    largest = blocks.abs().amax(2)
+    largest = largest.where(~(largest < _LEAST), 0.0)
+    # a number over a tensor would be a product with its inverse
+    highest = torch.tensor(float(_HIGHEST[bits]))
+    step = largest / highest
+    by = torch.where(largest == 0, 0.0, highest / largest)
+    return (blocks * by.unsqueeze(2)).round().to(torch.int64), step
+
+
+def multiply_plainly(rows: Tensor, weight: Codes, bits: int) -> Tensor:
+    """Rows ``[n, inputs]`` float32 times a matrix: ``[n, outputs]``.
+
+    This is what products.c computes.
+
+    Args:
+        rows: the inputs.
+        weight: the matrix.
+        bits: to which the inputs are rounded, 8 or 16.
+    """
+    counts, step = rounded(rows, weight.block, bits)
+    codes = weight.codes.unflatten(1, (-1, weight.block))
+    total = torch.zeros(len(rows), len(codes), dtype=torch.float32)
+    for index in range(codes.shape[1]):
+        # float64 holds every sum of a block exactly
+        exact = (counts[:, index].double() @ codes[:, index].double().T).float()
+        sums = counts[:, index].sum(1).float() * step[:, index]
+        total = _fused(weight.scale[:, index] * step[:, index, None], exact, total)
+        total = _fused(weight.minimum[:, index], sums[:, None], total)
+    return total
+
+
+def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """``x * y + z`` of float32, rounded once.
+
+    The product is exact in float64. The sum is rounded there to odd: what is not exact gets an odd
+    last bit, so that it cannot look like a tie when it is rounded to float32.
+    """
+    product = x.double() * y.double()
+    addend = z.double()
+    total = product + addend
+    back = total - addend
+    lost = (product - back) + (addend - (total - back))
+    bits = total.view(torch.int64)
+    outwards = torch.where((lost > 0) == (total > 0), 1, -1)
+    inexact = (lost != 0) & (bits & 1 == 0) & lost.isfinite()
+    return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
+
+
+class PackedFloats(Packed):
+    """A matrix of floats in blocks of outputs, see products.c.
+
+    Args:
+        weight: ``[outputs, inputs]``; where bfloat16 or float16 hold it without loss, it is kept in
+            that.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+
+    bits = block = centre = 0
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        program = library()
+        self.outputs, self.inputs = weight.shape
+        self._block = int(program.tswift_block())
+        self._lanes = int(program.tswift_lanes())
+        pieces = weight.detach().split(
+            self._block * max(1, _PIECE // weight[: self._block].numel())
+        )
+        narrow = (
+            kind
+            for kind in HALVES
+            if all(torch.equal(rows.to(kind).to(rows.dtype), rows) for rows in pieces)
+        )
+        self._kind = weight.dtype if weight.dtype in HALVES else next(narrow, torch.float32)
+        # bytes, as those of a network stay what they are when its numbers are converted
+        shape = -(-self.outputs // self._block), self.inputs, self._block * self.kind.itemsize
+        self.register_buffer("bytes", torch.empty(shape, dtype=torch.uint8))
+        at = 0
+        for rows in pieces:
+            packed = self._packed(rows)
+            self.bytes[at : at + len(packed)] = packed
+            at += len(packed)
+
+    def _packed(self, rows: Tensor) -> Tensor:
+        padded = nn.functional.pad(rows.to(self.kind), (0, 0, 0, -len(rows) % self._block))
+        packed = padded.view(-1, self._block, self.inputs).transpose(1, 2)
+        if self.kind == torch.bfloat16:  # the numbers of two vectors take turns
+            packed = packed.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4)
+        return packed.contiguous().view(len(packed), self.inputs, -1).view(torch.uint8)
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Of the numbers."""
+        return self._kind
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, ``[..., inputs]`` float32."""
+        own = outputs % self._block
+        if self.kind == torch.bfloat16:
+            own = own % self._lanes * 2 + own // self._lanes
+        return self.bytes.view(self.kind)[outputs // self._block, :, own].float()
+
+
+class PackedLinear(nn.Module):
+    """A linear layer of packed weights, which stay as they are. Inputs are float32.
+
+    Args:
+        weight: the matrix; floats are packed as floats.
+        bias: ``[outputs]``, or None.
+        input_bits: to which inputs are rounded where the weights are codes, 8 or 16.
+
+    Raises:
+        Unbuilt: the weights are floats, and there is no program here.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | Codes | Packed,
+        bias: Tensor | None = None,
+        input_bits: int = INPUT_BITS,
+    ) -> None:
+        super().__init__()
+        self.packed = as_packed(weight)
+        self.out_features = self.packed.outputs
+        self.in_features = self.packed.inputs
+        self.input_bits = input_bits
+        self.bias = (
+            None
+            if bias is None
+            else nn.Parameter(bias.detach().float().contiguous(), requires_grad=False)
+        )
+
+    @property
+    def c(self) -> Any:
+        """The layer as products.c has it."""
+        c = _structure(self.packed)
+        c.bias = 0 if self.bias is None else self.bias.data_ptr()
+        c.input_bits = self.input_bits
+        return c
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, unpacked anew."""
+        return self.packed.whole()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., inputs]`` float32 to ``[..., outputs]``."""
+        if input.requires_grad and torch.is_grad_enabled():
+            return nn.functional.linear(input, self.weight, self.bias)
+        try:
+            return multiply(self.c, input.float())
+        except Unbuilt:
+            assert isinstance(self.packed, PackedCodes)
+            rows = input.reshape(-1, self.in_features).float()
+            out = multiply_plainly(rows, self.packed.codes(), self.input_bits)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print``."""
+        kind = f"{self.packed.bits} bits" if self.packed.bits else str(self.packed.kind)
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+class PackedEmbedding(nn.Module):
+    """Embeddings of packed weights, of which rows are made float32 when they are looked up.
+
+    Args:
+        packed: as of a linear layer (a tied LM head), a row for every token.
+        scale: a factor of all.
+    """
+
+    def __init__(self, packed: Packed, scale: float = 1.0) -> None:
+        super().__init__()
+        self.packed = packed
+        self.num_embeddings = self.packed.outputs
+        self.embedding_dim = self.packed.inputs
+        self.scalar_embed_scale = scale
+
+    @property
+    def c(self) -> Any:
+        """The embeddings as products.c has them, but for the scale."""
+        return _structure(self.packed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[..., H]`` float32 of tokens ``[...]``."""
+        return self.packed.rows(tokens) * self.scalar_embed_scale
+
+
+def as_packed(weight: Tensor | Codes | Packed) -> Packed:
+    """Weights in the form that products.c reads.
+
+    Raises:
+        Unbuilt: they are floats, and there is no program here.
+    """
+    if isinstance(weight, Packed):
+        return weight
+    return PackedCodes(weight) if isinstance(weight, Codes) else PackedFloats(weight)
+
+
+def _structure(packed: Packed) -> Any:
+    """A new structure that says to products.c what lies where."""
+    return C.Linear(
+        weight=packed.bytes.data_ptr(),
+        inputs=packed.inputs,
+        outputs=packed.outputs,
+        kind=_KINDS[packed.kind],
+        bits=packed.bits,
+        block=packed.block,
+        centre=packed.centre,
+    )
+
+
+def pack(network: PreTrainedModel) -> None:
+    """Hold a network's matrices once, as the C products read them;
+    all other numbers become float32.
+
+    Raises:
+        Unbuilt: there is no program here.
+    """
+    embeddings = network.get_input_embeddings()
+    lm_head = network.get_output_embeddings()
+    tied = lm_head.weight is embeddings.weight
+    names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
+    for name in names:
+        layer = network.get_submodule(name)
+        network.set_submodule(name, PackedLinear(layer.weight, layer.bias))
+    scale = float(getattr(embeddings, "scalar_embed_scale", 1))
+    held = network.get_output_embeddings().packed if tied else PackedFloats(embeddings.weight)
+    network.set_input_embeddings(PackedEmbedding(held, scale))
+    network.float()
+
+
+def holds_codes(network: nn.Module) -> bool:
+    """Whether any matrix of a network is codes."""
+    return any(isinstance(module, PackedCodes) for module in network.modules())
+
+
+def lay_together(network: nn.Module) -> None:
+    """Move all packed weights of a network into one piece of memory, in the layers' order,
+    unless several are in one.
+
+    It has pages of 2 MiB, which most matrices are too small for: with those of 4 KiB they were read
+    at 32 GB/s instead of 43, on an AMD EPYC.
+    """
+    packed = [module for module in network.modules() if isinstance(module, Packed)]
+    if len(packed) != 1 and len({each.bytes.untyped_storage().data_ptr() for each in packed}) < 2:
+        return
+    sizes = [-(-each.bytes.nbytes // _LINE) * _LINE for each in packed]
+    whole = torch.empty(sum(sizes) + _PAGE, dtype=torch.uint8)
+    ask_for_huge_pages(whole)
+    whole = whole[-whole.data_ptr() % _LINE :]
+    moved = 0
+    for each, piece in zip(packed, whole.split([*sizes, len(whole) - sum(sizes)]), strict=False):
+        own = piece[: each.bytes.nbytes].view(each.bytes.shape)
+        each.bytes = own.copy_(each.bytes)
+        moved += len(piece)
+        if moved >= _MOVED:  # or all weights would be in memory twice
+            give_back()
+            moved = 0
+
+
+@contextmanager
+def finely_rounded(network: nn.Module) -> Iterator[None]:
+    """Have a network round inputs to 16 bits for a while,
+    so that two ways to compute it can be compared.
+
+    Rounding to 8 bits makes large differences of the smallest ones.
+    """
+    layers = [module for module in network.modules() if isinstance(module, PackedLinear)]
+    bits = [layer.input_bits for layer in layers]
+    for layer in layers:
+        layer.input_bits = 16
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, bits, strict=True):
+            layer.input_bits = own

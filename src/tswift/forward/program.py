@@ -22,12 +22,17 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
 from tswift.caches import FullKV, KVBuffer, States
-from tswift.forward.floats import PackedLinear
-from tswift.forward.integers import IntegerLinear, PackedEmbedding, lay_together
 from tswift.forward.parts import LayerParts, MemoryParts, Unfit, norm_weight, read_parts
 from tswift.forward.passes import Forwarded
-from tswift.forward.products import C, library, multiply
-from tswift.models.checkpoint import skeleton
+from tswift.forward.products import (
+    C,
+    PackedEmbedding,
+    PackedLinear,
+    lay_together,
+    library,
+    multiply,
+)
+from tswift.models.architecture import skeleton
 from tswift.models.codes import LEAST_BLOCK, quantize
 
 if TYPE_CHECKING:
@@ -57,13 +62,6 @@ def weights_state(network: nn.Module) -> list[tuple[int, int]]:
         (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         for weight in network.parameters()
     ]
-
-
-def _packed(layer: Any) -> PackedLinear | IntegerLinear:
-    """A linear layer as the program has it: unless it is packed already."""
-    if isinstance(layer, IntegerLinear | PackedLinear):
-        return layer
-    return PackedLinear(layer.weight, layer.bias)
 
 
 class PassProgram:
@@ -184,8 +182,10 @@ class PassProgram:
         """Logits of hidden states."""
         return multiply(self.lm_head_c, hidden)
 
-    def _pack(self, layer: nn.Module) -> Any:
-        packed = _packed(layer)
+    def _pack(self, layer: Any) -> Any:
+        packed = (
+            layer if isinstance(layer, PackedLinear) else PackedLinear(layer.weight, layer.bias)
+        )
         self._kept.append(packed)
         return packed.c
 
@@ -362,7 +362,7 @@ class _Result(Forwarded):
         )
 
 
-def rounded_linear(layer: nn.Linear) -> IntegerLinear | PackedLinear:
+def rounded_linear(layer: nn.Linear) -> PackedLinear:
     """A linear layer for drafts: it and its inputs are rounded to 8 bits,
     if its inputs make whole blocks.
 
@@ -371,7 +371,7 @@ def rounded_linear(layer: nn.Linear) -> IntegerLinear | PackedLinear:
     """
     if layer.in_features % LEAST_BLOCK:
         return PackedLinear(layer.weight, layer.bias)
-    return IntegerLinear(quantize(layer.weight, DRAFT_BITS), layer.bias, DRAFT_BITS)
+    return PackedLinear(quantize(layer.weight, DRAFT_BITS), layer.bias, DRAFT_BITS)
 
 
 class HeadProgram:
@@ -552,16 +552,11 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         norm = layer.norms["before"]
         if norm is None:
             raise Unfit("there are no bounds of its keys and values")
-        if not (
-            isinstance(linear, IntegerLinear | PackedLinear) or type(linear.weight) is nn.Parameter
-        ):
+        if not (isinstance(linear, PackedLinear) or type(linear.weight) is nn.Parameter):
             raise Unfit("its weights are quantised or split")
-        weight = (
-            linear.codes().dequantized()
-            if isinstance(linear, IntegerLinear)
-            else _plain(linear.weight)
-        )
-        bound = (weight[mine] * norm_weight(norm)).norm(dim=1) * config.hidden_size**0.5
+        bound = (_plain(linear.weight)[mine] * norm_weight(norm)).norm(
+            dim=1
+        ) * config.hidden_size**0.5
         if linear.bias is not None:
             bound = bound + _plain(linear.bias)[mine].abs()
         return bound.view(-1, width)

@@ -305,7 +305,7 @@ _running: ContextVar[StatePass | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def passing(run: StatePass | None) -> Iterator[None]:
+def passing(run: StatePass) -> Iterator[None]:
     """Let the recurrent layers of a model be those of a pass."""
     token = _running.set(run)
     try:

@@ -8,6 +8,7 @@ of our own, and extra keyword arguments, which reach that function from the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -32,20 +33,12 @@ from tswift.attention.sdpa import (
     TreeAttention,
 )
 from tswift.caches import FullKV, KVBuffer, KVShape
-from tswift.forward.hf import (
-    Tap,
-    UnsupportedModel,
-    final_norm,
-    max_positions,
-    output_of,
-    probe_attention,
-    watched,
-)
+from tswift.forward.hf import Tap, UnsupportedModel, final_norm, output_of, probe_attention, watched
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
 from tswift.forward.recurrent import StatePass, passing, serve_states
-from tswift.models.shapes import state_shape
+from tswift.models.architecture import max_positions, state_shape
 from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
@@ -99,7 +92,6 @@ class Target:
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
-        serve_states(model)
         self.backend = attention
         self.attention = attention.__name__
         self.most_nodes = attention.MAX_NODES  # of a draft tree; None if there is no such limit
@@ -143,6 +135,8 @@ class Target:
         # over ranks: passes are collective, and not replayed
         self.split = (getattr(model, "tp_size", None) or 1) > 1
         states = state_shape(model.config, self.dtype, self.device)
+        if states is not None:
+            serve_states(model)
         self.kv_shape: KVShape = probe.kv_shape(states) if copied is None else copied.kv_shape
         if copied is not None:
             self.fallbacks.note("features", copied.fallbacks.get("features"))
@@ -420,7 +414,7 @@ class Target:
             tokens, positions = (
                 F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions)
             )
-        with passing(run.states):
+        with nullcontext() if run.states is None else passing(run.states):
             out = self._decoder(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.errors import DecodeError, InputError, Object, parse_json, read_file
-from tswift.jobs.config import MAX_BYTES, RunConfig, read_prompt
+from tswift.jobs.config import MAX_BYTES, RunConfig, Text, read_prompt
 from tswift.jobs.folder import (
     FINISHED,
     LOCK,
@@ -29,7 +29,7 @@ from tswift.jobs.folder import (
     read_record,
     write_whole,
 )
-from tswift.jobs.prompts import Text, read_lines
+from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed
 from tswift.sampling.parameters import SamplingParams
 

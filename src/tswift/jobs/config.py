@@ -33,6 +33,8 @@ from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tswift.loading import LoadedModel
+
 PAPERS, MODELS_OWN = "paper", "model"  # where sampling comes from
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
@@ -131,6 +133,35 @@ def render_chat(
                 f"the chat template of {model} does not hold the prompt as it is", "chat"
             )
     return str(rendered)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt before it is encoded."""
+
+    name: str  # a file's, ``pg19:0`` and so on, or ``bundled``; or what a line is called
+    text: str  # of a chat, what was said last
+    kind: str | None = None  # of a workload's
+    messages: tuple[Mapping[str, str], ...] = ()  # of a chat; empty where there is but a text
+
+    def encode(
+        self, model: LoadedModel, chat: bool = False, system: str | None = None
+    ) -> list[int]:
+        """Its token ids, in a chat those of the model's template filled in.
+
+        Raises:
+            InputError: it is a chat, and ``chat`` is false; or the template does not take it.
+        """
+        if not chat:
+            if self.messages:
+                raise InputError(
+                    f"{self.name} has messages, which only --chat puts into a template", "chat"
+                )
+            return model.encode(self.text)
+        said = self.messages or ({"role": "user", "content": self.text},)
+        if system is not None and said[0]["role"] != "system":
+            said = ({"role": "system", "content": system}, *said)
+        return model.encode(render_chat(model.tokenizer, model.name, said), bare=True)
 
 
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off

@@ -32,6 +32,7 @@ from tswift.jobs.config import (
     BUNDLED_PREFILL,
     PAPERS,
     RunConfig,
+    Text,
     banned_ids,
     fingerprint,
     preset_note,
@@ -58,12 +59,10 @@ from tswift.jobs.folder import (
     text_fault,
     write_whole,
 )
-from tswift.jobs.prompts import Text
 from tswift.loading import LoadedModel, load_model
-from tswift.models.checkpoint import config_hash, weights_hash
+from tswift.models.checkpoint import config_hash, load_tokenizer, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
-from tswift.models.tokenizer import load_tokenizer
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import own_params, recommends
 from tswift.sampling.parameters import SamplingParams

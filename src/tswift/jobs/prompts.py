@@ -14,46 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tswift.errors import InputError, Object, read_file
-from tswift.jobs.config import MAX_BYTES, check_prompt, render_chat
+from tswift.jobs.config import MAX_BYTES, Text, check_prompt
 from tswift.options import Values
 
 if TYPE_CHECKING:
-    from tswift.loading import LoadedModel
+    pass
 
 # of a line, the first of these names that it has
 _TEXT = ("prompt", "problem", "question", "question_content", "query", "instruction", "text")
 _ID = ("id", "name", "task_id", "question_id", "slug")
 _KIND = ("kind", "category")
 SUFFIXES = (".jsonl", ".parquet")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt before it is encoded."""
-
-    name: str  # a file's, ``pg19:0`` and so on, or ``bundled``; or what a line is called
-    text: str  # of a chat, what was said last
-    kind: str | None = None  # of a workload's
-    messages: tuple[Mapping[str, str], ...] = ()  # of a chat; empty where there is but a text
-
-    def encode(
-        self, model: LoadedModel, chat: bool = False, system: str | None = None
-    ) -> list[int]:
-        """Its token ids, in a chat those of the model's template filled in.
-
-        Raises:
-            InputError: it is a chat, and ``chat`` is false; or the template does not take it.
-        """
-        if not chat:
-            if self.messages:
-                raise InputError(
-                    f"{self.name} has messages, which only --chat puts into a template", "chat"
-                )
-            return model.encode(self.text)
-        said = self.messages or ({"role": "user", "content": self.text},)
-        if system is not None and said[0]["role"] != "system":
-            said = ({"role": "system", "content": system}, *said)
-        return model.encode(render_chat(model.tokenizer, model.name, said), bare=True)
 
 
 @dataclass(frozen=True)

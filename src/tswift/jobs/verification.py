@@ -11,7 +11,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, check, ending
 from tswift.errors import InputError
-from tswift.forward.integers import holds_codes
+from tswift.forward.products import holds_codes
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import AuditConfig, take
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault

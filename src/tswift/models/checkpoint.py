@@ -16,6 +16,7 @@ from hashlib import sha256
 from itertools import chain
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,8 +28,11 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -41,10 +45,11 @@ from tswift.errors import (
     parse_json,
     read_file,
 )
-from tswift.models.classes import class_of
+from tswift.models.architecture import fix_turns, refuse_unsupported, skeleton
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
 from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
+from tswift.models.shapes import StandInTokenizer
 
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 
@@ -54,17 +59,6 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 _TOKENIZERS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _HUB_TIMEOUT = 10.0  # seconds
 
-# recurrent layers that are served, and those without attention, by type, and how the types of
-# models that have them begin
-_RECURRENT = {
-    "conv": ("lfm2", "lfm3"),
-    "linear_attention": (
-        *("qwen3_next", "qwen3_5", "olmo_hybrid"),
-        *("granitemoehybrid", "bamba", "nemotron_h"),
-    ),
-    "hybrid": ("falcon_h1",),
-    **dict.fromkeys(("mlp", "moe"), ("nemotron_h",)),
-}
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
 
@@ -241,7 +235,7 @@ def read_config(model: str) -> PreTrainedConfig:
             raise InputError(
                 f"{model} has several models of text, as {config.model_type} has", "model"
             ) from None
-        _fix_turns(config.get_text_config())
+        fix_turns(config.get_text_config())
         refuse_unsupported(config.get_text_config(), model)
     return config
 
@@ -267,29 +261,6 @@ def shape_config(model: str) -> PreTrainedConfig:
     return deepcopy(SHAPES[name])
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a configuration on the meta device: shapes without weights, no memory."""
-    with torch.device("meta"):
-        return class_of(config)._from_config(deepcopy(config))
-
-
-def is_moe(config: PreTrainedConfig) -> bool:
-    """Whether a model is a mixture of experts, of which a pass reads only some."""
-    text = config.get_text_config()
-    return any(
-        getattr(text, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    )
-
-
-def refuse_routed(config: PreTrainedConfig, model: str) -> None:
-    """Refuse a mixture of experts: no shape tells which weights a pass reads."""
-    if is_moe(config):
-        raise InputError(
-            f"{model} reads only some of its experts in a pass; which, no shape can tell", "model"
-        )
-
-
 def refuse_broken(folder: Path) -> None:
     """Refuse a folder that holds no model, or only an adapter of one."""
     if (folder / "adapter_config.json").exists():
@@ -313,6 +284,56 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
 
 
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, without its weights; InputError if there is none that can be read."""
+    if model.startswith(SHAPE_PREFIX):
+        return StandInTokenizer()
+    source, folder = find_source(model)
+    with silence(), hub(folder is None), as_input_error(model):
+        return read_tokenizer(source, model)
+
+
+def read_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, of a hub id or in a GGUF file; ``model`` is for errors."""
+    with as_input_error(model, "its tokenizer: "):
+        if source.endswith(SUFFIX):
+            tokenizer = _tokenizer_of_gguf(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise InputError(
+            f"{model} has no tokenizer.json that the tokenizers library reads", "model"
+        )
+    return tokenizer
+
+
+def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
+    """As transformers makes it of the file; in a folder of its own,
+    as other files beside it would be preferred.
+    """
+    with TemporaryDirectory() as folder:
+        Path(folder, path.name).symlink_to(path.resolve())
+        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
+
+
+def eos_ids(
+    model: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> tuple[int, ...]:
+    """The token ids that end a text, by all that a checkpoint says of them."""
+    tokens: list[Any] = []
+    for holder in (network.generation_config, network.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            reason = (
+                f"has eos_token_id {token!r:.40}, which is no id of its vocabulary of "
+                f"{vocab_size:,}"
+            )
+            raise InputError(f"{model} {reason}", "model")
+    return tuple(sorted(set(tokens)))
+
+
 def refuse_code(values: Mapping[str, object], model: str) -> None:
     """Refuse a configuration that needs code of its own, or weights from elsewhere."""
     kind = values.get("model_type")
@@ -325,58 +346,6 @@ def refuse_code(values: Mapping[str, object], model: str) -> None:
         reason = "names its weights itself (transformers_weights), which tswift does not read"
     if reason:
         raise InputError(f"{model} {reason}", "model")
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What a configuration says of rotary embeddings; some have one per type of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
-
-
-def _fix_turns(config: PreTrainedConfig) -> None:
-    """Let rotary embeddings of the type longrope turn alike at every length:
-    by the factors of the longest text.
-
-    They have one list of factors for texts up to the length that the model was first trained with,
-    and another for longer ones. A text that grows past it would have keys of both.
-    """
-    for rope in _ropes(config):
-        if rope.get("rope_type") == "longrope":
-            first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            kept = rope["long_factor" if config.max_position_embeddings > first else "short_factor"]
-            rope.update(short_factor=kept, long_factor=kept)
-
-
-def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
-    """Refuse what our attention and KV cache would compute wrongly,
-    as far as a configuration says it.
-    """
-    moving = {
-        str(rope["rope_type"])
-        for rope in _ropes(config)
-        if rope.get("rope_type") == "dynamic"
-        or (rope.get("rope_type") == "longrope" and rope["short_factor"] != rope["long_factor"])
-    }
-    layers = {*(getattr(config, "layer_types", None) or ())} - {
-        "full_attention",
-        "sliding_attention",
-    }
-    layers -= {kind for kind, models in _RECURRENT.items() if config.model_type.startswith(models)}
-    parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    heads = {getattr(part, "num_attention_heads", None) for part in parts}
-    reason = ""
-    if getattr(config, "max_position_embeddings", None) is None or None in heads:
-        reason = f"the architecture {config.model_type}"
-    elif layers:
-        reason = f"layers of type {', '.join(sorted(layers))}"
-    elif getattr(config, "kv_lora_rank", None):
-        reason = "latent attention (kv_lora_rank)"
-    elif len(heads) > 1:
-        reason = "layers with different numbers of query heads"
-    elif moving:
-        reason = f"rotary embeddings of type {', '.join(moving)}"
-    if reason:
-        raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "model")
 
 
 @dataclass(frozen=True)
@@ -647,12 +616,7 @@ def named_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, weight in [*own, *module.named_parameters(path, recurse=False)]:
             if id(weight) not in seen:
                 seen.add(id(weight))
-                yield (
-                    name,
-                    weight
-                    if isinstance(weight, Tensor)
-                    else weight.rows(torch.arange(weight.outputs)),
-                )
+                yield name, weight if isinstance(weight, Tensor) else weight.whole()
 
 
 def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

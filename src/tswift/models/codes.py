@@ -93,6 +93,10 @@ class Packed(nn.Module):
         """The weights of some outputs, ``[..., inputs]`` float32."""
         raise NotImplementedError
 
+    def whole(self) -> Tensor:
+        """All weights, ``[outputs, inputs]`` float32."""
+        return self.rows(torch.arange(self.outputs))
+
 
 class PackedCodes(Packed):
     """Codes as the C product reads them.
@@ -157,6 +161,10 @@ class PackedCodes(Packed):
     def codes(self) -> Codes:
         """The codes that were packed."""
         return self._unpacked(self.bytes, self.outputs)
+
+    def whole(self) -> Tensor:
+        """All weights, ``[outputs, inputs]`` float32."""
+        return self.codes().dequantized()
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from tswift.caches import LayerKV, StateShape
+from tswift.caches import StateShape
 from tswift.errors import InputError
-from tswift.models.checkpoint import skeleton
-from tswift.models.classes import class_of
+from tswift.models.architecture import attending, class_of, kept_by_layer, skeleton, state_shape
 from tswift.models.codes import holds_packed, read_bytes
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-# types of layers that have a state; those of the last one have keys and values, too
-_CONVOLVED, _STEPPED, _BOTH = RECURRENT = ("conv", "linear_attention", "hybrid")
-_KEYLESS = (_CONVOLVED, _STEPPED, "mlp", "moe")
 
 
 @dataclass(frozen=True)
@@ -99,37 +92,6 @@ class Shape:
         return 2 * self.read + own + 4 * context * queries
 
 
-def attending(config: PreTrainedConfig) -> list[int]:
-    """The layers of a configuration that have keys and values."""
-    text = config.get_text_config()
-    types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    return [layer for layer, kind in enumerate(types) if kind not in _KEYLESS]
-
-
-def kept_by_layer(config: PreTrainedConfig) -> list[LayerKV]:
-    """What each layer of a configuration keeps of a token, as far as it says."""
-    text = config.get_text_config()
-    count = text.num_hidden_layers
-    heads = text.num_attention_heads
-    differ = getattr(text, "is_heterogeneous", False)
-    layers = text.per_layer_config if differ else [text] * count
-    types = getattr(text, "layer_types", None) or [""] * count
-    # the last ones read an earlier one's of their type
-    own = count - (getattr(text, "num_kv_shared_layers", None) or 0)
-    sources: dict[str, int] = {}
-    kept = []
-    for layer, (part, kind) in enumerate(zip(layers, types, strict=True)):
-        if layer < own:
-            sources[kind] = layer
-        size = getattr(part, "head_dim", None) or part.hidden_size // heads
-        kept.append(
-            LayerKV(
-                getattr(part, "num_key_value_heads", None) or heads, size, sources.get(kind, layer)
-            )
-        )
-    return kept
-
-
 def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = None) -> Shape:
     """The shape of a model, which may be on the meta device."""
     config = network.config.get_text_config()
@@ -165,43 +127,6 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
         kv_itemsize=kv_itemsize,
         states=states,
     )
-
-
-# of Mamba2: groups, size of a key, taps of the convolution, heads, and size of a value
-_MAMBA = (
-    ("mamba_n_groups", "n_groups"),
-    ("mamba_d_state", "ssm_state_size"),
-    ("mamba_d_conv", "conv_kernel"),
-    ("mamba_n_heads", "mamba_num_heads"),
-    ("mamba_d_head", "mamba_head_dim"),
-)
-
-
-def state_shape(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> StateShape | None:
-    """Shape of the states of a model's recurrent layers; None if it has no such layers."""
-    text = config.get_text_config()
-    types = list(getattr(text, "layer_types", None) or ())
-    kind = partial(
-        StateShape, dtype=dtype, wide=torch.promote_types(dtype, torch.float32), device=device
-    )
-    if _CONVOLVED in types:
-        return kind(types.count(_CONVOLVED), text.hidden_size, text.conv_L_cache, 0, 0, 0)
-    count = types.count(_STEPPED) + types.count(_BOTH)
-    if not count:
-        return None
-    if hasattr(text, "linear_num_value_heads"):
-        heads = text.linear_num_value_heads
-        keys = text.linear_key_head_dim
-        values = text.linear_value_head_dim
-        taps = text.linear_conv_kernel_dim
-        groups = text.linear_num_key_heads
-    else:
-        groups, keys, taps, heads, values = (
-            next(getattr(text, name) for name in names if hasattr(text, name)) for names in _MAMBA
-        )
-    return kind(count, heads * values + 2 * groups * keys, taps, heads, keys, values)
 
 
 HEADS = 3  # as many as the paper trains

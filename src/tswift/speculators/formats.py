@@ -21,8 +21,9 @@ from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError, renaming
 from tswift.forward.hf import UnsupportedModel
-from tswift.forward.integers import holds_codes
+from tswift.forward.products import holds_codes
 from tswift.forward.target import Target
+from tswift.models.architecture import predicts_more
 from tswift.models.checkpoint import (
     CONFIG,
     StoredTensor,
@@ -31,14 +32,13 @@ from tswift.models.checkpoint import (
     find_source,
     gguf_of,
     hub,
-    is_moe,
     read_into,
     read_object,
     stored_tensors,
 )
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
-from tswift.speculators.draft_head import lm_head_rows
+from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.networks import (
     DFLASH,
     DSPARK,
@@ -228,7 +228,7 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
     """
     text = config.get_text_config()
-    if not text.model_type.startswith("qwen3_5") or is_moe(config) or gguf_of(model) is not None:
+    if not predicts_more(config) or gguf_of(model) is not None:
         return None
     rope = dict(text.rope_parameters)
     size = text.head_dim

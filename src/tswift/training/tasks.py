@@ -27,7 +27,8 @@ from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
-from tswift.speculators.heads import HEAD_TYPES, load_heads
+from tswift.speculators.heads import HEAD_TYPES
+from tswift.speculators.heads_files import load_heads
 from tswift.tables import Reporter
 from tswift.training.config import DISTILL, TIMES, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions

@@ -19,7 +19,7 @@ from tswift.caches import FullKV
 from tswift.errors import DecodeError
 from tswift.forward.hf import output_of
 from tswift.forward.target import Target
-from tswift.speculators.draft_head import lm_head_rows
+from tswift.speculators.heads import lm_head_rows
 
 LIKELIEST = 64  # tokens whose probabilities are learnt; on SmolLM2's own text they have 97% of all
 _CHUNK = 512  # tokens of a row in one pass of the model
