@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from operator import mul
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
@@ -49,25 +48,26 @@ class Arm:
         self.steps, self.last = 0, 0.0
         self.failures = 0  # trials that it lost, since it last might not draft or was the fastest
         self._times = times
-        # of late: steps, tokens, seconds but for those of passes, and these by the costs, by number
-        # of nodes
-        self._late = [0.0, 0.0, 0.0]
-        self._passes = [0.0] * len(times.factors)
+        # of late: steps, tokens, seconds but for those of passes, and these by the costs, by place
+        # of their number of nodes
+        self._late = self._tokens = self._drafting = 0.0
+        self._passes: dict[int, float] = {}
 
     @property
     def rate(self) -> float:
         """Tokens per second of late; 0 before the second step."""
-        return self._late[1] / self._seconds if self._late[0] else 0.0
+        return self._tokens / self._seconds if self._late else 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of a step of late; 0 before the second one."""
-        return self._seconds / self._late[0] if self._late[0] else 0.0
+        return self._seconds / self._late if self._late else 0.0
 
     @property
     def _seconds(self) -> float:
         # passes count as what they take now, whatever they took when the arm was tried
-        return self._late[2] + sum(map(mul, self._passes, self._times.factors))
+        factors = self._times.factors
+        return self._drafting + sum(factors[place] * s for place, s in self._passes.items())
 
     def learn(self, tokens: int, seconds: float, nodes: int = 0, passing: float = 0.0) -> None:
         """It took a step: so many seconds and a pass over so many nodes, of so many seconds by the
@@ -78,11 +78,12 @@ class Arm:
         self.steps += 1
         if self.steps > 1:
             self._keep(1 - _MEMORY)
-            self._late = [
-                was + new for was, new in zip(self._late, (1, tokens, seconds), strict=True)
-            ]
+            self._late += 1
+            self._tokens += tokens
+            self._drafting += seconds
             if nodes:
-                self._passes[self._times.place(nodes)] += passing
+                place = self._times.place(nodes)
+                self._passes[place] = self._passes.get(place, 0.0) + passing
 
     def wait(self, ratio: float) -> float:
         """Plain steps' time until its next trial, when the best arm is so many times as fast."""
@@ -90,12 +91,15 @@ class Arm:
 
     def age(self) -> None:
         """What is known of it is old: let it count for no more than a short trial."""
-        if self._late[0] > _LEAST:
-            self._keep(_LEAST / self._late[0])
+        if self._late > _LEAST:
+            self._keep(_LEAST / self._late)
 
     def _keep(self, share: float) -> None:
-        self._late = [share * each for each in self._late]
-        self._passes = [share * each for each in self._passes]
+        self._late *= share
+        self._tokens *= share
+        self._drafting *= share
+        for place in self._passes:
+            self._passes[place] *= share
 
 
 class Bandit:

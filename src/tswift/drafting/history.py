@@ -446,9 +446,10 @@ class HistorySource(Source):
             node, guess = child, further
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
-        """Whether the text repeats itself; it may where that is not known of its end."""
-        unknown = len(context.text) - len(self._recall)
-        return unknown > _UNKNOWN or self._recall.repeats > _REPEATS
+        """Whether the text repeats itself."""
+        if len(context.text) - len(self._recall) > _UNKNOWN:
+            self._recall.committed(context)
+        return self._recall.repeats > _REPEATS
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds of the last draft's guesses."""
