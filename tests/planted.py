@@ -393,6 +393,8 @@ FAULTS = [
           "self.length -= self.seen - seen", "self.length -= max(0, self.seen - seen - 1)"),
     Fault("a figure of a busy moment is remembered", "drafting/costs.py", "drafting/test_costs.py",
           "if file and not costs.busy:", "if file:"),
+    Fault("a GPU's costs are measured over few keys", "drafting/costs.py", "drafting/test_costs.py",
+          '"cuda": (49_152,', '"cuda": (4_096,'),
     Fault("costs are of steps that accept nothing", "drafting/costs.py", "drafting/test_costs.py",
           "tree.add(self._right.get(context.kv.length, ()), \"\")", "pass"),
     Fault("arms are tried without a prospect", "drafting/adaptive.py", "drafting/test_adaptive.py",

@@ -137,7 +137,7 @@ def test_biases_and_log_probabilities_on_the_device(method: str, options: DraftO
             )
 
 
-@pytest.mark.parametrize("logprobs", first(1, [None, 2]))
+@pytest.mark.parametrize("logprobs", [None, 2])
 def test_the_next_draft_is_launched_before_the_host_waits(
     monkeypatch, logprobs: int | None
 ) -> None:

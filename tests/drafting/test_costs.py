@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,30 @@ def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
         2.0 * nodes for nodes in costs.NODES
     ]
     assert {accepted for nodes, accepted in taken if nodes > 3} == {3}
+
+
+def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch) -> None:
+    """LLaMA3.1-8b on an H200: up to some thousand keys its attention takes what launches and
+    latency take, 8 us a layer, so that few keys say nothing of many.
+    """
+
+    def gpu_s(nodes: int, keys: int) -> float:
+        return 4e-3 + 0.05e-3 * nodes + max(32 * 8e-6, keys * shape.bytes_per_token / 4.3e12)
+
+    shape = SimpleNamespace(bytes_per_token=2 * 32 * 8 * 128 * 2)
+    target = SimpleNamespace(
+        device=torch.device("cuda"),
+        kv_shape=shape,
+        max_positions=131_072,
+        most_nodes=None,
+        width=32,
+    )
+    monkeypatch.setattr(costs, "available_bytes", lambda device: 120 << 30)
+    monkeypatch.setattr(costs, "_Trial", lambda *given: SimpleNamespace(step_s=gpu_s))
+    found = measure(target, None)
+    for nodes in (1, 16, 32):
+        for keys in (49_152, 100_000):
+            assert found.seconds(nodes, keys) == pytest.approx(gpu_s(nodes, keys), rel=0.05)
 
 
 def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> None:

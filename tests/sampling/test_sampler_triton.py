@@ -323,8 +323,8 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     assert len(found) == (len(cases) + 2) * (2 * 3 + 2 * 2)  # with min-p there is one more
     for kernel in found:
         assert kernel["spills"] == kernel["stack"] == 0, kernel
-        # programs of 8 warps are those that rank four nodes each: a multiprocessor holds one or two
-        assert kernel["registers"] <= (144 if kernel["warps"] == 8 else 128), kernel
+        # with more than 128 a multiprocessor would hold one program of 8 warps, and three of 4
+        assert kernel["registers"] <= 128, kernel
         assert kernel["shared"] <= 32_768, kernel
         # divided as PyTorch divides, and nothing rounded once where it rounds twice: only
         # logarithms fuse

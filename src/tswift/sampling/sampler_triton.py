@@ -124,6 +124,7 @@ def rank_parts(
 
     Noise is that of ``AHEAD`` places after ``positions``; grid ``(row blocks, parts)``. Where min-p
     is on, ``tops`` ``[rows, parts]`` are the parts' best scores without it, and without noise.
+    Without ``ranked`` the scores alone are wanted, of one token each: that saves registers.
     """
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -156,14 +157,16 @@ def rank_parts(
             score = score + _gumbel(stream[:, None], ids[None, :])
         for rank in tl.static_range(COUNT):
             best = tl.max(score, 1)
-            token = tl.min(tl.where(score == best[:, None], ids[None, :], first + BLOCK), 1)
             tl.store(scores + at + rank, best, mask=used)
-            tl.store(ranked + at + rank, token, mask=used)
-            score = tl.where(ids[None, :] == token[:, None], float("-inf"), score)
+            if ranked is not None:
+                token = tl.min(tl.where(score == best[:, None], ids[None, :], first + BLOCK), 1)
+                tl.store(ranked + at + rank, token, mask=used)
+                score = tl.where(ids[None, :] == token[:, None], float("-inf"), score)
     else:
         for rank in tl.static_range(COUNT):
             tl.store(scores + at + rank, tl.full([ROWS], float("-inf"), tl.float64), mask=used)
-            tl.store(ranked + at + rank, tl.full([ROWS], 0, tl.int32) + first, mask=used)
+            if ranked is not None:
+                tl.store(ranked + at + rank, tl.full([ROWS], 0, tl.int32) + first, mask=used)
 
 
 @triton.jit(do_not_specialize=["rows", "found"])
@@ -299,7 +302,7 @@ class TritonSampler:
         with torch.cuda.device_of(logits):
             if self._min_p:
                 rank_parts[triton.cdiv(rows, shared), parts](
-                    *arguments, None, tops, ranked, ROWS=shared, COUNT=1, MIN_P=False, NOISY=False, num_warps=warps,
+                    *arguments, None, tops, None, ROWS=shared, COUNT=1, MIN_P=False, NOISY=False, num_warps=warps,
                     **options,
                 )  # fmt: skip
             rank_parts[triton.cdiv(rows, block), parts](
