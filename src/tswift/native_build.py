@@ -19,6 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +182,21 @@ def cache_folder() -> Path | None:
         if _make_private(folder):
             return folder
     return None
+
+
+def put(file: Path, write: Callable[[Path], object]) -> None:
+    """Have a file of the cache written beside its place, and moved there in one step:
+    another process may do the same.
+
+    What ``write`` raises is raised, and nothing is left then.
+    """
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        write(beside)
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _make_private(folder: Path) -> bool:

@@ -339,7 +339,7 @@ def test_reads_everything(tmp_path: Path) -> None:
     made = RunConfig.of(**asked, model="x/y", device="cpu", dtype="float64", kv_dtype="float64")
     # the native kernel may be missing elsewhere
     assert found.config == changed(made, {"exact": False, "sampling_from": "paper"})
-    assert (found.state, found.prompt, found.bits, found.eos_ids) == (
+    assert (found.record.state, found.prompt, found.bits, found.eos_ids) == (
         "interrupted",
         PROMPT,
         None,

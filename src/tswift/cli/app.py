@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -24,6 +25,12 @@ from tswift.errors import TRACEBACK, DecodeError, InputError
 # transformers imports torchao if it can, which need not fit PyTorch
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
+
+def _in_one_line(command: Callable[..., None]) -> str:
+    """What a command does, each paragraph without the breaks of the source's lines."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(command) or "")
+
+
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for each in (
     generate,
@@ -38,7 +45,7 @@ for each in (
     train,
     train_draft,
 ):
-    app.command()(each)
+    app.command(help=_in_one_line(each))(each)
 app.add_typer(heads, name="heads")
 
 

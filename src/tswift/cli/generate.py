@@ -144,6 +144,7 @@ def generate(
             "Output",
             "With --resume: where a file is damaged, go on from the last sound token.",
             "--discard-damaged",
+            rare=True,
         ),
     ] = False,
     prompts: Annotated[
@@ -154,7 +155,9 @@ def generate(
     ] = None,
     shard: Annotated[
         str | None,
-        options.option("", "With --prompts: I/N, every Nth line from the Ith on.", "--shard"),
+        options.option(
+            "", "With --prompts: I/N, every Nth line from the Ith on.", "--shard", rare=True
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")

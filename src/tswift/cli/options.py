@@ -159,14 +159,14 @@ def _found(value: object, name: str) -> object:
     return find_path(value, name) if isinstance(value, Path) else value
 
 
-def option(panel: str, text: str, *names: str) -> Any:
+def option(panel: str, text: str, *names: str, rare: bool = False) -> Any:
     """An option of one command alone, whose help says its default."""
     return typer.Option(
         *names,
         help=text,
         rich_help_panel=panel or None,
         show_default=False,
-        hidden=panel == DRAFTING,
+        hidden=rare or panel == DRAFTING,
     )
 
 

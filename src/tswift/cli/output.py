@@ -330,7 +330,9 @@ class Display(Bars):
             self._log_line(f"prefill {done:,} / {total:,} tokens")
 
     def summary(self, job: Job) -> None:
-        """The table at the end."""
+        """The table at the end, unless quiet."""
+        if self._console.quiet:
+            return
         figures = job.figures()
         peak = figures["peak_bytes"]
         rows = {

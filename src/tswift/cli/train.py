@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,22 +30,17 @@ Resume = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class _Words:
-    """What stood on the command line of a training."""
-
-    typed: options.Typed
-    out: Path | None
-    resume: Path | None
-    quiet: bool
-    progress: bool
-
-
 def _train(
-    kind: type[TrainConfig], words: _Words, result: str, grid: Callable[[Outcome], Table]
+    kind: type[TrainConfig],
+    result: str,
+    grid: Callable[[Outcome], Table],
+    typed: options.Typed,
+    out: Path | None,
+    resume: Path | None,
+    quiet: bool,
+    progress: bool,
 ) -> None:
     """Train, and show by ``grid`` what came of it; ``result`` is the file that counts."""
-    typed, out, resume = words.typed, words.out, words.resume
     if resume is not None and out is not None:
         raise InputError("goes on in the folder of --resume", "out")
     if resume is None and "corpus" not in typed.values:
@@ -66,7 +60,7 @@ def _train(
     from tswift.training import run as training
 
     first = find_ranks()[0] == 0
-    bars = Bars(words.quiet or not first, words.progress, single=True)
+    bars = Bars(quiet or not first, progress, single=True)
     try:
         with bars:
             if config is not None:
@@ -190,36 +184,46 @@ def _draft_grid(outcome: Outcome) -> Table:
     return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
 
 
-@options.takes(HeadsConfig)
-def train(
-    typed: options.Typed,
-    out: Out = None,
-    resume: Resume = None,
-    quiet: options.Quiet = False,
-    no_progress: options.NoProgress = False,
-) -> None:
+def _command(
+    name: str, kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], help: str
+) -> Callable[..., None]:
+    """The command of a kind of training; ``result`` and ``grid`` are as of :func:`_train`."""
+
+    @options.takes(kind)
+    def command(
+        typed: options.Typed,
+        out: Out = None,
+        resume: Resume = None,
+        quiet: options.Quiet = False,
+        no_progress: options.NoProgress = False,
+    ) -> None:
+        _train(kind, result, grid, typed, out, resume, quiet, not no_progress)
+
+    command.__name__ = name
+    command.__doc__ = help
+    return command
+
+
+train = _command(
+    "train",
+    HeadsConfig,
+    "heads.safetensors",
+    _heads_grid,
     """Train heads that draft for a model, whose own weights stay as they are.
     Required: --corpus, or --resume.
 
     Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors,
     figures and checkpoints. Under torchrun, gradients of all processes are averaged.
-    """
-    words = _Words(typed, out, resume, quiet, not no_progress)
-    _train(HeadsConfig, words, "heads.safetensors", _heads_grid)
-
-
-@options.takes(DraftConfig)
-def train_draft(
-    typed: options.Typed,
-    out: Out = None,
-    resume: Resume = None,
-    quiet: options.Quiet = False,
-    no_progress: options.NoProgress = False,
-) -> None:
+    """,
+)
+train_draft = _command(
+    "train_draft",
+    DraftConfig,
+    "model.safetensors",
+    _draft_grid,
     """Train a small model that drafts for a model: for --draft-model.
     Required: --corpus, or --resume.
 
     It has the large one's vocabulary. A folder takes it, figures and checkpoints.
-    """
-    words = _Words(typed, out, resume, quiet, not no_progress)
-    _train(DraftConfig, words, "model.safetensors", _draft_grid)
+    """,
+)

@@ -5,10 +5,10 @@ and remembered in the user's cache folder.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -29,7 +29,7 @@ from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.forward.target import Target
 from tswift.models.checkpoint import config_hash
 from tswift.models.devices import available_bytes
-from tswift.native_build import cache_folder
+from tswift.native_build import cache_folder, put
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
@@ -241,10 +241,6 @@ def _read(file: Path) -> PassCosts | None:
 
 
 def _write(file: Path, costs: PassCosts) -> None:
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):  # it is measured anew the next time, then
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(asdict(costs)))
-        new.replace(file)
-    except OSError:
-        pass  # it is measured anew the next time, then
+        put(file, lambda beside: beside.write_text(json.dumps(asdict(costs))))

@@ -9,8 +9,8 @@ into memory by later processes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from hashlib import sha256
 from math import prod
@@ -33,7 +33,7 @@ from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
 from tswift.models.devices import give_back
 from tswift.models.gguf import GGUFFile
 from tswift.models.shapes import Noise
-from tswift.native_build import cache_folder
+from tswift.native_build import cache_folder, put
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -246,14 +246,11 @@ def _read_kept(path: Path) -> dict[str, PackedCodes]:
 
 
 def _keep(path: Path, made: Mapping[str, PackedCodes]) -> None:
-    """Keep codes for later processes: written beside, and moved to their place at once."""
+    """Keep codes for later processes."""
+    held = {name: packed.bytes for name, packed in made.items()}
     forms = json.dumps({name: packed.form for name, packed in made.items()})
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        save_file({name: packed.bytes for name, packed in made.items()}, beside, {"forms": forms})
-        beside.replace(path)
-    except (OSError, SafetensorError):  # a full disk, say
-        beside.unlink(missing_ok=True)
+    with suppress(OSError, SafetensorError):  # a full disk, say
+        put(path, lambda beside: save_file(held, beside, {"forms": forms}))
 
 
 def random_rounded(config: PreTrainedConfig, kind: str, model: str) -> PreTrainedModel:

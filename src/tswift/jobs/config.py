@@ -388,6 +388,7 @@ class RunConfig:
         panel="Sampling",
         shown="model with --chat, else paper",
         flag="--sampling",
+        rare=True,
         choices=(PAPERS, MODELS_OWN),
     )
     sampling: SamplingParams = part(SamplingParams)

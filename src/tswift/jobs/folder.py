@@ -535,7 +535,6 @@ class RunRecord:
 
     path: Path
     record: Record  # all of ``run.json``
-    state: str  # running, finished, interrupted or failed, as it was last written
     config: RunConfig  # what made the run
     params: SamplingParams  # banned end-of-text tokens included
     prompt: list[int]  # token ids
@@ -576,7 +575,6 @@ def read_run(path: Path) -> RunRecord:
         run = RunRecord(
             path,
             Record.of(record),
-            str(record["state"]),
             config,
             params,
             prompt,

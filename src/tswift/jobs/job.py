@@ -463,7 +463,7 @@ def resume(
         _refuse_tokens(saved, path, config.text.length, discard_damaged)
         ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
         stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
-        if run.state == FINISHED and (config.text.length == made or ended or stopped):
+        if run.record.state == FINISHED and (config.text.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             _check_text(run, saved, loaded, discard_damaged)
             return None
@@ -565,7 +565,7 @@ def _check_text(
 ) -> None:
     """Refuse a finished run with another text than that of its tokens, or write that text."""
     tokenizer = load_tokenizer(run.config.model.model) if loaded is None else loaded.tokenizer
-    fault = text_fault(run.path, run.state, tokenizer, run.config.stop)
+    fault = text_fault(run.path, run.record.state, tokenizer, run.config.stop)
     if fault and not discard_damaged:
         raise InputError(f"{fault}; --discard-damaged writes it anew", OPTION)
     if fault:

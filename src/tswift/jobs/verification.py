@@ -124,7 +124,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     if model.exact is not None and (note or not run.config.model.exact):
         model.target.set_width(None)
         model = replace(model, exact=None)
-    fault = text_fault(run.path, run.state, model.tokenizer, run.config.stop)
+    fault = text_fault(run.path, run.record.state, model.tokenizer, run.config.stop)
     audited = AuditInput(
         model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault
     )

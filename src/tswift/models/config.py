@@ -139,6 +139,7 @@ class ModelConfig:
         "Dtype of the KV cache: auto, float32, bfloat16, float16, int16 or int8 on a CPU; on CUDA "
         "the model's own.",
         panel=_PANEL,
+        rare=True,
         shown="the model's own; int16 for demo in float32",
         parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )

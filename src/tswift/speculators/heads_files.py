@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import NO_HEADS, SHAPE_PREFIX
 from tswift.models.shapes import HEADS
-from tswift.native_build import cache_folder
+from tswift.native_build import cache_folder, put
 from tswift.speculators.formats import describe_drafter, is_drafter
 from tswift.speculators.heads import (
     DRAFT_IDS,
@@ -130,12 +131,9 @@ def install_heads(model: str, heads: Path) -> Path:
             else "there is no folder for them"
         )
         raise DecodeError(f"the heads cannot be installed: {reason}")
-    beside = folder / f"{name}.{os.getpid()}"
     try:
-        shutil.copyfile(heads, beside)
-        beside.replace(folder / name)
+        put(folder / name, partial(shutil.copyfile, heads))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise DecodeError(f"the heads cannot be installed in {folder} ({error.strerror})") from None
     return folder / name
 
