@@ -54,6 +54,11 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 RECURRENT = "forward/test_recurrent.py"
+COUNTS, SAMPLER_C, MANY = (
+    "decoding/test_counts.py",
+    "sampling/test_sampler_c.py",
+    "cli/test_prompts.py",
+)
 DIFFER, CLASSES = "forward/test_layers_that_differ.py", "models/test_classes.py"
 FAULTS = [
     # layers that differ, and models around a decoder
@@ -66,6 +71,49 @@ FAULTS = [
     Fault("weights that see are read", "models/architecture.py", CLASSES, "setattr(module, name, None)", "pass"),
     Fault("the shorter text's turns", "models/architecture.py", CLASSES,
           '"long_factor" if config.max', '"short_factor" if config.max'),
+    # presence and frequency
+    Fault("presence is taken off as often as a token is there", "sampling/rule.py", COUNTS,
+          "own.presence_penalty * (counts > 0).double()", "own.presence_penalty * counts"),
+    Fault("presence is rounded to float32", "sampling/rule.py", COUNTS, "(counts > 0).double()", "(counts > 0)"),
+    Fault("a sibling's token counts", "sampling/rule.py", COUNTS,
+          "drafted = ancestors[:, 1:].to(torch.float64)",
+          "drafted = torch.ones_like(ancestors[:, 1:], dtype=torch.float64)"),
+    Fault("the root counts twice", "sampling/sampler.c", SAMPLER_C,
+          "for (int64_t other = 1; other < c->rows; other++)", "for (int64_t other = 0; other < c->rows; other++)"),
+    Fault("the prompt counts", "sampling/rule.py", COUNTS,
+          "generated = tokens[max(0, self.prompt - self.length) :]", "generated = tokens"),
+    Fault("what was written before counts as a prompt", "decoding/loop.py", COUNTS,
+          "target.device, prompt=len(prompt))", "target.device, prompt=len(prompt) + len(written))"),
+    Fault("a sibling's token counts in C", "sampling/sampler.c", SAMPLER_C,
+          "times += path[other] && c->tokens[other] == token;", "times += c->tokens[other] == token;"),
+    Fault("a token that is twice on a path counts once in C", "sampling/sampler.c", SAMPLER_C,
+          "times += path[other] && c->tokens[other] == token;", "times = counts[token] + 1;"),
+    Fault("presence is taken off as often as a token is there in C", "sampling/sampler.c", SAMPLER_C,
+          "c->presence * (times > 0)", "c->presence * times"),
+    Fault("the device counts nothing", "decoding/device_step.py", DEVICE,
+          "        sampler.count_rows(path.tokens[steps], path.count)\n", ""),
+    Fault("the device counts what was not accepted", "sampling/rule.py", DEVICE,
+          "self.counts.index_add_(0, self._ids(tokens), appended.double())",
+          "self.counts.index_add_(0, self._ids(tokens), torch.ones_like(appended).double())"),
+    Fault("plain steps count on from the ones before", "decoding/device_step.py", DEVICE,
+          "        context.sampler.counts.copy_(sampler.counts)\n", ""),
+    # many texts
+    Fault("a finished text is told of again", "jobs/batch.py", MANY,
+          "left = [task for task in tasks if not task.done]", "left = [*tasks]"),
+    Fault("texts are put together while some are missing", "jobs/batch.py", MANY,
+          "if not all(task.done for task in self.tasks):", "if not any(task.done for task in self.tasks):"),
+    Fault("a shard leaves out its first text", "jobs/batch.py", MANY,
+          "self.tasks[index - 1 :: count]", "self.tasks[index + count - 1 :: count]"),
+    Fault("texts stand in another order", "jobs/batch.py", MANY,
+          'f"{line_of(task)}\\n" for task in self.tasks)', 'f"{line_of(task)}\\n" for task in self.tasks[::-1])'),
+    Fault("a line's own seed stays for those behind it", "jobs/batch.py", MANY,
+          'changed(self.config, {**own, "prompt_text": text.text, "out": folder}),',
+          'self.__dict__.update(config=changed(self.config, {**own, "prompt_text": text.text, "out": folder}))'
+          " or self.config,"),
+    Fault("a line's own seed is not read", "jobs/batch.py", MANY, '    "seed": "seed",\n', ""),
+    Fault("a text that was begun is taken for finished", "jobs/batch.py", MANY,
+          'read_record(self.folder).get("state") == FINISHED', "True"),
+    Fault("another file goes on with a folder", "jobs/batch.py", MANY, 'if known["sha256"] != digest:', "if False:"),
     # compiled libraries, and paths
     Fault("a library is loaded whatever its content", "native_build.py", BUILDING,
           "if _hash_file(file).read_bytes() == _hash(file):", "if True:"),

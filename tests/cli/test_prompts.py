@@ -97,7 +97,8 @@ def test_shards_share_one_folder(tswift: Tswift, words: Words, tmp_path: Path) -
     out = tmp_path / "out"
     for shard, made in (("2/2", ["2", "4"]), ("1/2", ["sea", "3"])):
         assert not (out / OUT).exists()
-        assert [line["id"] for line in lines_of(tswift(*words, out, "--shard", shard).out)] == made
+        found = tswift(*words, out, "--shard", shard)
+        assert (found.code, [line["id"] for line in lines_of(found.out)]) == (0, made)
     assert [line["id"] for line in lines_of((out / OUT).read_bytes())] == ["sea", "2", "3", "4"]
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -40,6 +41,8 @@ CASES = [
     for name in METHODS
     for kind in ("chained", "conditioned", "trimmed")[: 3 if name in _WITH_HEADS else 1]
 ]
+COUNTED = "chained, counted"  # heads, where it matters how often tokens were generated
+CASES += [("medusa", COUNTED)]
 CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
 
 
@@ -51,6 +54,8 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
     dtype = torch.float32
     options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
     params = SamplingParams(window=24, min_p=0.02)
+    if kind == COUNTED:
+        params = replace(params, presence_penalty=0.7, frequency_penalty=0.4, penalty=1.0)
     if kind in LAYOUTS:
         target = Target(put(qwen3(dtype)), StaticAttention)
         with TemporaryDirectory() as folder:
@@ -61,7 +66,11 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
         target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
         draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
         drafter = make_drafter(
-            method, target, put(helpers.tiny_heads(dtype, kind=kind)), options, draft
+            method,
+            target,
+            put(helpers.tiny_heads(dtype, kind=kind.partition(",")[0])),
+            options,
+            draft,
         )
         prompt = helpers.random_prompt(PROMPT)
     return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
@@ -92,7 +101,7 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
         name: median(column) for name, column in zip(COUNTS, zip(*rows, strict=True), strict=True)
     }
     found = {name: sorted(each) for name, each in places.items()}
-    same = tokens == _plain(kind in LAYOUTS)[: len(tokens)]
+    same = tokens == _plain(kind)[: len(tokens)]
     return {
         "method": method,
         "kind": kind,
@@ -104,11 +113,9 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
 
 
 @functools.cache
-def _plain(network: bool) -> list[int]:
-    """What plain decoding writes, without a simulated device,
-    by the model that published drafters draft for or not.
-    """
-    decoding = _decoding("ar", "dflash" if network else "chained", 5, None, simulated=False)
+def _plain(kind: str) -> list[int]:
+    """What plain decoding writes, without a simulated device."""
+    decoding = _decoding("ar", kind, 5, None, simulated=False)
     return [token for step in itertools.islice(decoding.steps(), 200) for token in step.tokens]
 
 

@@ -60,22 +60,28 @@ def drafter_of(
 
 
 def decoded(
-    graphs, method: str, kind: str, options: DraftOptions, prompt: int, length: int
+    graphs,
+    method: str,
+    kind: str,
+    options: DraftOptions,
+    prompt: int,
+    length: int,
+    params: SamplingParams = PARAMS,
 ) -> list[Step]:
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     drafter = drafter_of(method, kind, options, target, draft)
-    steps = decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length)
+    steps = decode_steps(target, drafter, random_prompt(prompt), params, 3, length)
     assert target.fallbacks.graph_fault is None
     assert draft.fallbacks.graph_fault is None
     return steps
 
 
 @functools.cache
-def on_the_host(prompt: int, length: int) -> list[int]:
+def on_the_host(prompt: int, length: int, params: SamplingParams = PARAMS) -> list[int]:
     """Plain decoding by passes that are made anew each time."""
     target = tiny_target()
     drafter = make_drafter("ar", target, None, OPTIONS)
-    return tokens_of(decode_steps(target, drafter, random_prompt(prompt), PARAMS, 3, length))
+    return tokens_of(decode_steps(target, drafter, random_prompt(prompt), params, 3, length))
 
 
 WITH_HEADS = ("medusa", "tokenswift", "cascade", "auto")
@@ -119,6 +125,13 @@ def test_every_method_writes_the_same_text(
     assert tokens_of(captured) == tokens_of(plain) == on_the_host(prompt, 20)
     assert [step.accepted for step in captured] == [step.accepted for step in plain]
     assert [step.nodes for step in captured] == [step.nodes for step in plain]
+
+
+def test_graphs_count_what_was_generated(graphs) -> None:
+    params = dataclasses.replace(PARAMS, presence_penalty=0.7, frequency_penalty=0.4, penalty=1.0)
+    captured = decoded(graphs, "medusa", "chained", OPTIONS, 90, 40, params)
+    assert tokens_of(captured) == on_the_host(90, 40, params) != on_the_host(90, 40)
+    assert max(step.accepted for step in captured) > 0
 
 
 def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:

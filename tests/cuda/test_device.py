@@ -42,6 +42,7 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("auto", "conditioned"): (1, 0, 1, 0, 1),
     ("auto", "trimmed"): (1, 0, 1, 0, 1),
     ("ar-reference", "chained"): (1, 0, 1, 0, 1),
+    ("medusa", "chained, counted"): (1, 0, 1, 0, 2),
     ("block", "dspark"): (2, 3, 2, 4, 2),
     ("block", "dflash"): (2, 3, 2, 4, 2),
     ("eagle", "eagle-safeai"): (2, 3, 2, 4, 2),

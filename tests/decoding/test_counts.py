@@ -55,10 +55,11 @@ def plainly(logits: torch.Tensor, generated: list[int], params: SamplingParams) 
 def test_every_node_counts_its_own_path(seed: int) -> None:
     """And of the text what was generated; the prompt does not count."""
     random, vocab = Random(seed), 9
+    params = replace(BOTH, presence_penalty=0.7)
     prompt, generated = (
         [random.randrange(vocab) for _ in range(count)] for count in (12, random.randrange(6))
     )
-    sampler = Sampler(BOTH, 5, vocab, CPU, prompt=len(prompt))
+    sampler = Sampler(params, 5, vocab, CPU, prompt=len(prompt))
     sampler.extend(prompt + generated[:2])
     sampler.extend(generated[2:])
     tree = DraftTree((prompt + generated)[-1], 8)
@@ -73,7 +74,7 @@ def test_every_node_counts_its_own_path(seed: int) -> None:
             path.append(tree.tokens[at])
             at = tree.parents[at]
         torch.testing.assert_close(
-            lowered[node], plainly(logits[node], generated + path, BOTH), rtol=0, atol=1e-12
+            lowered[node], plainly(logits[node], generated + path, params), rtol=0, atol=1e-12
         )
 
 

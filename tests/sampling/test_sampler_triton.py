@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from tests.forward.test_passes import LengthOnDevice
-from tests.helpers import decode_steps, first, random_prompt, tiny_heads, tiny_llama, tokens_of
+from tests.helpers import (
+    decode_steps,
+    first,
+    random_prompt,
+    random_tree,
+    tiny_heads,
+    tiny_llama,
+    tokens_of,
+)
 from tswift.attention.backends import why_not
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -68,6 +76,27 @@ def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
             vocab,
             nodes,
         )
+
+
+@pytest.mark.usefixtures("tried_anew")
+def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
+    """In float64, which a model's own logits have on no GPU that the kernels are for."""
+    random = Random(4)
+    params = SamplingParams(window=5, presence_penalty=0.7, frequency_penalty=-0.3)
+    one, plain = (Sampler(params, 3, 300, CPU, prompt=2) for _ in range(2))
+    one.fuse(torch.float32, interpreted=True)
+    assert one.fault is None
+    text = [random.randrange(300) for _ in range(40)]
+    for each in (one, plain):
+        each.extend(text)
+    logits = 2 * torch.randn(128, 300, generator=torch.Generator().manual_seed(0))
+    tree = random_tree(128, random, 300)
+    where = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 39, tree.ancestors()
+    wanted = plain.draw_rows(logits, *where)
+    assert torch.equal(one.draw_rows(logits, *where), wanted)
+    assert one.draw_nodes(logits, where)[0] == wanted.tolist()
+    neither = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+    assert not torch.equal(Sampler(neither, 3, 300, CPU).draw_rows(logits, *where), wanted)
 
 
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 5000), (6, 2049)])

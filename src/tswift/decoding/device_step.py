@@ -283,6 +283,7 @@ class DeviceStepper:
         context.sampler.length = sampler.length
         context.last = None
         context.sampler.newest.copy_(sampler.newest)
+        context.sampler.counts.copy_(sampler.counts)
         self.state.load(context)
         self._launched = None
 
@@ -385,6 +386,7 @@ class DeviceStepper:
         drawn = sampler.draw_rows(logits, state.tokens[:nodes], tree.positions, tree.ancestors)
         self._trees.walk(state, tree, drawn, self._block.device["control"], sampler, path)
         steps = slice(min(self._longest, nodes))
+        sampler.count_rows(path.tokens[steps], path.count)
         if nodes > 1:
             for pair in kv.pairs:
                 target.backend.append(pair, pair, path.places[steps], path.slots[steps], path.count)

@@ -104,7 +104,7 @@ def _verify(
     parents = None if accept else tree.parents
     found: Drawn | None = None
     verified = None
-    if parents and not sampler.counting and sampler.program(torch.float32):
+    if parents and sampler.program(torch.float32):
         follow = partial(
             sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
         )
@@ -216,8 +216,7 @@ class Decoding:
             each._drafter.committed(context)
             each._prefilled = True
             context.sampler.fuse(self._target.dtype)
-            # programs on the device do not count tokens
-            if self._target.replays and not context.sampler.params.counts:
+            if self._target.replays:
                 each._stepper = DeviceStepper(
                     self._target, context, each._drafter, ahead=each._accept is None
                 )

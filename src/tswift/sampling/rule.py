@@ -207,13 +207,13 @@ class Sampler:
         except ImportError:
             self.fault = "triton is not installed"
             return
-        about = self.params, len(self._tokens), dtype, device
         self.fault = None
         for count in {0, min(candidates, len(self._tokens))}:
-            fault = triton_sampler_fault(*about, count)
-            if fault is None and (dtype, count) not in self._rule.fused:
+            read = dtype if count else self._lowered_dtype(dtype)
+            fault = triton_sampler_fault(self.params, len(self._tokens), read, device, count)
+            if fault is None and (read, count) not in self._rule.fused:
                 # never replaced: what a captured graph reads has to stay where it is
-                self._rule.fused[dtype, count] = TritonSampler(
+                self._rule.fused[read, count] = TritonSampler(
                     self.params, self.seed, len(self._tokens), device
                 )
             self.fault = self.fault or fault
@@ -230,8 +230,12 @@ class Sampler:
                 self.length, self.length + len(tokens), device=self.newest.device
             )
             self.newest.scatter_reduce_(0, ids, positions, "amax")
-        generated = tokens[max(0, self.prompt - self.length) :]
-        if self.counting and generated:
+        generated = tokens[max(0, self.prompt - self.length) :] if self.counting else ()
+        if generated and self.counts.device.type == "cpu":
+            counts = self.counts.numpy()
+            for token in generated:
+                counts[token] += 1
+        elif generated:
             ids = torch.tensor(generated).to(self.counts.device, non_blocking=True)
             self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
         self.length += len(tokens)
@@ -248,6 +252,16 @@ class Sampler:
             self.newest.scatter_reduce_(
                 0, self._ids(tokens), positions.where(appended, FAR), "amax"
             )
+
+    def count_rows(self, tokens: Tensor, count: Tensor) -> None:
+        """As :meth:`extend_rows`, for what was generated."""
+        if self.counting:
+            appended = torch.arange(len(tokens), device=tokens.device) < count
+            self.counts.index_add_(0, self._ids(tokens), appended.double())
+
+    def _lowered_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of what :meth:`lowered` makes of a model's logits."""
+        return torch.float64 if self.counting else dtype
 
     def _ids(self, tokens: Tensor) -> Tensor:
         """Token ids to index with."""
@@ -293,7 +307,7 @@ class Sampler:
         counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
         own = self.params
         return logits.double() - (
-            own.frequency_penalty * counts + own.presence_penalty * (counts > 0)
+            own.frequency_penalty * counts + own.presence_penalty * (counts > 0).double()
         )
 
     def along(self, logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -367,13 +381,13 @@ class Sampler:
         With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out:
         they draw ``NO_TOKEN`` then. All else is as for :meth:`CSampler.follow`.
         """
-        logits = self.lowered(logits, nodes[0], nodes[2])
         if parents is not None and self.program(logits.dtype) is not None:
             followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
             if followed is not None:
                 return followed
-        if not with_runner_up and (logits.dtype, 0) in self._rule.fused:
+        if not with_runner_up and (self._lowered_dtype(logits.dtype), 0) in self._rule.fused:
             return self.draw_rows(logits, *nodes).tolist(), []
+        logits = self.lowered(logits, nodes[0], nodes[2])
         seen = self.seen(*nodes)
         places = nodes[1] + 1
         if with_runner_up:
@@ -392,7 +406,8 @@ class Sampler:
         program = self.program(logits.dtype)
         assert program is not None
         newest = self.newest if self.penalises else None
-        return program.follow(logits, nodes, parents, newest, verification, with_runner_up)
+        counts = self.counts if self.counting else None
+        return program.follow(logits, nodes, parents, newest, counts, verification, with_runner_up)
 
     def draw_with_runner_up(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor

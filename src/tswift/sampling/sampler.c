@@ -33,6 +33,7 @@ typedef struct {
     const int64_t *newest;      /* by token: the position of its last occurrence */
     const int64_t *tokens, *places; /* [rows]: of the nodes of a tree, its tokens and their positions */
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
+    const double *counts;       /* by token: how often it was generated, the root included; none if that does not matter */
     const uint8_t *banned;      /* by token, or none */
     const int64_t *biased;      /* [biases] tokens */
     const double *bias;         /* [biases], added to their logits */
@@ -45,6 +46,7 @@ typedef struct {
     int64_t by_row, by_seen, by_ids, rows, vocabulary, half, count, ahead, window, top_k, threads, biases;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
+    double presence, frequency; /* penalties */
 } Call;
 
 typedef struct {
@@ -87,13 +89,10 @@ static const uint8_t *penalised(const Call *c, int64_t row) {
     return c->mask;
 }
 
-/* The warped logits of a row but for the filters; returns the highest, or infinity if there is a NaN. */
-static double warp(const Call *c, int64_t row, double *restrict w) {
-    const int64_t count = c->vocabulary;
-    const double temperature = c->temperature, penalty = c->penalty;
-    const uint8_t *restrict seen = penalised(c, row);
+/* Logits of a row from one token on. */
+INLINE void read(const Call *c, int64_t row, int64_t first, int64_t count, double *restrict w) {
     if (c->half) {
-        const uint16_t *from = (const uint16_t *)c->logits + row * c->by_row;
+        const uint16_t *from = (const uint16_t *)c->logits + row * c->by_row + first;
         for (int64_t t = 0; t < count; t++) {
             const uint32_t bits = (uint32_t)from[t] << 16;
             float x;
@@ -101,9 +100,36 @@ static double warp(const Call *c, int64_t row, double *restrict w) {
             w[t] = x;
         }
     } else {
-        const float *from = (const float *)c->logits + row * c->by_row;
+        const float *from = (const float *)c->logits + row * c->by_row + first;
         for (int64_t t = 0; t < count; t++) w[t] = from[t];
     }
+}
+
+/* What presence and frequency take off a token's logit. */
+INLINE double taken(const Call *c, double times) { return c->frequency * times + c->presence * (times > 0); }
+
+/* Lower the logits of a node's row by what was generated, drafted ancestors included. */
+static void lower(const Call *c, int64_t row, double *restrict w) {
+    const double *restrict counts = c->counts;
+    const uint8_t *path = c->ancestors + row * c->rows;
+    for (int64_t t = 0; t < c->vocabulary; t++) w[t] -= taken(c, counts[t]);
+    for (int64_t node = 1; node < c->rows; node++) {
+        if (!path[node]) continue;
+        const int64_t token = c->tokens[node];
+        double times = counts[token];
+        for (int64_t other = 1; other < c->rows; other++) times += path[other] && c->tokens[other] == token;
+        read(c, row, token, 1, w + token);
+        w[token] -= taken(c, times);
+    }
+}
+
+/* The warped logits of a row but for the filters; returns the highest, or infinity if there is a NaN. */
+static double warp(const Call *c, int64_t row, double *restrict w) {
+    const int64_t count = c->vocabulary;
+    const double temperature = c->temperature, penalty = c->penalty;
+    const uint8_t *restrict seen = penalised(c, row);
+    read(c, row, 0, count, w);
+    if (c->counts) lower(c, row, w);
     for (int64_t i = 0; i < c->biases; i++) {
         const int64_t place = place_of(c, c->biased[i]);
         if (place >= 0) w[place] += c->bias[i];

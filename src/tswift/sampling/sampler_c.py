@@ -110,6 +110,8 @@ class CSampler:
             "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
             "eta": params.eta,
             "top_p": params.top_p,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
         }
         # made once: what is new is far from the processor after every pass
         self._rows = _Rows(0, 2, self._fixed)
@@ -162,6 +164,7 @@ class CSampler:
         nodes: tuple[Tensor, Tensor, Tensor],
         parents: list[int],
         newest: Tensor | None,
+        counts: Tensor | None,
         verification: int | None = None,
         with_runner_up: bool = False,
     ) -> Drawn | None:
@@ -174,6 +177,7 @@ class CSampler:
                 :meth:`~tswift.sampling.rule.Sampler.seen`; what is drawn comes after them.
             parents: of the nodes.
             newest: the sampler's, if tokens are penalised.
+            counts: the sampler's, if it matters how often tokens were generated.
             verification: address of what the pass and the logits are computed from first; None if
                 they are there.
             with_runner_up: whether to give each token's runner-up on the path, and the lead over it
@@ -198,6 +202,7 @@ class CSampler:
         call.ancestors = ancestors.data_ptr()
         call.rows = count
         call.newest = None if newest is None else newest.data_ptr()
+        call.counts = None if counts is None else counts.data_ptr()
         rows.parents[:count] = [*parents]
         given = rows.address, rows.parents_address
         unsure = (

@@ -71,7 +71,9 @@ def _warped(
     held = ids < vocab
     there = used[:, None] & held[None, :]
     at = logits + row.to(tl.int64)[:, None] * stride + ids[None, :]
-    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32).to(tl.float64)
+    logit = tl.load(at, mask=there, other=float("-inf"))
+    if logits.dtype.element_ty != tl.float64:
+        logit = logit.to(tl.float32).to(tl.float64)
     if BIASED:
         logit = logit + tl.load(bias + ids, mask=held, other=0.0)[None, :]
     if BANNED:
@@ -203,8 +205,8 @@ class TritonSampler:
     """The sampling rule in Triton kernels: draws what :meth:`Sampler.draw_rows` draws, and ranks
     candidates.
 
-    It serves parameters with no filter but min-p, and logits of one of :data:`DTYPES`; made as a
-    :class:`Sampler` is.
+    It serves parameters with no filter but min-p, and logits of one of :data:`DTYPES`, or of
+    float64 where presence and frequency have been taken off them; made as a :class:`Sampler` is.
     """
 
     MAX_NODES: ClassVar[int] = 128  # of a draft tree
@@ -333,10 +335,12 @@ def triton_sampler_fault(
     unserved = [name for name in params.filters if name != "min_p"]
     if unserved:
         return f"no kernel has {' and '.join(unserved)}"
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and not params.counts:
         return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
     if candidates > TritonSampler.MAX_CANDIDATES:
         return f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates"
+    # logits have been lowered before a kernel reads them
+    params = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
     kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
     key = (
         candidates,
