@@ -343,7 +343,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="compiles for real anyway")
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
-    cases = ["80,bfloat16,41", "90,bfloat16,1", "90,float16,4", "90,float32,128"]
+    cases = ["80,bfloat16,41", "90,bfloat16,1", "90,float16,4", "90,float32,128", "90,float64,41"]
     command = [sys.executable, "-W", "ignore", "-m", "tests.sampling.compiled", *cases]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
