@@ -96,7 +96,7 @@ FAULTS = [
           "self.counts.index_add_(0, self._ids(tokens), appended.double())",
           "self.counts.index_add_(0, self._ids(tokens), torch.ones_like(appended).double())"),
     Fault("plain steps count on from the ones before", "decoding/device_step.py", DEVICE,
-          "        context.sampler.counts.copy_(sampler.counts)\n", ""),
+          "if sampler.counting:\n            context", "if False:\n            context"),
     # many texts
     Fault("a finished text is told of again", "jobs/batch.py", MANY,
           "left = [task for task in tasks if not task.done]", "left = [*tasks]"),

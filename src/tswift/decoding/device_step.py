@@ -283,7 +283,8 @@ class DeviceStepper:
         context.sampler.length = sampler.length
         context.last = None
         context.sampler.newest.copy_(sampler.newest)
-        context.sampler.counts.copy_(sampler.counts)
+        if sampler.counting:
+            context.sampler.counts.copy_(sampler.counts)
         self.state.load(context)
         self._launched = None
 
