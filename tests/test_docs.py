@@ -45,6 +45,12 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
 
 
+def test_every_page_is_in_the_sites_navigation() -> None:
+    named = set(re.findall(r"[\w ]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert named >= {str(page.relative_to(ROOT)) for page in PAGES}
+    assert all((ROOT / name).is_file() for name in named)
+
+
 def _commands(command: Any) -> Iterator[Any]:
     if hasattr(command, "commands"):
         for each in command.commands.values():

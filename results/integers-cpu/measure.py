@@ -22,7 +22,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.products import PackedLinear
-from tswift.forward.target import Target, packed, prefill
+from tswift.forward.target import Target, prefill
 from tswift.loading import load
 from tswift.models.codes import PackedCodes
 from tswift.sampling.parameters import SamplingParams
@@ -87,7 +87,7 @@ def main(model: str, bits: str = "16") -> None:
         for layer in target.model.modules():
             if isinstance(layer, PackedLinear):
                 layer.input_bits = input_bits
-        target.set_program(packed(target, target.kv_shape.dtype))
+        target.pack()
         print(f"inputs of {input_bits} bits; passes with logits, ms, and over one node's")
         print(f"| keys | {' | '.join(map(str, NODES))} |")
         for length in lengths:
