@@ -448,7 +448,7 @@ FAULTS = [
     Fault("arms are tried without a prospect", "drafting/adaptive.py", "drafting/test_adaptive.py",
           "index == self._best or self._may_pay(index)", "True"),
     Fault("the time of steps corrects no costs", "drafting/dynamic_tree.py", "drafting/test_dynamic_tree.py",
-          "passes * np.array(self.times.factors)[self._places[:count]]", "passes"),
+          "passes * factors[self._places[:count]]", "passes"),
     Fault("auto's floor has drafting passes in every step", "benchmarking/roofline.py", "benchmarking/test_roofline.py",
           "if kind.partial and not kind.may_draft:", "if kind.partial:"),
     Fault("alpha is of what could have been drafted", "decoding/stats.py", "decoding/test_stats.py",

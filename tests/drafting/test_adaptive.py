@@ -121,13 +121,13 @@ def bandit_after(*steps: tuple[int, int, float]) -> Bandit:
 
 
 def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
-    bandit = bandit_after((1, 1, 9.0))
+    bandit = bandit_after((1, 1, 9.0), (4, 1, 1.0))
     assert (bandit.chosen, bandit.arms[1].steps) == (0, 0)
     bandit.learn(1, 1.0)
     assert bandit.chosen == 1
     assert bandit.arms[0].rate == 1.0  # the first step does not count
     usual, paused = (
-        bandit_after((2, 1, 1.0), (60, 4, 1.0), (count, 4, 3600.0)) for count in (0, 1)
+        bandit_after((6, 1, 1.0), (60, 4, 1.0), (count, 4, 3600.0)) for count in (0, 1)
     )
     assert paused.chosen == 1
     assert paused.arms[1].rate > 0.8 * usual.arms[1].rate
@@ -139,8 +139,9 @@ def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it() -> No
 
     for step in range(100):
         slow = 2.0 if step < 9 else 1.0  # the machine has other work at first
-        times.learn(1, 9, slow * times.costs.seconds(1, 9))
-        bandit.learn(1, 0.1 * bandit.chosen, nodes=1, keys=9)
+        passing = times.costs.seconds(1, 9)
+        times.learn(1, passing, slow * passing)
+        bandit.learn(1, 0.1 * bandit.chosen, passing=passing)
     plain, other = bandit.arms
     assert other.steps >= 3
     assert plain.rate > 1.05 * other.rate
@@ -188,7 +189,7 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
     }
     assert min(map(took.count, arms)) > 0
     assert sum(len(arm.kept_up) for arm in arms.values()) == 203  # the prompt is for all
-    assert arms["one"].kept_up[:2] == [1, 3]
+    assert arms["one"].kept_up[:2] == [1, 7]
 
 
 @needs_program

@@ -153,12 +153,17 @@ def test_a_cascade_leaves_no_trace() -> None:
     assert torch.equal(context.sampler.newest, newest)
 
 
-@pytest.mark.parametrize(("keys", "pays"), [(100, False), (20_000, True)])
+@pytest.mark.parametrize(
+    ("keys", "heads", "pays"),
+    [(100, False, False), (20_000, False, True), (100, True, False), (20_000, True, True)],
+)
 def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(
-    keys: int, pays: bool
+    keys: int, heads: bool, pays: bool
 ) -> None:
     options = DraftOptions(budget=64, recall=0)
-    drafter = make_drafter("cascade", tiny_target(), None, options, costs=NOMINAL)
+    drafter = make_drafter(
+        "cascade", tiny_target(), tiny_heads() if heads else None, options, costs=NOMINAL
+    )
     context = context_of([1], PARAMS)
     context.kv.length = keys
     assert drafter.may_pay(NOMINAL, context) == pays

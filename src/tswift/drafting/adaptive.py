@@ -19,17 +19,20 @@ from tswift.drafting.dynamic_tree import PassTimes
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
 
-_ALLOWANCE = 4.0  # plain steps' time that trials may lose to the best arm at first
-_SHARE = 0.015  # of the time that has passed, which they may lose after that
+_ALLOWANCE = 3.0  # plain steps' time that trials may lose to the best arm at first
+_SHARE = 0.01  # of the time that has passed, which they may lose after that
 # counted steps of a trial: of an arm that is slower than so much of the best, and of others
 _LEAST, _MOST = 3, 12
 _SLOWER = 0.85
-_LOSS = 4.0  # plain steps' time lost, after which a trial ends at once
+_BEGIN = 6  # plain steps before the first trial, so that it is known what to compare with
+_LOSS = 3.0  # plain steps' time lost, after which a trial ends at once
 _WAIT = 64.0  # plain steps' time until an arm as fast as the best is tried again
 _PATIENCE = 2.0  # one that is half as fast waits 2 to this power times as long
 _WEARY = 1.3  # and this many times as long after every trial that it lost
 _LONGEST = 2048.0  # after which any is
-_EVERY = 4  # steps after which it is asked whether another arm is due
+# steps after which it is asked whether another arm is due, and of plain decoding that are timed
+# together: what a step costs here is a share of a quick pass
+_EVERY = 8
 _MEMORY = 1 / 96  # of what is known of an arm, forgotten in each of its steps
 # times its usual seconds that a step counts for at most: the process may have been stopped
 # meanwhile
@@ -66,24 +69,22 @@ class Arm:
     @property
     def _seconds(self) -> float:
         # passes count as what they take now, whatever they took when the arm was tried
-        factors = self._times.factors
-        return self._drafting + sum(factors[place] * s for place, s in self._passes.items())
+        factor = self._times.factor
+        return self._drafting + sum(s * factor(place) for place, s in self._passes.items())
 
-    def learn(self, tokens: int, seconds: float, nodes: int = 0, passing: float = 0.0) -> None:
-        """It took a step: so many seconds and a pass over so many nodes, of so many seconds by the
-        costs.
+    def learn(self, tokens: int, seconds: float, place: int, passing: float, count: int) -> None:
+        """It took some steps: so many seconds, and passes of so many by the costs; ``place`` is
+        that of their number of nodes.
 
-        The first does not count: what is used for the first time takes longer.
+        The first step does not count: what is used for the first time takes longer.
         """
-        self.steps += 1
+        self.steps += count
         if self.steps > 1:
-            self._keep(1 - _MEMORY)
-            self._late += 1
+            self._keep((1 - _MEMORY) ** count)
+            self._late += count
             self._tokens += tokens
             self._drafting += seconds
-            if nodes:
-                place = self._times.place(nodes)
-                self._passes[place] = self._passes.get(place, 0.0) + passing
+            self._passes[place] = self._passes.get(place, 0.0) + passing
 
     def wait(self, ratio: float) -> float:
         """Plain steps' time until its next trial, when the best arm is so many times as fast."""
@@ -133,30 +134,45 @@ class Bandit:
         self._best = 0
         self._trial = 0  # counted steps that are left of a trial
         self._steps = 0
+        self._unsettled = 0  # of these, since an arm was chosen
         self._now = 0.0  # seconds of the decode
+        self._usual = inf  # seconds of a step of the chosen arm, or of others if none is known
         # seconds that trials may lose yet, and that this one has lost
         self._allowed = self._lost = 0.0
 
+    @property
+    def steady(self) -> bool:
+        """Whether plain decoding goes on as it was."""
+        return not self.chosen and not self._trial and self._steps >= _BEGIN
+
     def learn(
-        self, tokens: int, seconds: float, overhead: float = 0.0, nodes: int = 0, keys: int = 0
+        self,
+        tokens: int,
+        seconds: float,
+        overhead: float = 0.0,
+        nodes: int = 1,
+        passing: float = 0.0,
+        count: int = 1,
     ) -> None:
         """The chosen arm took a step; choose another one, if that is due.
 
         Args:
             tokens: that it added.
-            seconds: that it took, but for a pass over so many ``nodes`` and ``keys``, if any.
+            seconds: that it took, but for ``passing``.
             overhead: what it took beforehand to catch up with the text, which is no part of its
                 pace.
+            nodes: of its pass.
+            passing: seconds of that by the costs; 0 where it is part of the seconds.
+            count: of steps, if :attr:`steady`.
         """
         arm, plain = self.arms[self.chosen], self.arms[0]
-        usual = arm.step_s or max(other.step_s for other in self.arms)
-        seconds = max(min(seconds, _FAR * usual) if usual else seconds, 1e-9)
-        passing = self._times.costs.seconds(nodes, keys) if nodes else 0.0
-        arm.learn(tokens, seconds, nodes, passing)
-        seconds += self._times.seconds(nodes, keys) if nodes else 0.0
+        seconds = max(min(seconds, _FAR * count * self._usual), 1e-9)
+        place = self._times.place(nodes)
+        arm.learn(tokens, seconds, place, passing, count)
+        seconds += passing * self._times.factor(place)
         self._now += seconds + overhead
         arm.last = self._now
-        self._steps += 1
+        self._steps += count
         if self._trial:
             lost = seconds - tokens / self.arms[self._best].rate
             if arm.steps == 1:
@@ -167,12 +183,11 @@ class Bandit:
                 self._allowed -= overhead
             self._continue(arm, lost)
             return
-        self._allowed = min(
-            self._allowed + _SHARE * (seconds + overhead), 4 * _ALLOWANCE * plain.step_s
-        )
-        if self._steps == 2:
+        self._allowed += _SHARE * (seconds + overhead)
+        if self._steps == _BEGIN:
             self._allowed = _ALLOWANCE * plain.step_s
-        if self._steps % _EVERY == 0 or self._steps == 2:
+        self._unsettled += count
+        if self._unsettled >= _EVERY or self._steps == _BEGIN:
             self._settle()
 
     def _continue(self, arm: Arm, lost: float) -> None:
@@ -198,7 +213,9 @@ class Bandit:
         self._best = max(range(len(self.arms)), key=lambda index: self.arms[index].rate)
         best = self.arms[self._best]
         best.failures = 0
+        self._unsettled = 0
         plain = self.arms[0].step_s
+        self._allowed = min(self._allowed, 4 * _ALLOWANCE * plain)
         longest = 1.0
         self.chosen = self._best
         for index, arm in enumerate(self.arms):
@@ -219,6 +236,8 @@ class Bandit:
         if self.chosen != self._best:
             self.arms[self.chosen].age()
             self._trial, self._lost = _MOST, 0.0
+        usual = self.arms[self.chosen].step_s
+        self._usual = usual or max(arm.step_s for arm in self.arms)
 
 
 @dataclass
@@ -248,10 +267,12 @@ class AdaptiveDrafter(Drafter):
         self.bandit = Bandit(len(self.arms), self._may_pay, self.times)
         self._drafted: int | None = None  # the arm that drafted last
         self._context: Context | None = None
-        self._length = 0  # of the text then
-        # seconds of that arm's draft, what it took beforehand to catch up, and when its pass began
-        self._drafting = self._overhead = self._passing = 0.0
-        self._nodes = self._keys = 0  # of that pass
+        # what the bandit does not know yet: steps, and the text's length before them; seconds of
+        # drafts, of what they took beforehand to catch up, and of passes
+        self._steps = self._length = 0
+        self._drafting = self._overhead = self._passed = 0.0
+        self._passing = 0.0  # when the last pass began
+        self._nodes = self._keys = 0  # of that
         # the arm that drafts on the device, and nodes of its tree
         self._on_device: Drafter | None = None
         self._device_nodes = 0
@@ -282,12 +303,11 @@ class AdaptiveDrafter(Drafter):
     def drafts_itself(self, context: Context) -> bool:
         """As :meth:`Drafter.drafts_itself`."""
         if self.drafts_next:
-            self._verifies(self._begin(context), context, self._device_nodes)
+            self._verifies(self._begin(), context, self._device_nodes)
         return self.drafts_next
 
-    def _begin(self, context: Context) -> Drafter:
+    def _begin(self) -> Drafter:
         """Begin a step of the arm that was chosen."""
-        self._length = len(context.text)
         self._drafted = self.bandit.chosen
         return self._drafters[self._drafted]
 
@@ -296,7 +316,7 @@ class AdaptiveDrafter(Drafter):
         self._nodes, self._keys = nodes, context.kv.length
         self._passing = time.perf_counter()
         if not self.clock:
-            self._drafting = drafter.draft_seconds(self.times.costs, context)
+            self._drafting += drafter.draft_seconds(self.times.costs, context)
 
     @property
     def choice(self) -> str:
@@ -306,26 +326,34 @@ class AdaptiveDrafter(Drafter):
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
         started = time.perf_counter()
-        drafter = self._begin(context)
+        drafter = self._begin()
         tree = drafter.propose(context, max_new)
-        self._drafting += time.perf_counter() - started
+        if self.clock:
+            self._drafting += time.perf_counter() - started
         self._verifies(drafter, context, len(tree))
         return tree
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
         if self._drafted is None:
+            self._length = len(context.text)
             return
-        passed = time.perf_counter() - self._passing
+        self._passed += time.perf_counter() - self._passing
+        self._steps += 1
+        self._context = context
         drafter = self._drafters[self._drafted]
         drafter.learn(context)
-        self._context = context
-        tokens = len(context.text) - self._length
+        if self.bandit.steady and self._steps < _EVERY:
+            return
+        count, tokens = self._steps, len(context.text) - self._length
         if self.clock and (self.whole or drafter is self._on_device):  # the draft included
-            self.bandit.learn(tokens, self._drafting + passed, self._overhead)
+            self.bandit.learn(tokens, self._drafting + self._passed, self._overhead, count=count)
         else:
-            self.times.learn(self._nodes, self._keys, passed)
-            self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, self._keys)
+            passing = count * self.times.costs.seconds(self._nodes, self._keys)
+            self.times.learn(self._nodes, passing, self._passed, count)
+            self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, passing, count)
+        self._steps, self._length = 0, len(context.text)
+        self._drafting = self._overhead = self._passed = 0.0
 
     def keep_up(self, context: Context, most: int) -> None:
         """As :meth:`Drafter.keep_up`, for the arm that takes the next step."""
@@ -335,7 +363,9 @@ class AdaptiveDrafter(Drafter):
         for each in [drafter] if self._drafted is not None else self._drafters:
             # the prompt is for all
             each.keep_up(context, each.depth + 1)
-        spent = time.perf_counter() - started if self.clock else 0.0
-        same = self.bandit.chosen == self._drafted
-        self._drafting = spent if same else 0.0
-        self._overhead = 0.0 if same else spent
+        if self.clock:
+            spent = time.perf_counter() - started
+            if self.bandit.chosen == self._drafted:
+                self._drafting += spent
+            else:
+                self._overhead += spent

@@ -263,12 +263,12 @@ class CascadeSource(ChainSource):
         self._seconds = self._spent = 0.0  # of the last one by the costs, and of all the last draft
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
-        """Whether a chain all of which came true would be well ahead of plain decoding."""
+        """Whether a chain all of which came true would be well ahead of the steps on its level,
+        were these taken over the whole text.
+        """
         keys = context.kv.length
-        helped = self.drafter.sources and self.drafter.may_pay(costs, context)
-        drafted = 1 + self.drafter.depth if helped else self._tokens  # in a step on the level
-        seconds = self._costs.seconds(1, min(self.draft_model.keys or keys, keys)) / drafted
-        plain = costs.seconds(1, keys)
+        seconds = self._costs.seconds(1, min(self.draft_model.keys or keys, keys)) / self._tokens
+        plain = costs.seconds(1, keys) / self._tokens
         return any(
             (1 + count) * plain > _AHEAD * (count * seconds + costs.seconds(1 + count, keys))
             for count in _CHAINS

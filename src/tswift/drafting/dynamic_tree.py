@@ -51,7 +51,9 @@ class AcceptanceEstimator:
 
 
 _STEADY = 0.05  # of what is known of late, forgotten in a step
+_FEW = 4.0  # passes that those of all sizes count for, in what is known of one
 _KEPT = 1 - 1 / 200  # of what passes took, after each
+_HEAVY = 1e9  # times the weight of an old pass, after which all are made lighter
 # one counts as no less and no more of what was expected: the process may have been stopped
 _RATIO = 0.5, 2.0
 
@@ -62,43 +64,51 @@ class PassTimes:
     Args:
         costs: as measured.
         timed: correct them; without it, choices are the same everywhere.
-
-    Attributes:
-        factors: of the costs, by measured number of nodes.
     """
 
     def __init__(self, costs: PassCosts = NOMINAL, timed: bool = False) -> None:
         self.costs = costs
         self._timed = timed
-        self.factors = [1.0] * len(costs.nodes)
-        # of late, by that number: what passes over so many nodes or a few more took, relative to
-        # the costs, added up, and how many there were
+        # of late, by measured number of nodes: what passes over so many nodes or a few more took,
+        # relative to the costs, added up, and how many there were; and all of them together
         self._took = [0.0] * len(costs.nodes)
         self._count = [0.0] * len(costs.nodes)
+        self._all_took = self._all_count = 0.0
+        # a newer pass weighs more, which is less work than to make all older ones weigh less
+        self._weight = 1.0
 
     def place(self, nodes: int) -> int:
         """Which measured number is nearest below."""
         return bisect_right(self.costs.nodes, nodes) - 1
 
-    def seconds(self, nodes: int, keys: int) -> float:
-        """As :meth:`PassCosts.seconds`, corrected."""
-        return self.costs.seconds(nodes, keys) * self.factors[self.place(nodes)]
+    def factor(self, place: int) -> float:
+        """Of the costs of passes over the measured number of nodes at this place."""
+        before = _FEW * self._weight
+        whole = before * (self._all_took + before) / (self._all_count + before)
+        return (self._took[place] + whole) / (self._count[place] + before)
 
-    def learn(self, nodes: int, keys: int, seconds: float) -> None:
-        """A pass took so long. Of sizes that few passes have had, all passes tell."""
+    def learn(self, nodes: int, expected: float, seconds: float, count: int = 1) -> None:
+        """Some passes over so many nodes took so many seconds, where the costs say another number.
+
+        Of sizes that few passes have had, all passes tell.
+        """
         if not self._timed:
             return
         least, most = _RATIO
         place = self.place(nodes)
-        for sums in (self._took, self._count):
-            sums[:] = [_KEPT * each for each in sums]
-        self._took[place] += min(max(seconds / self.costs.seconds(nodes, keys), least), most)
-        self._count[place] += 1
-        whole = _WEIGHT * (sum(self._took) + _WEIGHT) / (sum(self._count) + _WEIGHT)
-        self.factors[:] = [
-            (took + whole) / (count + _WEIGHT)
-            for took, count in zip(self._took, self._count, strict=True)
-        ]
+        self._weight /= _KEPT**count
+        counted = count * self._weight
+        took = counted * min(max(seconds / expected, least), most)
+        self._took[place] += took
+        self._all_took += took
+        self._count[place] += counted
+        self._all_count += counted
+        if self._weight > _HEAVY:
+            for sums in (self._took, self._count):
+                sums[:] = [each / self._weight for each in sums]
+            self._all_took /= self._weight
+            self._all_count /= self._weight
+            self._weight = 1.0
 
 
 class TreeBudget:
@@ -139,14 +149,12 @@ class TreeBudget:
         """
         count = len(path_probs)
         if count > len(self._base):
-            self._base, ends = (
-                np.array([self.costs.seconds(n, k) for n in range(1, count + 1)])
-                for k in (0, 1 << 20)
-            )
-            self._per_key = (ends - self._base) / (1 << 20)
+            lines = [self.costs.line(n) for n in range(1, count + 1)]
+            self._base, self._per_key = np.array(lines).T
             self._places = np.array([self.times.place(n) for n in range(1, count + 1)])
         passes = self._base[:count] + self._per_key[:count] * context
-        seconds = cost_s + passes * np.array(self.times.factors)[self._places[:count]]
+        factors = np.array([self.times.factor(place) for place in range(len(self.costs.nodes))])
+        seconds = cost_s + passes * factors[self._places[:count]]
         best = count - 1 if self._every else int((np.cumsum(path_probs) / seconds).argmax())
         self._seconds = float(seconds[best])
         self._step = best + 1, context, cost_s
@@ -158,7 +166,7 @@ class TreeBudget:
         """
         if self.learns:
             nodes, keys, drafting = self._step
-            self.times.learn(nodes, keys, seconds - drafting)
+            self.times.learn(nodes, self.costs.seconds(nodes, keys), seconds - drafting)
         self._tokens += tokens - _STEADY * self._tokens
         self._time += self._seconds - _STEADY * self._time
         self.rate = self._tokens / self._time

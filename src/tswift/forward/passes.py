@@ -13,7 +13,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -68,12 +68,27 @@ class PassCosts:
         """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,
         extrapolated beyond the last.
         """
-        right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
-        lower = self.nodes[right - 1]
-        upper = self.nodes[right]
-        share = (nodes - lower) / (upper - lower)
-        first, second = (self.base[at] + self.per_key[at] * keys for at in (right - 1, right))
-        return first + share * (second - first)
+        base, per_key = self.line(nodes)
+        return base + per_key * keys
+
+    def line(self, nodes: int) -> tuple[float, float]:
+        """Of a step over so many nodes: seconds without keys, and for every key."""
+        known = self._lines.get(nodes)
+        if known is None:
+            right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
+            lower = self.nodes[right - 1]
+            share = (nodes - lower) / (self.nodes[right] - lower)
+            base, per_key = (
+                figures[right - 1] + share * (figures[right] - figures[right - 1])
+                for figures in (self.base, self.per_key)
+            )
+            known = self._lines[nodes] = base, per_key
+        return known
+
+    @cached_property
+    def _lines(self) -> dict[int, tuple[float, float]]:
+        """Those that were asked for: they are asked for in every step."""
+        return {}
 
     def node(self, keys: int) -> float:
         """Seconds of one node more, in a tree of usual size."""
