@@ -30,6 +30,8 @@ from typing import Any
 
 FLASH = {"llama.cpp": False, "llama.cpp, flash attention": True}
 LOOKUP = "llama.cpp, prompt lookup"
+OURS = {"tswift ar": "ar", "tswift auto": "auto"}
+WAYS = dict(zip(("llama", "flash", "lookup", "ar", "auto"), (*FLASH, LOOKUP, *OURS), strict=True))
 _WAITING = "OMP_WAIT_POLICY"
 LOOKED_UP = 10  # tokens that it drafts, the default of llama-cpp-python
 
@@ -165,14 +167,15 @@ def speeds(model: Any, other: Peer, text: Sequence[int], asked: argparse.Namespa
     for depth in [each for each in asked.depths if each + made <= model.target.max_positions]:
         ids = list(text[: max(depth, 1)])
         ways: dict[str, Callable[[int], float]] = {}
-        for name in FLASH:
+        for name in filter(asked.ways.__contains__, FLASH):
             other.ask(name=name, ids=ids)
             ways[name] = lambda tokens, name=name: other.ask(name=name, tokens=tokens)["seconds"]
-        if not asked.no_lookup:
+        if LOOKUP in asked.ways:
             lookup = partial(other.ask, name=LOOKUP, ids=ids)
             ways[LOOKUP] = lambda tokens, ask=lookup: ask(tokens=tokens)["seconds"]
-        for method in ("ar", "auto"):
-            ways[f"tswift {method}"] = opened(model, method, ids, made)
+        for name, method in OURS.items():
+            if name in asked.ways:
+                ways[name] = opened(model, method, ids, made)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(asked.repeats + 1):
             for name, decode in ways.items():
@@ -260,9 +263,10 @@ def main() -> None:
     parser.add_argument("--yarn", type=float)
     parser.add_argument("--only", choices=("speed", "kl"))
     parser.add_argument(
-        "--no-lookup",
-        action="store_true",
-        help="leave out prompt lookup, which reads prompts slowly",
+        "--ways",
+        type=lambda text: [WAYS[each] for each in text.split(",")],
+        default=[*WAYS.values()],
+        help=f"of {','.join(WAYS)}; each reads the prompt by itself, lookup slowly",
     )
     asked = parser.parse_args()
     if asked.serve:

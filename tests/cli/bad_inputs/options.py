@@ -97,7 +97,7 @@ TOGETHER = {
         --against BENCH | --against
         --fail-on alpha | --against
         --force | --force
-        --against BENCH --fail-on alpha:9 | --fail-on
+        --against BENCH --fail-on tokens_per_step:9 | --fail-on
         --against BENCH --fail-on speedup:10% | --repeats
         --against BENCH --fail-on alpha --seeds 3 | --against
         --lens 4090 --warmup 0 | --lens
