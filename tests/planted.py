@@ -54,6 +54,7 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 RECURRENT = "forward/test_recurrent.py"
+ASSISTANTS = "speculators/test_assistant.py"
 COUNTS, SAMPLER_C, MANY = (
     "decoding/test_counts.py",
     "sampling/test_sampler_c.py",
@@ -560,6 +561,12 @@ FAULTS = [
           "position + block", "position + block - 1"),
     Fault("DFlash's slot of the root is a guess", "speculators/networks.py", NETWORKS,
           "self.norm(rows)[int(self.spec.in_place) :]", "self.norm(rows)"),
+    Fault("an assistant reads the first layer of a kind", "speculators/networks.py", ASSISTANTS,
+          "layer = max(at for at", "layer = min(at for at"),
+    Fault("an assistant moves on with what it drafts", "speculators/networks.py", ASSISTANTS,
+          "places = position.expand(1, len(tokens))", "places = (position + level).expand(1, len(tokens))"),
+    Fault("an assistant's window is a token too wide", "speculators/formats.py", ASSISTANTS,
+          "text.sliding_window + 1", "text.sliding_window + 2"),
     Fault("heads are found for other weights of the same shapes", "models/checkpoint.py", "test_found_heads.py",
           "digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())", "pass"),
     Fault("a run goes on with heads that were installed since", "jobs/job.py", "test_found_heads.py",

@@ -63,7 +63,7 @@ def test_it_computes_what_layers_of_transformers_do(made, model: LoadedModel) ->
     states = torch.cat([prefill(target, [token], full).hidden for token in text[:-1].tolist()])
     kv = WindowKV(network.spec.kv_shape(target.dtype, target.device), 32, 4, 8)
     places = torch.arange(len(text) - 1)
-    last = network.remember(states, text[1:], places, places, kv)[-1:]
+    last = network.remember(states, text[1:], places, places, kv, full)[-1:]
     kv.hold(places)
     found = network.begin(last, text[-1:], torch.tensor([len(text) - 1]), kv, kv.held)(
         0, None, text[-1:]

@@ -69,7 +69,7 @@ def remembered(
     """Take tokens of a text into a window; returns the state after the last."""
     places = kv.staying(new)
     at, slots = torch.tensor(places), torch.tensor([kv.slot(place) for place in places])
-    state = network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv)
+    state = network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv, kv)
     kv.hold(slots)
     return state[-1:]
 

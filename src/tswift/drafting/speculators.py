@@ -1,4 +1,4 @@
-"""Drafting with published drafters (DSpark, DFlash, EAGLE-3, MTP heads),
+"""Drafting with published drafters (DSpark, DFlash, EAGLE-3, MTP heads, assistants),
 which read states of the target.
 """
 
@@ -11,14 +11,14 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from tswift.caches import WindowKV
+from tswift.caches import KVBuffer, WindowKV
 from tswift.decoding.device_step import HostBlock
 from tswift.decoding.drafter import Context, Source
 from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
 from tswift.forward.passes import Forwarded, PassCosts
 from tswift.sampling.rule import Sampler
-from tswift.speculators.networks import MTP, DraftNetwork
+from tswift.speculators.networks import DraftNetwork
 
 BEAM = 5  # nodes of a level that are gone on with
 
@@ -88,12 +88,14 @@ class NetworkSource(Source):
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=device)
         self._on_host = device.type == "cpu" and not target.replays
         self._sampler: Sampler | None = None
+        self._whole: KVBuffer | None = None  # the model's own
         self._run: Callable[[], Tensor] | None = None
         self._found: Tensor | None = None
 
     def _read(self, forwarded: Forwarded) -> Tensor:
         """``[n, M * H]``: what the drafter reads of a pass."""
-        states = forwarded.hidden if self._network.spec.kind == MTP else forwarded.layer_states
+        reads_hidden = self._network.spec.reads_hidden
+        states = forwarded.hidden if reads_hidden else forwarded.layer_states
         assert states is not None
         return states
 
@@ -101,7 +103,7 @@ class NetworkSource(Source):
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take in the pass over the next chunk of the prompt."""
         self._new = torch.cat([self._new, self._read(forwarded)])
-        self._flush(context.text)
+        self._flush(context)
 
     @torch.inference_mode()
     def committed(self, context: Context, most: int = 0) -> None:
@@ -112,23 +114,23 @@ class NetworkSource(Source):
         nodes = torch.tensor(context.path[-count:]).to(self._target.device, non_blocking=True)
         self._new = torch.cat([self._new, self._read(context.last).index_select(0, nodes)])
         if len(self._new) > self._rows:
-            self._flush(context.text)
+            self._flush(context)
 
-    def _flush(self, text: Sequence[int]) -> None:
+    def _flush(self, context: Context) -> None:
         """Take new tokens into the window, but for the last one,
         from which the next round begins.
         """
         staying = self.kv.staying(range(self._first, self._first + len(self._new) - 1))
         if staying:
             packed = [
-                [place - self._first, text[place + 1], place, self.kv.slot(place)]
+                [place - self._first, context.text[place + 1], place, self.kv.slot(place)]
                 for place in staying
             ]
             rows, following, places, slots = (
                 torch.tensor(packed).to(self._target.device, non_blocking=True).unbind(1)
             )
             self._network.remember(
-                self._new.index_select(0, rows), following, places, slots, self.kv
+                self._new.index_select(0, rows), following, places, slots, self.kv, context.kv
             )
             self.kv.hold(slots)
         self._keep_last()
@@ -157,8 +159,9 @@ class NetworkSource(Source):
         self._taps[:count] = self._new
         self._keep_last()
         if self._run is None or self._sampler is not context.sampler:
-            # the program reads where its penalty window is
+            # the program reads where its penalty window is, and the model's keys and values
             self._sampler = context.sampler
+            self._whole = context.kv
             context.sampler.fuse(self._target.dtype, self._width)
             # where the target's passes are not replayed, graphs are not trusted, or there is no use
             # for them
@@ -172,8 +175,9 @@ class NetworkSource(Source):
         sampler = self._sampler
         network = self._network
         assert sampler is not None
+        assert self._whole is not None
         states = network.remember(
-            self._taps, given["following"], given["places"], given["slots"], self.kv
+            self._taps, given["following"], given["places"], given["slots"], self.kv, self._whole
         )
         self.kv.hold(given["slots"])
         tokens, position = given["root"], given["position"]

@@ -148,7 +148,7 @@ def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
     elif layers:
         reason = f"layers of type {', '.join(sorted(layers))}"
     elif getattr(config, "kv_lora_rank", None):
-        reason = "latent attention (kv_lora_rank)"
+        reason = "latent attention (kv_lora_rank), whose keys and values are of two sizes"
     elif len(heads) > 1:
         reason = "layers with different numbers of query heads"
     elif moving:

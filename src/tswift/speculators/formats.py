@@ -3,7 +3,8 @@ every tensor accounted for before any is read.
 
 DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others
 ``DSparkDraftModel``), z-lab DFlash (``DFlashDraftModel``), speculators both; SafeAILab, SpecForge
-and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
+and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another. Gemma 4's assistants
+are Google's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
+from tswift.caches import LayerKV
 from tswift.errors import InputError, renaming
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.products import holds_codes
@@ -40,6 +43,7 @@ from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
 from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.networks import (
+    ASSISTANT,
     DFLASH,
     DSPARK,
     EAGLE3,
@@ -53,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 OPTION = "drafter"
-KINDS = (DSPARK, DFLASH, EAGLE3)
+KINDS = (DSPARK, DFLASH, EAGLE3)  # of which random ones can be made
 _LARGEST = 1 << 31
 _COUNTS = {
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "block_size"),
@@ -72,11 +76,13 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _SPECULATORS_BLOCK = "speculators, blocks"
+_GEMMA = "Gemma 4's assistants"
 # before its parameters
 _EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}
 _ARCHITECTURES = {
     **{"Qwen3DSparkModel": _DEEPSPEC, "DSparkDraftModel": _DEEPSPEC},
     **{"DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE},
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _GEMMA),
 }
 # objects within a configuration, from what counts least to what counts most; None is the
 # configuration itself
@@ -106,7 +112,8 @@ class SpeculatorFile:
     def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
         """Refuse a drafter that was made for another target, by sizes alone."""
         spec = self.spec
-        own = spec.tap_size if spec.kind == EAGLE3 and spec.embeds else spec.hidden_size
+        embeds = spec.kind == ASSISTANT or (spec.kind == EAGLE3 and spec.embeds)
+        own = spec.tap_size if embeds else spec.hidden_size
         taps = spec.tapped(layers)
         reason = ""
         if {spec.tap_size, own} != {hidden_size}:
@@ -118,11 +125,24 @@ class SpeculatorFile:
             )
         elif spec.target_layers not in (None, layers):
             reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
+        elif spec.reads_hidden:
+            return
         elif len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
             said = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
             reason = f"{said}; of the model's {layers} the last one's cannot be had"
         if reason:
             raise _refused(self.path, reason)
+
+    def refuse_other_layers(self, text: PreTrainedConfig) -> None:
+        """Refuse an assistant that reads keys and values which the model of a configuration has
+        not.
+        """
+        there = getattr(text, "layer_types", None) or ()
+        for kind, kept in zip(self.spec.kinds, self.spec.kept, strict=True):
+            own = text.per_layer_config[kind] if kind in there else None
+            if own is None or (own.num_key_value_heads, own.head_dim) != kept[:2]:
+                reason = f"{kept.heads} KV heads of {kept.head_dim} in a layer of {kind}"
+                raise _refused(self.path, f"reads {reason}, which the model has not")
 
     def load(self, target: Target, any_model: bool = False) -> DraftNetwork:
         """Read the weights, in the target's dtype and on its device;
@@ -177,7 +197,7 @@ def attached(network: DraftNetwork) -> DraftNetwork:
     """A drafter at its target, whose passes give its taps from now on."""
     target = network.target
     try:
-        if network.spec.kind != MTP:  # which reads what every pass gives
+        if not network.spec.reads_hidden:
             target.tap(network.spec.tapped(target.model.config.get_text_config().num_hidden_layers))
     except UnsupportedModel as error:
         raise InputError(f"does not go with this model, which has {error}", OPTION) from None
@@ -218,6 +238,7 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
         return SpeculatorFile(Path(name), "random", published_spec(name, text), {}, {}, ())
     found = find_drafter(_folder(name))
     found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
+    found.refuse_other_layers(text)
     return found
 
 
@@ -293,7 +314,11 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
     with renaming(model=OPTION):
         stored = stored_tensors(path)
     try:
-        spec = _read_spec(path, config, stored, layout)
+        spec = (
+            _assistant_spec(config)
+            if layout == _GEMMA
+            else _read_spec(path, config, stored, layout)
+        )
         with torch.device("meta"):
             parameters = {
                 name: tuple(each.shape) for name, each in build(spec).state_dict().items()
@@ -312,6 +337,8 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
             "t2d": (spec.vocab_size,),
             **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)}),
         }
+    elif layout == _GEMMA:
+        unused = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}  # its embeddings again
     elif layout in (_DEEPSPEC, _SPECULATORS_BLOCK):
         copies = dict.fromkeys(_COPIED, (spec.vocab_size, spec.hidden_size))
         if spec.draft_vocab:
@@ -439,6 +466,36 @@ def _read_spec(
         taps=taps,
         target_layers=said.get("num_target_layers") or None,
         **own,
+    )
+
+
+def _assistant_spec(config: Mapping[str, Any]) -> SpeculatorSpec:
+    """The sizes of an assistant of Gemma 4's, as transformers reads them."""
+    said = {name: value for name, value in config.items() if name != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **said)
+    text = made.get_text_config()
+    sizes = [text.per_layer_config[kind] for kind in sorted({*text.layer_types})]
+    kept = [
+        LayerKV(each.num_key_value_heads, each.head_dim, index) for index, each in enumerate(sizes)
+    ]
+    clusters = made.num_centroids, made.centroid_intermediate_top_k
+    return SpeculatorSpec(
+        kind=ASSISTANT,
+        hidden_size=text.hidden_size,
+        inner_size=text.intermediate_size,
+        layers=text.num_hidden_layers,
+        heads=text.num_attention_heads,
+        kv_heads=kept[0].heads,
+        head_dim=kept[0].head_dim,
+        vocab_size=text.vocab_size,
+        eps=text.rms_norm_eps,
+        rope={},
+        tap_size=made.backbone_hidden_size,
+        tap_count=1,
+        window=text.sliding_window + 1,  # its reader counts the edge in
+        text=text,
+        kept=tuple(kept),
+        clusters=clusters if made.use_ordered_embeddings else (0, 0),
     )
 
 

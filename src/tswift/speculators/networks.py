@@ -1,28 +1,30 @@
 """Published drafters as modules: block drafters (DSpark, DFlash),
-EAGLE-3 and a model's own MTP head, over a window.
+EAGLE-3, a model's own MTP head and Gemma 4's assistants, over a window.
 
-They read the target's states after some of its layers (taps), an MTP head those after its final
-norm. A block drafter guesses a whole block in one pass; the others guess token by token, fed with
-their own. Either way a round is a few
+They read the target's states after some of its layers (taps), MTP heads and assistants those after
+its final norm, and assistants its keys and values. A block drafter guesses a whole block in one
+pass; the others guess token by token, fed with their own. Either way a round is a few
 passes of known sizes: nothing in it waits for the device, so that one CUDA graph can hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import MODEL_MAPPING, AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from tswift.caches import KVShape, WindowKV
+from tswift.caches import KVBuffer, KVShape, LayerKV, WindowKV
 from tswift.forward.target import Target
 
-DSPARK, DFLASH, EAGLE3, MTP = "dspark", "dflash", "eagle3", "mtp"
+DSPARK, DFLASH, EAGLE3, MTP, ASSISTANT = "dspark", "dflash", "eagle3", "mtp", "assistant"
+_SLIDING = "sliding_attention"
 _EAGLE_LEVELS = 6  # as many as a pass each is worth
 # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
 _EXCLUDED = -1e4
@@ -32,7 +34,7 @@ _EXCLUDED = -1e4
 class SpeculatorSpec:
     """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
 
-    kind: str  # ``dspark``, ``dflash``, ``eagle3`` or ``mtp``
+    kind: str  # ``dspark``, ``dflash``, ``eagle3``, ``mtp`` or ``assistant``
     hidden_size: int  # this and the next seven as in transformers' configurations
     inner_size: int
     layers: int
@@ -66,11 +68,26 @@ class SpeculatorSpec:
     causal: bool = False  # whether a slot of the block sees none after it there
     gated: bool = False  # whether a gate beside each query decides what attention gives
     rotated: int = 0  # numbers of a head that are turned by its position; 0 for all
+    # this and the next two: of an assistant, whose layers are transformers'
+    text: PreTrainedConfig | None = None
+    # what a token's keys and values are in the model's last layer of each kind
+    kept: tuple[LayerKV, ...] = ()
+    clusters: tuple[int, int] = (0, 0)  # of its vocabulary, and how many it looks through; or none
 
     @property
     def method(self) -> str:
         """The method that drafts with it."""
         return "block" if self.block else "mtp" if self.kind == MTP else "eagle"
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads the target's states after its final norm, which every pass gives."""
+        return self.kind in (MTP, ASSISTANT)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of an assistant's layers."""
+        return [] if self.text is None else sorted({*self.text.layer_types})
 
     def tapped(self, layers: int) -> tuple[int, ...]:
         """After which layers of a target with so many the states are read (the three are
@@ -109,6 +126,11 @@ class SpeculatorSpec:
             for name, size in sizes.items()
             if "embed_tokens" not in name and "markov_w1" not in name
         )
+        window = 2 * budget * sum(kept.heads * kept.head_dim for kept in self.kept)
+        if self.kind == ASSISTANT:
+            parts, chosen = self.clusters
+            head = sizes["model.embed_tokens.weight"] * (chosen / parts if parts else 1)
+            return itemsize * levels * (read + window + int(head))
         window = 2 * self.layers * self.kv_heads * self.head_dim * budget
         again = levels - 1
         if self.kind == MTP:
@@ -124,7 +146,8 @@ class SpeculatorSpec:
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
-        return KVShape(self.layers, self.kv_heads, self.head_dim, dtype, device)
+        layers = len(self.kept) or self.layers
+        return KVShape(layers, self.kv_heads, self.head_dim, dtype, device, by_layer=self.kept)
 
     def llama(self) -> LlamaConfig:
         """What transformers' modules are made of: the MLP's sizes and the rotary embeddings of a
@@ -168,6 +191,21 @@ def _rotated(rows: Tensor, angles: Angles) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float | None = None
+) -> Tensor:
+    """``[heads, n, d]``: queries attend to slots ``[kv heads, slots, d]`` that are ``seen`` ``[n or
+    1, slots]``.
+    """
+    # the query heads of a KV head are its rows: keys and values are not repeated
+    packed = queries.unflatten(0, (len(keys), -1)).flatten(1, 2)
+    mask = seen if len(seen) == 1 else seen.repeat(len(queries) // len(keys), 1)
+    out = F.scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[
+        0
+    ]
+    return out.unflatten(1, (-1, queries.shape[1])).flatten(0, 1)
+
+
 class DrafterAttention(nn.Module):
     """Attention of a drafter's layer, ``width`` its input's."""
 
@@ -206,13 +244,7 @@ class DrafterAttention(nn.Module):
             self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
         )
         queries = _rotated(self.q_norm(queries.transpose(0, 1)), angles)
-        # the query heads of a KV head are its rows: keys and values are not repeated
-        packed = queries.unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
-        mask = seen if len(seen) == 1 else seen.repeat(self.heads // self.kv_heads, 1)
-        out = F.scaled_dot_product_attention(
-            packed[None], kv.keys[index][None], kv.values[index][None], mask
-        )[0]
-        mixed = out.unflatten(1, (-1, len(rows))).flatten(0, 1).transpose(0, 1)
+        mixed = attend(queries, kv.keys[index], kv.values[index], seen).transpose(0, 1)
         for gate in gates:
             mixed = mixed * torch.sigmoid(gate)
         return self.o_proj(mixed.flatten(1))
@@ -266,7 +298,8 @@ class DraftNetwork(nn.Module):
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__()
         self.spec, self._targets = spec, (target,)  # no submodule
-        self.rotary = Rotary(spec)
+        if spec.rope:
+            self.rotary = Rotary(spec)
 
     @property
     def target(self) -> Target:
@@ -276,7 +309,13 @@ class DraftNetwork(nn.Module):
         return target
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
     ) -> Tensor:
         """Put committed tokens into the cache: nothing is waited for.
 
@@ -286,6 +325,7 @@ class DraftNetwork(nn.Module):
             places: ``[n]``, where in the text they are.
             slots: ``[n]``, where their keys and values go.
             kv: the cache.
+            text: the target's own, of the whole text.
 
         Returns:
             ``[n, ...]``: what :meth:`begin` wants of the last one.
@@ -307,6 +347,15 @@ class DraftNetwork(nn.Module):
         raise NotImplementedError
 
 
+def near(position: Tensor, window: int, kv: WindowKV) -> Tensor:
+    """``[slots]`` bool: where the newest tokens before a position are, as many as a window has."""
+    places = position - 1 - torch.arange(min(window, kv.budget), device=position.device)
+    around = kv.sinks + (places - kv.sinks) % (kv.budget - kv.sinks)
+    slots = torch.where(places < kv.budget, places, around).clamp(min=0)
+    counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
+    return counts.index_add_(0, slots, (places >= 0).int()) > 0
+
+
 class BlockSpeculator(DraftNetwork):
     """DSpark and DFlash: a block of masks after the root is filled in one pass,
     all of it seeing all of it.
@@ -324,7 +373,13 @@ class BlockSpeculator(DraftNetwork):
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         rows = self.hidden_norm(self.fc(taps))
@@ -345,7 +400,7 @@ class BlockSpeculator(DraftNetwork):
         windowed = whole[None]
         whole[kv.scratch : kv.scratch + self.spec.block] = True
         if self.spec.sliding:
-            windowed = (seen & self._near(position, kv)).repeat(self.spec.block, 1)
+            windowed = (seen & near(position, self.spec.window, kv)).repeat(self.spec.block, 1)
             after = (
                 block[:, None] < block
                 if self.spec.causal
@@ -368,18 +423,6 @@ class BlockSpeculator(DraftNetwork):
             return of_all(slot + self.markov_head(tokens) if self.spec.rank else slot, self)
 
         return logits
-
-    def _near(self, position: Tensor, kv: WindowKV) -> Tensor:
-        """``[slots]`` bool: where the newest tokens before a position are,
-        as many as a window has.
-        """
-        places = (
-            position - 1 - torch.arange(min(self.spec.window, kv.budget), device=position.device)
-        )
-        around = kv.sinks + (places - kv.sinks) % (kv.budget - kv.sinks)
-        slots = torch.where(places < kv.budget, places, around).clamp(min=0)
-        counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
-        return counts.index_add_(0, slots, (places >= 0).int()) > 0
 
 
 class ChainSpeculator(DraftNetwork):
@@ -405,7 +448,13 @@ class ChainSpeculator(DraftNetwork):
         raise NotImplementedError
 
     def remember(
-        self, taps: Tensor, following: Tensor, places: Tensor, slots: Tensor, kv: WindowKV
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
     ) -> Tensor:
         """As :meth:`DraftNetwork.remember`."""
         states = self.states(taps)
@@ -547,6 +596,128 @@ class EagleSpeculator(ChainSpeculator):
         return of_all(self.lm_head(states), self)
 
 
+def _of_assistant(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The attention of an assistant's layers, as transformers calls it."""
+    out = attend(query[0], key[0], value[0], attention_mask, scaling)
+    return out.transpose(0, 1)[None], None
+
+
+class _AllShared:
+    """Of a configuration: no layer has keys and values of its own."""
+
+    @property
+    def kv_sharing_modes(self) -> list[str]:
+        """What each layer does with those of others."""
+        return ["reuse"] * self.num_hidden_layers  # type: ignore[attr-defined]
+
+
+_ASSISTANTS = "tswift_assistant"
+AttentionInterface.register(_ASSISTANTS, _of_assistant)
+
+
+class AssistantSpeculator(DraftNetwork):
+    """Gemma 4's assistant: layers without keys and values of their own.
+
+    They read those of the model's last layer of each kind, here a window of them, and stay at the
+    root's position. Each level is fed with the token drafted last and the state after it.
+    """
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        hidden = spec.hidden_size
+        assert spec.text is not None
+        kind = MODEL_MAPPING[type(spec.text)]
+        text = copy(spec.text)
+        # transformers 5.23 makes no model that shares the keys and values of all its layers
+        text.__class__ = type("AssistantText", (_AllShared, type(text)), {})
+        self.model: Any = kind._from_config(text, attn_implementation=_ASSISTANTS)
+        with torch.device("cpu"):  # its rates are in no file
+            self.model.rotary_emb = type(self.model.rotary_emb)(spec.text)
+        self.pre_projection = nn.Linear(2 * spec.tap_size, hidden, bias=False)
+        self.post_projection = nn.Linear(hidden, spec.tap_size, bias=False)
+        parts, _ = spec.clusters
+        if parts:
+            self.masked_embedding: Any = nn.Module()
+            self.masked_embedding.centroids = nn.Linear(hidden, parts, bias=False)
+            order = torch.zeros(spec.vocab_size, dtype=torch.int64)
+            self.masked_embedding.register_buffer("token_ordering", order)
+
+    def remember(
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
+    ) -> Tensor:
+        """As :meth:`DraftNetwork.remember`: what the model keeps of them is copied."""
+        kinds = self.target.model.config.get_text_config().layer_types
+        for index, kind in enumerate(self.spec.kinds):
+            layer = max(at for at, each in enumerate(kinds) if each == kind)
+            keys, values = (
+                text.shape.widened(held[layer].index_select(1, places), part, layer)
+                for part, held in enumerate((text.keys, text.values))
+            )
+            kv.put(index, slots, keys, values)
+        return taps
+
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`: nothing is written."""
+        states = state
+        kinds = self.spec.kinds
+        sees = dict.fromkeys(kinds, seen[None])
+        if _SLIDING in sees:
+            sees[_SLIDING] = (seen & near(position, self.spec.window, kv))[None]
+        held = {
+            kind: (kv.keys[index][None], kv.values[index][None]) for index, kind in enumerate(kinds)
+        }
+        self.model.rotary_emb.to(position.device)
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states
+            if rows is not None:
+                states = states.index_select(0, rows)
+            given = torch.cat([self.target.embed(tokens), states], -1)
+            out = self.pre_projection(given)[None]
+            places = position.expand(1, len(tokens))
+            for layer, kind in zip(self.model.layers, self.model.config.layer_types, strict=True):
+                angles = self.model.rotary_emb(out, places, kind)
+                out = layer(
+                    out,
+                    shared_kv_states=held,
+                    position_embeddings=angles,
+                    attention_mask=sees[kind],
+                )
+            out = self.model.norm(out)[0]
+            states = self.post_projection(out)
+            return self._scores(out)
+
+        return logits
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        """``[n, V]`` logits after rows ``[n, H]``, of the clusters that promise most."""
+        weight = self.model.embed_tokens.weight
+        parts, chosen = self.spec.clusters
+        if not parts:
+            return F.linear(rows, weight)
+        best = self.masked_embedding.centroids(rows).topk(chosen).indices
+        ids = self.masked_embedding.token_ordering.view(parts, -1)[best].flatten(1)
+        found = (weight[ids] @ rows[:, :, None]).squeeze(-1)
+        full = rows.new_full((len(rows), self.spec.vocab_size), _EXCLUDED)
+        return full.scatter_(1, ids, found)
+
+
 def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
     """``[n, V]`` logits of those of a drafter's own vocabulary,
     where that is smaller than the target's.
@@ -561,5 +732,9 @@ def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
 
 def build(spec: SpeculatorSpec, target: Target | None = None) -> DraftNetwork:
     """A drafter with uninitialised weights."""
-    kinds: dict[str, type[DraftNetwork]] = {EAGLE3: EagleSpeculator, MTP: MtpSpeculator}
+    kinds: dict[str, type[DraftNetwork]] = {
+        EAGLE3: EagleSpeculator,
+        MTP: MtpSpeculator,
+        ASSISTANT: AssistantSpeculator,
+    }
     return kinds.get(spec.kind, BlockSpeculator)(spec, target)
