@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ LAYOUTS = (
         "eagle-safeai",
         "eagle-speculators",
     ),
-    *("dspark-speculators", "dflash-speculators", "dflash-sliding"),
+    *("dspark-speculators", "dflash-speculators", "dflash-sliding", "dflash2-speculators"),
 )
-IN_PLACE = ("dflash", "dflash-speculators", "dflash-sliding")
-SLIDING = {"dflash-speculators": (0,), "dflash-sliding": (0, 1)}  # layers
+IN_PLACE = ("dflash", "dflash-speculators", "dflash-sliding", "dflash2-speculators")
+# layers
+SLIDING = {"dflash-speculators": (0,), "dflash-sliding": (0, 1), "dflash2-speculators": (1,)}
+GROUP, CHOSEN = 8, 11  # channels that share a weight, and candidates that are scored (DFlash2)
 SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
@@ -98,6 +100,15 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
         }
     if layout == "dflash-speculators":
         shapes["lm_head"] = (DRAFT_VOCAB, HIDDEN)
+    if layout == "dflash2-speculators":
+        for index in range(DRAFT_LAYERS):
+            for part in ("attention_conv", "mlp_conv"):
+                name = f"layers.{index}.{part}"
+                shapes[f"{name}.base_kernel"] = (2, 2, HIDDEN)
+                shapes[f"{name}.kernel_projection"] = (4 * HIDDEN // GROUP, HIDDEN)
+        for codes in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{codes}_codebook"] = (VOCAB, RANK)
+        shapes["candidate_selector.hidden_projection"] = (RANK, HIDDEN)
     if layout.startswith("dspark"):
         shapes |= {"markov_head.markov_w1": (VOCAB, RANK), "markov_head.markov_w2": (VOCAB, RANK)}
         shapes |= {"confidence_head.proj": (1, HIDDEN + RANK)}
@@ -125,7 +136,7 @@ def config_of(layout: str) -> dict[str, Any]:
             "transformer_layer_config": inner,
             "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
         }
-    if layout in ("dspark-speculators", "dflash-speculators"):
+    if layout in ("dspark-speculators", "dflash-speculators", "dflash2-speculators"):
         kinds = [
             f"{'sliding' if index in SLIDING.get(layout, ()) else 'full'}_attention"
             for index in range(2)
@@ -136,9 +147,12 @@ def config_of(layout: str) -> dict[str, Any]:
             "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS],
         }
         own |= {
-            "draft_vocab_size": DRAFT_VOCAB if layout in SLIDING else VOCAB,
-            "sliding_window_non_causal": False,
+            "draft_vocab_size": DRAFT_VOCAB if layout == "dflash-speculators" else VOCAB,
         }
+        if layout == "dflash2-speculators":
+            own |= {"conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CHOSEN}
+        else:
+            own["sliding_window_non_causal"] = False
         if layout == "dspark-speculators":
             own |= {"markov_rank": RANK, "enable_confidence_head": True, "sample_from_anchor": True}
         inner = {
@@ -183,14 +197,16 @@ def tensors_of(layout: str) -> dict[str, Tensor]:
     found = {}
     for name, shape in _shapes(layout).items():
         weight = torch.randn(shape, generator=random)
-        found[f"{name}.weight"] = 1 + 0.2 * weight if len(shape) == 1 else 0.3 * weight
+        bare = name.endswith(("base_kernel", "codebook"))
+        stored = name if bare else f"{name}.weight"
+        found[stored] = 1 + 0.2 * weight if len(shape) == 1 else 0.3 * weight
         if name.startswith("confidence_head"):
             found[f"{name}.bias"] = 0.3 * torch.randn(shape[0], generator=random)
     if layout.startswith("eagle") or layout == "dflash-speculators":
         ids = torch.randperm(VOCAB, generator=random)[:DRAFT_VOCAB].sort().values
         found["d2t"] = ids - torch.arange(DRAFT_VOCAB)
         found["t2d"] = torch.isin(torch.arange(VOCAB), ids)
-    elif layout not in ("dflash", "dflash-sliding", "dspark-speculators"):
+    elif layout not in ("dflash", "dflash-sliding", "dspark-speculators", "dflash2-speculators"):
         own = qwen3()
         found["embed_tokens.weight"] = own.model.embed_tokens.weight.detach().float()
         found["lm_head.weight"] = own.lm_head.weight.detach().float()
@@ -272,7 +288,28 @@ class Dense:
     def _mlp(self, prefix: str, rows: Tensor) -> Tensor:
         gate, up, down = (self._w(f"{prefix}.mlp.{name}_proj") for name in ("gate", "up", "down"))
         rows = _norm(rows, self._w(f"{prefix}.post_attention_layernorm"))
-        return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+        rows, after = self._mixed(f"{prefix}.mlp_conv", rows)
+        return after((torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T)
+
+    def _mixed(self, name: str, rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Rows of a block after one of DFlash2's convolutions, and its other one:
+        term by term; rows as they are where there is none.
+        """
+        if f"{name}.base_kernel" not in self.weights:
+            return rows, lambda given: given
+        base = self.weights[f"{name}.base_kernel"]
+        told = (rows @ self._w(f"{name}.kernel_projection").T).view(len(rows), 2, 2, -1)
+
+        def mixed(part: int, given: Tensor) -> Tensor:
+            out = torch.zeros_like(given)
+            for row in range(len(given)):
+                for tap in range(min(2, row + 1)):
+                    for at in range(HIDDEN):
+                        factor = base[part, tap, at] + told[row, part, tap, at // GROUP]
+                        out[row, at] += given[row - tap, at] * factor
+            return out
+
+        return mixed(0, rows), lambda given: mixed(1, given)
 
     def taps(self, text: Sequence[int]) -> Tensor:
         """``[n, M * H]`` of the text's tokens, by transformers' own pass."""
@@ -311,10 +348,11 @@ class Dense:
         for index in range(DRAFT_LAYERS):
             prefix = f"layers.{index}.self_attn"
             normed = _norm(rows, self._w(f"layers.{index}.input_layernorm"))
+            normed, after = self._mixed(f"layers.{index}.attention_conv", normed)
             parts = [self._keys(prefix, context, old), self._keys(prefix, normed, new)]
             keys, values = (torch.cat(pair) for pair in zip(*parts, strict=True))
             sees = near if index in SLIDING.get(self.layout, ()) else everything
-            rows = rows + self._attend(prefix, normed, new, keys, values, sees)
+            rows = rows + after(self._attend(prefix, normed, new, keys, values, sees))
             rows = rows + self._mlp(f"layers.{index}", rows)
         self.hidden = _norm(rows, self._w("norm"))[int(self.layout in IN_PLACE) :]
         if "lm_head.weight" not in self.weights or "d2t" not in self.weights:
@@ -328,6 +366,14 @@ class Dense:
 
     def biased(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """``[V]`` of the slot after a path of tokens, the root first."""
+        if self.layout == "dflash2-speculators":
+            slot, selector = logits[len(path) - 1], "candidate_selector"
+            best = slot.topk(CHOSEN).indices
+            before = self.weights[f"{selector}.predecessor_codebook"][path[-1]]
+            told = before * (self._w(f"{selector}.hidden_projection") @ self.hidden[len(path) - 1])
+            full = torch.full_like(slot, -torch.inf)
+            full[best] = slot[best] + self.weights[f"{selector}.successor_codebook"][best] @ told
+            return full
         if not self.layout.startswith("dspark"):
             return logits[len(path) - 1]
         told = self._w("markov_head.markov_w1")[path[-1]]

@@ -82,7 +82,7 @@ def test_what_is_refused(
         ),
         (
             words(model, "block", "--drafter", drafters["eagle"]),
-            "block drafts with a drafter of kind dspark or dflash, and this one is eagle3",
+            "block drafts with a drafter of kind dspark or dflash or dflash2, ",
         ),
         (
             words(model, "block", "--drafter", drafter_folder(tmp_path / "d", "dflash")),

@@ -194,12 +194,14 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
         (
             "block",
             {},
-            "drafter: block drafts with a drafter of kind dspark or dflash, and there is none",
+            "drafter: block drafts with a drafter of kind dspark or dflash or dflash2, "
+            "and there is none",
         ),
         (
             "eagle",
             {},
-            "drafter: eagle drafts with a drafter of kind eagle3, and this one is dflash",
+            "drafter: eagle drafts with a drafter of kind eagle3 or assistant, "
+            "and this one is dflash",
         ),
         (
             "block",

@@ -173,7 +173,11 @@ def test_right(options: dict[str, Any]) -> None:
             {"draft_model": "x"},
             "draft_model: none of ar, reuse uses it; standalone, triforce, auto do",
         ),
-        ("ar block", {}, "drafter: is required: block drafts with a drafter (dspark or dflash)"),
+        (
+            "ar block",
+            {},
+            "drafter: is required: block drafts with a drafter (dspark or dflash or dflash2)",
+        ),
         ("mtp", {}, {"drafter": None}),  # it is the model's own
         ("mtp", {"drafter": "x"}, "drafter: mtp does not use it; block, eagle, auto do"),
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),

@@ -80,7 +80,7 @@ def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", first(1, [BUDGET, 64]))
-@pytest.mark.parametrize("layout", first(1, LAYOUTS[::-1]))
+@pytest.mark.parametrize("layout", first(2, LAYOUTS[::-1]))
 def test_logits_are_those_of_a_dense_recomputation(
     layout: str, budget: int, tmp_path: Path
 ) -> None:
@@ -168,7 +168,8 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     found = describe_drafter(drafter_folder(tmp_path, layout))
-    kind = "eagle3" if "eagle" in layout else "dspark" if layout.startswith("dspark") else "dflash"
+    kinds = {"eagle": "eagle3", "dspark": "dspark", "dflash2": "dflash2"}
+    kind = kinds.get(layout.partition("-")[0], "dflash")
     assert found["kind"] == kind
     assert (found["hidden_size"], found["vocab_size"]) == (HIDDEN, VOCAB)
     own = kind == "eagle3" or layout == "dflash-speculators"  # it has an LM head
@@ -285,6 +286,14 @@ def test_taps_by_every_convention(tmp_path: Path) -> None:
             {"layers.0.hidden_norm.weight": None},
             "lacks layers.0.hidden_norm.weight",
         ),
+        (
+            "dflash2-speculators",
+            {"conv_group_size": 5},
+            {},
+            "has convolutions of 2 taps in groups of 5",
+        ),
+        ("dflash2-speculators", {"selector_top_k": 98}, {}, "has selector_top_k 98"),
+        ("dflash2-speculators", {"draft_vocab_size": 40}, {}, "has a draft vocabulary"),
         ("eagle-safeai", {}, {"d2t": None}, "lacks d2t"),
         ("eagle-safeai", {"norm_before_fc": True}, {}, "lacks input_norm.weight"),
         (

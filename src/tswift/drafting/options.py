@@ -255,7 +255,7 @@ _METHODS = {
     "triforce": Method(
         _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True
     ),
-    "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash")),
+    "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash", "dflash2")),
     "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3", "assistant")),
     "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",), own=True),
     "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),

@@ -45,6 +45,7 @@ from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.networks import (
     ASSISTANT,
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE3,
     MTP,
@@ -63,6 +64,7 @@ _COUNTS = {
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "block_size"),
     *("num_attention_heads", "num_key_value_heads", "mask_token_id", "markov_rank"),
     *("draft_vocab_size", "target_hidden_size", "num_target_layers", "sliding_window"),
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
 }
 _ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at every length
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
@@ -349,7 +351,9 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
                 **({} if spec.draft_vocab else {"d2t": (spec.vocab_size,)}),
             }
         told = spec.rank if config.get("confidence_head_with_markov", True) else 0
-        if config.get("enable_confidence_head", layout == _SPECULATORS_BLOCK and spec.rank > 0):
+        if config.get(
+            "enable_confidence_head", layout == _SPECULATORS_BLOCK and spec.kind == DSPARK
+        ):
             unused |= {
                 "confidence_head.proj.weight": (1, spec.hidden_size + told),
                 "confidence_head.proj.bias": (1,),
@@ -372,7 +376,7 @@ def _layout(config: Mapping[str, object]) -> str | None:
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if config.get("speculators_model_type") is not None:
-        block = config["speculators_model_type"] in (DSPARK, DFLASH)
+        block = config["speculators_model_type"] in (DSPARK, DFLASH, DFLASH2)
         return (
             _SPECULATORS_BLOCK
             if block
@@ -502,6 +506,7 @@ def _assistant_spec(config: Mapping[str, Any]) -> SpeculatorSpec:
 def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[str, Any]:
     """The fields of a block drafter's spec that EAGLE-3 has otherwise, or not at all."""
     ours = layout == _SPECULATORS_BLOCK
+    second = said.get("speculators_model_type") == DFLASH2
     sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
     rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if sparks else 0
     markov = said.get("markov_head_type", "vanilla")
@@ -514,8 +519,20 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
     said.refuse(causal and len(sliding) < layers, f"says {causal}, which tswift does not serve")
     mask = said["mask_token_id"]
     said.refuse(mask >= vocab, f"has mask_token_id {mask}, the vocabulary has {vocab:,}")
+    own: dict[str, Any] = {"kind": DSPARK if rank else DFLASH, "rank": rank}
+    if second:
+        taps, group = said.get("conv_kernel_size", 2), said.get("conv_group_size", 16)
+        chosen = said.get("selector_top_k", 16)
+        said.refuse(
+            not 0 < taps <= said["block_size"] or not group or said["hidden_size"] % group,
+            f"has convolutions of {taps} taps in groups of {group}",
+        )
+        said.refuse(not 0 < chosen <= vocab, f"has selector_top_k {chosen}")
+        said.refuse(said.get("draft_vocab_size", vocab) != vocab, "has a draft vocabulary")
+        own = {"kind": DFLASH2, "rank": said.get("selector_rank", 256), "chosen": chosen}
+        own["conv"] = taps, group
     return {
-        "kind": DSPARK if rank else DFLASH,
+        **own,
         "layers": layers,
         "tap_size": said["hidden_size"],
         "block": said["block_size"],
@@ -523,10 +540,9 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
         "in_place": layout == _ZLAB or (ours and not said.get("sample_from_anchor", sparks)),
         "sliding": sliding,
         "window": said["sliding_window"] if sliding else 0,
-        "causal": not said.get("sliding_window_non_causal")
+        "causal": not said.get("sliding_window_non_causal", second)
         and False not in (said.get(name) for name in _CAUSAL),
         "draft_vocab": said.get("draft_vocab_size", vocab) % vocab if ours else 0,
-        "rank": rank,
     }
 
 
@@ -639,7 +655,7 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "taps": spec.taps,
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
-        "markov": f"rank {spec.rank}" if spec.rank else None,
+        "markov": f"rank {spec.rank}" if spec.kind == DSPARK else None,
         "parameters": sum(spec.weights().values()),
         "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
         "unused": list(found.unused),  # tensors that tswift does not read

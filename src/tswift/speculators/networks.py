@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from tswift.caches import KVBuffer, KVShape, LayerKV, WindowKV
 from tswift.forward.target import Target
 
-DSPARK, DFLASH, EAGLE3, MTP, ASSISTANT = "dspark", "dflash", "eagle3", "mtp", "assistant"
+DSPARK, DFLASH, DFLASH2, EAGLE3 = "dspark", "dflash", "dflash2", "eagle3"
+MTP, ASSISTANT = "mtp", "assistant"
 _SLIDING = "sliding_attention"
 _EAGLE_LEVELS = 6  # as many as a pass each is worth
 # logit of a token outside a draft vocabulary: never among the best, and finite in every dtype
@@ -34,7 +35,7 @@ _EXCLUDED = -1e4
 class SpeculatorSpec:
     """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
 
-    kind: str  # ``dspark``, ``dflash``, ``eagle3``, ``mtp`` or ``assistant``
+    kind: str  # ``dspark``, ``dflash``, ``dflash2``, ``eagle3``, ``mtp`` or ``assistant``
     hidden_size: int  # this and the next seven as in transformers' configurations
     inner_size: int
     layers: int
@@ -55,6 +56,8 @@ class SpeculatorSpec:
     # a slot guesses the token at its own position (DFlash), not the next one
     in_place: bool = False
     rank: int = 0  # of the bias that the token before gives to a slot; 0 for none
+    conv: tuple[int, int] = (0, 0)  # DFlash2's taps, and channels that share what is told of them
+    chosen: int = 0  # candidates of a slot that DFlash2's selector scores
     draft_vocab: int = 0  # tokens that it can guess; 0 for all, by the target's LM head
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
     # this and the next three: which of its norms EAGLE-3 applies where
@@ -124,7 +127,7 @@ class SpeculatorSpec:
         read = sum(
             size
             for name, size in sizes.items()
-            if "embed_tokens" not in name and "markov_w1" not in name
+            if not any(table in name for table in ("embed_tokens", "markov_w1", "codebook"))
         )
         window = 2 * budget * sum(kept.heads * kept.head_dim for kept in self.kept)
         if self.kind == ASSISTANT:
@@ -140,9 +143,8 @@ class SpeculatorSpec:
         if self.kind == EAGLE3:  # all but what the taps go through is read for every level
             return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
         lm_head = 0 if "lm_head.weight" in sizes else lm_head
-        return itemsize * (
-            read + window + lm_head + again * self.rank * (self.draft_vocab or self.vocab_size)
-        )
+        biased = self.chosen or self.draft_vocab or self.vocab_size
+        return itemsize * (read + window + lm_head + again * self.rank * biased)
 
     def kv_shape(self, dtype: torch.dtype, device: torch.device) -> KVShape:
         """Of the drafter's own cache."""
@@ -266,6 +268,58 @@ class _Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(hidden, spec.eps)
         self.self_attn = DrafterAttention(spec, (1 + eagle) * hidden)
         self.mlp = LlamaMLP(spec.llama())
+        if spec.kind == DFLASH2:
+            self.attention_conv, self.mlp_conv = (_Convolution(spec) for _ in range(2))
+
+
+class _Convolution(nn.Module):
+    """DFlash2's mixing of a slot with those before it in the block,
+    before and after a part of a layer, by weights that the slot itself tells.
+    """
+
+    def __init__(self, spec: SpeculatorSpec) -> None:
+        super().__init__()
+        taps, group = spec.conv
+        hidden = spec.hidden_size
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group), bias=False)
+
+    def kernels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``[n, taps, H]`` weights before and after, told by rows ``[n, H]`` of a block."""
+        _, taps, hidden = self.base_kernel.shape
+        told = self.kernel_projection(rows).view(len(rows), 2, taps, -1)
+        groups = told.repeat_interleave(hidden // told.shape[-1], -1)
+        before, after = (self.base_kernel + groups).unbind(1)
+        return before, after
+
+
+def convolved(rows: Tensor, kernel: Tensor) -> Tensor:
+    """``[n, H]``: rows of a block, each by its kernel ``[taps, H]`` with those before it."""
+    taps = kernel.shape[1]
+    padded = F.pad(rows, (0, 0, taps - 1, 0))
+    windows = torch.stack([padded[taps - 1 - tap :][: len(rows)] for tap in range(taps)], 1)
+    return (windows * kernel).sum(1)
+
+
+class _Selector(nn.Module):
+    """DFlash2's scores of a slot's likeliest tokens, by the token before and the slot's state."""
+
+    def __init__(self, spec: SpeculatorSpec) -> None:
+        super().__init__()
+        self.chosen = spec.chosen
+        sizes = spec.vocab_size, spec.rank
+        self.predecessor_codebook, self.successor_codebook = (
+            nn.Parameter(torch.empty(sizes)) for _ in range(2)
+        )
+        self.hidden_projection = nn.Linear(spec.hidden_size, spec.rank, bias=False)
+
+    def forward(self, logits: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
+        """``[n, V]`` after tokens ``[n]``, from the slot's own logits ``[1, V]`` and state."""
+        best = logits[0].topk(self.chosen).indices
+        told = self.predecessor_codebook[tokens] * self.hidden_projection(state)
+        scores = logits[:, best] + told @ self.successor_codebook[best].T
+        full = logits.new_full((len(tokens), logits.shape[1]), _EXCLUDED)
+        return full.index_copy_(1, best, scores)
 
 
 class _Markov(nn.Module):
@@ -356,8 +410,19 @@ def near(position: Tensor, window: int, kv: WindowKV) -> Tensor:
     return counts.index_add_(0, slots, (places >= 0).int()) > 0
 
 
+def _told(rows: Tensor, layer: _Layer, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What a part of a layer reads of rows, and what becomes of what it gives:
+    both as they are where it has no convolution.
+    """
+    own = getattr(layer, name, None)
+    if own is None:
+        return rows, lambda given: given
+    before, after = own.kernels(rows)
+    return convolved(rows, before), lambda given: convolved(given, after)
+
+
 class BlockSpeculator(DraftNetwork):
-    """DSpark and DFlash: a block of masks after the root is filled in one pass,
+    """DSpark, DFlash and DFlash2: a block of masks after the root is filled in one pass,
     all of it seeing all of it.
     """
 
@@ -366,7 +431,9 @@ class BlockSpeculator(DraftNetwork):
         self.fc = nn.Linear(spec.tap_count * spec.tap_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = (nn.RMSNorm(spec.hidden_size, spec.eps) for _ in range(2))
         self.layers: Any = nn.ModuleList(_Layer(spec) for _ in range(spec.layers))
-        if spec.rank:
+        if spec.kind == DFLASH2:
+            self.candidate_selector = _Selector(spec)
+        elif spec.rank:
             self.markov_head = _Markov(spec)
         if spec.draft_vocab:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab, bias=False)
@@ -410,16 +477,19 @@ class BlockSpeculator(DraftNetwork):
         rows = self.target.embed(tokens)
         angles = self.rotary(places, rows.dtype)
         for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(rows)
+            normed, finish = _told(layer.input_layernorm(rows), layer, "attention_conv")
             layer.self_attn.remember(index, normed, angles, slots, kv)
             sees = windowed if index in self.spec.sliding else whole[None]
-            rows = rows + layer.self_attn(index, normed, angles, kv, sees)
-            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+            rows = rows + finish(layer.self_attn(index, normed, angles, kv, sees))
+            normed, finish = _told(layer.post_attention_layernorm(rows), layer, "mlp_conv")
+            rows = rows + finish(layer.mlp(normed))
         hidden = self.norm(rows)[int(self.spec.in_place) :]
         own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
             slot = own[level : level + 1]
+            if self.spec.kind == DFLASH2:
+                return self.candidate_selector(slot, hidden[level : level + 1], tokens)
             return of_all(slot + self.markov_head(tokens) if self.spec.rank else slot, self)
 
         return logits
