@@ -353,7 +353,9 @@ def compiled_states(
     kind: str,
     *more: str,
 ) -> list[dict[str, Any]]:
-    """The kernel that steps a recurrent layer's state."""
+    """The kernel that steps a recurrent layer's state: by nodes that the host knows, by a tree that
+    the device makes, and by what is accepted of it.
+    """
     kernels: list[dict[str, Any]] = []
     made = {"dtype": getattr(torch, dtype)}
     pairs, ones = torch.zeros(2, 1, key_heads, size, **made), torch.ones(2, 1, heads, **made)
@@ -362,8 +364,13 @@ def compiled_states(
     compiler = Compiler("step_nodes", capability, kernels)
     with patch.object(recurrence_triton, "step_nodes", compiler):
         recurrence_triton.step_states(rows, state, [0], [-1], state)
+        one = torch.zeros(1, dtype=torch.int64)
+        recurrence_triton.step_tree(rows, state, recurrence_triton.tree_plan(one - 1))
+        recurrence_triton.step_path(rows, state, recurrence_triton.path_plan(one), one)
+    forms = ("by the host", "a tree", "a path")
     return [
-        kernel | {"dtype": dtype, "HEAD": size, "shape": f"{values} values"} for kernel in kernels
+        kernel | {"dtype": dtype, "HEAD": size, "shape": f"{values} values, {form}"}
+        for kernel, form in zip(kernels, forms, strict=True)
     ]
 
 

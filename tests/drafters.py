@@ -7,20 +7,24 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.architectures import ARCHITECTURES
 from tswift.forward.target import Target
+from tswift.speculators.formats import native_head
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
 TAPS, BLOCK, MASK, RANK, DRAFT_VOCAB, DRAFT_LAYERS = (1, 4), 4, 96, 8, 40, 2
 EPS, THETA = 1e-6, 10_000.0
 WINDOW = 5  # of layers that slide
+RECURRENT = "Qwen3.5 to 3.8 (gated delta nets)"
 LAYOUTS = (
     *(
         "dspark",
@@ -61,6 +65,26 @@ def qwen3(dtype: torch.dtype = torch.float64) -> Qwen3ForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=False)).to(dtype).eval()
+
+
+@functools.cache
+def qwen35(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A model with recurrent layers, whose configuration tells of an MTP head."""
+    known = ARCHITECTURES[RECURRENT]
+    kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    more = {"num_hidden_layers": len(kinds), "layer_types": kinds, "mtp_num_hidden_layers": 1}
+    with torch.random.fork_rng():
+        made = replace(known, settings={**known.settings, **more}).make(VOCAB)
+    return made.to(dtype).eval()
+
+
+def load_own_head(target: Target) -> None:
+    """Have a random MTP head for such a model."""
+    found = native_head("shape:recurrent", target.model.config)
+    assert found is not None
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        found.load(target)
 
 
 def target_of(dtype: torch.dtype = torch.float64) -> Target:

@@ -91,6 +91,7 @@ class States:
         ahead: both at the end of the last pass, if its nodes were a chain.
         chain: how many nodes that had; 0 if they were none.
         replays: of the last pass, given the nodes that are accepted.
+        stay: whether programs on the device go on reading and writing these tensors.
     """
 
     def __init__(self, shape: StateShape) -> None:
@@ -101,17 +102,29 @@ class States:
         self.matrices = torch.zeros(sizes, dtype=shape.wide, device=shape.device)
         self.ahead = torch.zeros_like(self.rows), torch.zeros_like(self.matrices)
         self.chain = 0
-        self.replays: list[Callable[[Sequence[int]], None]] = []
+        self.replays: list[Callable[..., None]] = []
+        self.stay = False
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Go on by these nodes of the last pass, a path from its root."""
-        if len(nodes) == self.chain:
+        if len(nodes) != self.chain:
+            for replay in self.replays:
+                replay(nodes)
+        elif self.stay:
+            self.rows.copy_(self.ahead[0])
+            self.matrices.copy_(self.ahead[1])
+        else:
             kept = self.rows, self.matrices
             self.rows, self.matrices = self.ahead
             self.ahead = kept
-        else:
-            for replay in self.replays:
-                replay(nodes)
+        self.replays = []
+
+    def commit_path(self, nodes: Tensor, count: Tensor) -> None:
+        """As :meth:`commit`, in the program of a pass: by the first ``count`` ``[1]`` nodes, which
+        the device alone knows.
+        """
+        for replay in self.replays:
+            replay(nodes, count)
         self.replays = []
 
     def copy_from(self, other: States) -> None:

@@ -108,7 +108,7 @@ BETWEEN = ["add_norm_rows", "add_norm_rows", "rotate_rows", "silu_mul_rows"]
 PRODUCTS = ["multiply_rows"] * 2  # alone, and two with SiLU
 BEHIND = ["add_norm_rows", "rotate_rows"]  # they add parts up
 WALKING = ["lay_out_node", "walk_tree", "append_path", "append_path", "lay_out_node", "walk_tree"]
-STEPPING = ["step_nodes"] * len(STATES)
+STEPPING = ["step_nodes"] * 3 * len(STATES)  # by the host, a tree of the device's, a path
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,10 @@ def test_trees_are_walked_and_states_stepped_without_spills(lines: list[dict]) -
     made = lines[-len(WALKING + STEPPING) :]
     assert [kernel["kernel"] for kernel in made] == WALKING + STEPPING
     assert not any(kernel["spills"] for kernel in made)
-    assert not any(kernel["fused"] for kernel in made[-len(STEPPING) :])
+    stepping = made[-len(STEPPING) :]
+    assert not any(kernel["fused"] for kernel in stepping)
+    for at in range(0, len(stepping), 3):  # in prompts, in a captured pass, in its commit
+        assert len({kernel["arithmetic"] for kernel in stepping[at : at + 3]}) == 1
 
 
 def test_kernels_that_are_launched_early_wait_before_they_read_and_write(

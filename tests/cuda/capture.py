@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tswift.attention.sdpa import Attention, Layout
+from tswift.forward.recurrent import Rows, step_plainly
 
 WAITS = (
     "_local_scalar_dense",
@@ -233,6 +235,8 @@ def emulate(put: Callable[[Any, str, object], object]) -> None:
     }.items():
         put(torch.cuda, name, value)
     put(torch.Tensor, "pin_memory", _pin)
+    # what `torch.device` as a context knows of it remembers; it has to be PyTorch's own
+    _device_constructors()
     for name in ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like"):
         put(torch, name, _unpinned(getattr(torch, name)))
 
@@ -394,3 +398,40 @@ class StaticAttention:
         slots = torch.arange(new_keys.shape[1], device=keys.device) + length
         keys.index_copy_(1, slots, new_keys)
         values.index_copy_(1, slots, new_values)
+
+
+class StaticStates:
+    """What steps states by nodes that only the device knows; in place of Triton's kernel.
+
+    Its plans are the parents, or the nodes of a path.
+    """
+
+    @staticmethod
+    def tree_plan(parents: Tensor) -> Tensor:
+        """The parents."""
+        return parents
+
+    @staticmethod
+    def path_plan(nodes: Tensor) -> Tensor:
+        """The nodes."""
+        return nodes
+
+    @staticmethod
+    def step_tree(rows: Rows, state: Tensor, plan: Tensor) -> Tensor:
+        """Step from parents' states."""
+        states, found = [state], []
+        for node in range(len(plan)):
+            before = torch.stack(states).index_select(0, plan[node : node + 1] + 1)[0]
+            states.append(torch.empty_like(state))
+            found.append(step_plainly(rows, before, [node], [-1], states[-1]))
+        return torch.cat(found)
+
+    @staticmethod
+    def step_path(rows: Rows, state: Tensor, plan: Tensor, count: Tensor | None) -> None:
+        """Step the state by what is accepted."""
+        parts = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
+        chosen = Rows(*(each.index_select(0, plan) for each in parts), rows.corrects)
+        for node in range(len(plan)):
+            after = torch.empty_like(state)
+            step_plainly(chosen, state, [node], [-1], after)
+            state.copy_(after if count is None else torch.where(count > node, after, state))

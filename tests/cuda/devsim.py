@@ -222,15 +222,15 @@ def _wrapped(leaf: Any) -> Any:
 
 
 def moved(module: torch.nn.Module) -> Any:
-    """A module with its parameters and buffers on the device."""
+    """A module with its parameters and buffers on the device, as some may be already."""
     for each in module.modules():
         for name, weight in list(each._parameters.items()):
-            if weight is not None:
+            if weight is not None and not isinstance(weight.data, Device):
                 each._parameters[name] = torch.nn.Parameter(
                     Device(weight.data), requires_grad=False
                 )
         for name, buffer in list(each._buffers.items()):
-            if buffer is not None:
+            if buffer is not None and not isinstance(buffer, Device):
                 each._buffers[name] = Device(buffer)
     return module
 

@@ -21,12 +21,22 @@ from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the pack
 import torch
 
 import tests.helpers as helpers
-from tests.cuda.capture import LOG, StaticAttention
-from tests.drafters import LAYOUTS, VOCAB, drafter_folder, qwen3
+from benchmarks.architectures import ARCHITECTURES
+from tests.cuda.capture import LOG, StaticAttention, StaticStates
+from tests.drafters import (
+    LAYOUTS,
+    RECURRENT,
+    VOCAB,
+    drafter_folder,
+    load_own_head,
+    qwen3,
+    qwen35,
+)
 from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import BUILDERS, make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.forward import target as targets
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter
@@ -44,6 +54,10 @@ CASES = [
 COUNTED = "chained, counted"  # heads, where it matters how often tokens were generated
 CASES += [("medusa", COUNTED)]
 CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
+_STATES = "states"  # of a model with recurrent layers, whose heads are chained
+if ARCHITECTURES[RECURRENT].there:
+    _SERVED = ("ar", "medusa", "recall", "reuse", "standalone", "auto", "mtp")
+    CASES += [(name, _STATES) for name in _SERVED if name in (*METHODS, "mtp")]
 
 
 def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: bool) -> Decoding:
@@ -63,15 +77,16 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
         drafter = make_drafter(method, target, None, options)
         prompt = helpers.random_prompt(PROMPT, vocab=VOCAB)
     else:
-        target = Target(put(helpers.tiny_llama("gqa", dtype)), StaticAttention)
+        recurrent = kind == _STATES
+        model = qwen35(dtype) if recurrent else helpers.tiny_llama("gqa", dtype)
+        target = Target(put(model), StaticAttention)
+        if method == "mtp":
+            load_own_head(target)
+            if simulated:
+                moved(target.speculator)
         draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
-        drafter = make_drafter(
-            method,
-            target,
-            put(helpers.tiny_heads(dtype, kind=kind.partition(",")[0])),
-            options,
-            draft,
-        )
+        heads = helpers.tiny_heads(dtype, kind="chained" if recurrent else kind.partition(",")[0])
+        drafter = make_drafter(method, target, put(heads), options, draft)
         prompt = helpers.random_prompt(PROMPT)
     return Decoding(target, prompt, params, 3, drafter, 40 * (WARM + steps))
 
@@ -114,14 +129,16 @@ def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dic
 
 @functools.cache
 def _plain(kind: str) -> list[int]:
-    """What plain decoding writes, without a simulated device."""
+    """What plain decoding writes, without a simulated device, by the model of a case."""
     decoding = _decoding("ar", kind, 5, None, simulated=False)
     return [token for step in itertools.islice(decoding.steps(), 200) for token in step.tokens]
 
 
 def main() -> None:
-    """Print all figures as JSON, or those of the methods that are named."""
-    chosen = [(method, kind) for method, kind in CASES if method in (sys.argv[1:] or BUILDERS)]
+    """Print all figures as JSON, or those of the methods or kinds that are named."""
+    # a simulated device has no Triton
+    targets.device_kernel = lambda device, wide: StaticStates if device.type == "cuda" else None
+    chosen = [case for case in CASES if {*case} & {*(sys.argv[1:] or BUILDERS)}]
     json.dump(
         {"found": [measure(method, kind, steps=5, nodes=20) for method, kind in chosen]}, sys.stdout
     )

@@ -9,31 +9,38 @@ import re
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from benchmarks.architectures import ARCHITECTURES
 from tests import reweighted
 from tests.cuda import capture
+from tests.drafters import RECURRENT, load_own_head, qwen35
 from tests.helpers import (
     METHODS,
     decode_steps,
     first,
+    options_for,
     random_prompt,
     tiny_heads,
     tiny_llama,
     tiny_target,
     tokens_of,
 )
+from tests.lossless.models import network
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.forward import target as targets
 from tswift.forward.passes import Graphs
 from tswift.forward.target import Target, prefill
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
 OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
+SIMPLE = {"nodes": 20, "costs": "nominal"}  # of those options that a method has
 CPU = torch.device("cpu")
 
 
@@ -132,6 +139,78 @@ def test_graphs_count_what_was_generated(graphs) -> None:
     captured = decoded(graphs, "medusa", "chained", OPTIONS, 90, 40, params)
     assert tokens_of(captured) == on_the_host(90, 40, params) != on_the_host(90, 40)
     assert max(step.accepted for step in captured) > 0
+
+
+OF_STATES = [
+    *((RECURRENT, method) for method in ("mtp", "ar", "medusa", "recall", "reuse", "auto")),
+    (RECURRENT, "standalone"),
+    ("LFM2 (short convolutions)", "medusa"),
+    ("Bamba (Mamba2)", "medusa"),
+]
+
+
+@functools.cache
+def with_states(kind: str) -> PreTrainedModel:
+    if not ARCHITECTURES[kind].there:
+        pytest.skip("this transformers has no such model")
+    return qwen35() if kind == RECURRENT else network(kind, torch.float64)
+
+
+@functools.cache
+def of_states_on_the_host(kind: str) -> list[int]:
+    """Plain decoding."""
+    target = Target(with_states(kind))
+    return tokens_of(decode_steps(target, Drafter(), random_prompt(50), PARAMS, 3, 40))
+
+
+@pytest.fixture
+def on_a_device(graphs, monkeypatch: pytest.MonkeyPatch):
+    """As ``graphs``, where a kernel steps states, too."""
+    monkeypatch.setattr(targets, "device_kernel", lambda device, wide: capture.StaticStates)
+
+    def made(kind: str) -> Target:
+        target = Target(with_states(kind), capture.StaticAttention)
+        target._graphs = graphs()
+        return target
+
+    return made
+
+
+@pytest.mark.parametrize(("kind", "method"), first(2, OF_STATES))
+def test_a_model_with_states_writes_the_same_text(
+    graphs, on_a_device, kind: str, method: str
+) -> None:
+    """With drafts that are accepted and not, and plain steps that are taken back."""
+    target = on_a_device(kind)
+    if method == "mtp":
+        load_own_head(target)
+    draft = target_of(graphs, layers=1, kind="mqa") if method == "standalone" else None
+    drafter = make_drafter(method, target, tiny_heads(), options_for(method, **SIMPLE), draft)
+    decoding = Decoding(target, random_prompt(50), PARAMS, 3, drafter, 30)
+    text: list[int] = []
+    accepted = []
+    for step in decoding.steps():
+        text += step.tokens
+        accepted.append(step.accepted)
+        if len(accepted) == 3:
+            aside = tokens_of(decoding.plain(2))
+            assert aside == of_states_on_the_host(kind)[len(text) :][: len(aside)]
+    assert target.replays
+    assert target.fallbacks == {}
+    assert text == of_states_on_the_host(kind)[:30]
+    assert max(accepted) > 0 or method in ("ar", "standalone")
+
+
+def test_states_of_a_replayed_pass_go_on_by_what_the_host_accepts(on_a_device, monkeypatch) -> None:
+    """As in the audit: one program serves every pass, and the host commits."""
+    target, text = on_a_device(RECURRENT), of_states_on_the_host(RECURRENT)
+    commits, step = [], capture.StaticStates.step_path
+    noted = lambda *given: commits.append(given[-1]) or step(*given)  # noqa: E731
+    monkeypatch.setattr(capture.StaticStates, "step_path", staticmethod(noted))
+    assert audit(target, random_prompt(50), text, PARAMS, 3).ok
+    assert not audit(target, random_prompt(50), text[1:], PARAMS, 3).ok
+    assert commits.count(None) > 3
+    assert target.fallbacks == {}
 
 
 def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:

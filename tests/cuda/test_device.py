@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from benchmarks.architectures import ARCHITECTURES
+from tests.drafters import RECURRENT
 from tests.helpers import NO_PROGRAM
 
 pytestmark = pytest.mark.slow  # two processes of a minute together
@@ -47,6 +49,17 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("block", "dflash"): (2, 3, 2, 4, 2),
     ("eagle", "eagle-safeai"): (2, 3, 2, 4, 2),
 }
+_OF_STATES = {
+    "ar": (1, 0, 1, 0, 1),
+    "medusa": (1, 0, 1, 0, 2),
+    **({"recall": (1, 1, 1, 0, 1)} if NO_PROGRAM is None else {}),
+    "reuse": (1, 1, 1, 0, 1),
+    "standalone": (5, 2, 5, 6, 5),
+    "auto": (1, 0, 1, 0, 1),
+    "mtp": (2, 3, 2, 4, 2),
+}
+if ARCHITECTURES[RECURRENT].there:
+    BOUNDS |= {(name, "states"): bounds for name, bounds in _OF_STATES.items()}
 
 # where the host may wait for the device, and copy to it, once a text is under way
 WAITS = frozenset(

@@ -96,6 +96,12 @@ def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device: None, kind: 
     assert torch.equal(found[0][1], found[1][1])
 
 
+def test_only_what_it_was_tried_on_is_captured(on_a_device: None) -> None:
+    assert recurrent.device_kernel(CPU, torch.float32) is kernels
+    assert recurrent.device_kernel(CPU, torch.float64) is None
+    assert recurrent.device_kernel(torch.device("meta"), torch.float32) is None
+
+
 def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
     right = kernels.step_states
 
@@ -104,6 +110,7 @@ def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
 
     monkeypatch.setattr(kernels, "step_states", wrong)
     assert recurrent.kernel_fault(CPU) == "a kernel steps states otherwise than PyTorch"
+    assert recurrent.device_kernel(CPU, torch.float32) is None  # so no pass is captured
     used = []
     monkeypatch.setattr(kernels, "step_states", lambda *given: used.append(given))
     ones = torch.ones(1, 1, 8)

@@ -189,8 +189,13 @@ class DeviceStepper:
             [(answer, torch.cuda.Event() if cuda else None) for answer in answers]
         )
         self._launched: _Launched | None = None  # a plain step ahead of the host
+        # states cannot be taken back by the token that the host does not know of yet
         self.runs_ahead = (
-            ahead and self._limit == 1 and context.recorder is None and not drafter.memories
+            ahead
+            and self._limit == 1
+            and context.recorder is None
+            and not drafter.memories
+            and self._kv.states is None
         )
         self._path = Path(longest, self._result)
         self._trees = _tree_operators(target)
@@ -391,6 +396,8 @@ class DeviceStepper:
         if nodes > 1:
             for pair in kv.pairs:
                 target.backend.append(pair, pair, path.places[steps], path.slots[steps], path.count)
+        if kv.states is not None:
+            kv.states.commit_path(path.nodes[steps], path.count)
         if self._draft is not None:
             self._draft.append(kv, path.slots[steps], path.count)
         state.hidden[:nodes].copy_(forwarded.hidden)

@@ -138,6 +138,7 @@ class _Trial(Drafter):
         self._kv = FullKV(target.kv_shape, max(lengths) + NODES[-1])
         for buffer in self._kv.buffers:
             buffer.zero_()
+        self._empty = self._kv.mark()
         self._samplers: dict[int, Sampler] = {}
         for length in lengths:
             self._samplers[length] = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
@@ -191,7 +192,7 @@ class _Trial(Drafter):
         for buffer in self._kv.buffers:
             for start in self._samplers:
                 buffer[:, :, start : start + NODES[-1]].zero_()
-        self._kv.length = length
+        self._kv.rewind(self._empty._replace(length=length))
         text = [0] * (length + 1)
         if self._stepper is not None:
             self._stepper.restart(text, self._samplers[length])

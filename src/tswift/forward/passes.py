@@ -193,7 +193,8 @@ class Forwarded:
 
 
 Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]
-Capture = Callable[[Callable[[], Forwarded]], Callable[[], Forwarded]]
+Capture = Callable[[Callable[[], T]], Callable[[], T]]
+Replays = list[Callable[..., None]]
 
 
 def sizes(limit: int) -> list[int]:
@@ -290,7 +291,13 @@ class StaticPass:
     room for ``nodes``.
     """
 
-    def __init__(self, compute: Compute, capture: Capture, kv: KVBuffer, nodes: int) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        capture: Capture[tuple[Forwarded, Replays]],
+        kv: KVBuffer,
+        nodes: int,
+    ) -> None:
         device = kv.shape.device
         self.nodes, self._capacity = nodes, kv.capacity
         self._tokens = tokens = torch.zeros(nodes, dtype=torch.int64, device=device)
@@ -302,12 +309,14 @@ class StaticPass:
         self._length = length = torch.full((), kv.length, dtype=torch.int32, device=device)
         owner = weakref.ref(kv)  # passes are kept by their cache, which has to be free to go
 
-        def run() -> Forwarded:
+        def run() -> tuple[Forwarded, Replays]:
             held = owner()
             assert held is not None
-            return compute(tokens, positions, held, length, ancestors)
+            out = compute(tokens, positions, held, length, ancestors)
+            return out, [] if held.states is None else held.states.replays
 
         self._run = capture(run)
+        self._states = kv.states
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int
@@ -332,7 +341,9 @@ class StaticPass:
         else:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
-        out = self._run()
+        out, replays = self._run()
+        if self._states is not None:
+            self._states.replays, self._states.chain = replays, 0
         pre_norm, layer_states = (
             None if each is None else each[:count].clone()
             for each in (out.pre_norm, out.layer_states)

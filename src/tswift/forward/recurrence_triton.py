@@ -35,15 +35,19 @@ _NODES = 9
 
 @triton.jit(do_not_specialize=["nodes"])
 def step_nodes(
-    state, after, queries, keys, contents, decays, rates, plan, out, branches, nodes,
+    state, after, queries, keys, contents, decays, rates, plan, out, branches, count, nodes,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, LEVELS: tl.constexpr,
     COLUMNS: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Step some columns of one head's state by all nodes; grid ``(heads, blocks of columns)``.
+    """Step some columns of one head's state by all nodes, or the first ``count`` ``[1]`` of them;
+    grid ``(heads, blocks of columns)``.
 
     The ``plan`` ``[nodes, 3]`` says each node's row, where its parent's state is, and where its own
     goes, below 0 for nowhere; ``branches`` ``[places, heads, keys, values]`` are these places.
     """
+    steps = nodes
+    if count is not None:
+        steps = tl.load(count).to(tl.int32)
     head = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = tl.arange(0, 1 << LEVELS)
@@ -53,7 +57,7 @@ def step_nodes(
     at = head.to(tl.int64) * KEYS * VALUES + place[None, :] * VALUES + column[:, None]
     size = tl.num_programs(0).to(tl.int64) * KEYS * VALUES  # of a layer's state
     now = tl.load(state + at, mask=there, other=0.0)
-    for node in range(nodes):
+    for node in range(steps):
         row = tl.load(plan + 3 * node)
         source = tl.load(plan + 3 * node + 1)
         target = tl.load(plan + 3 * node + 2)
@@ -88,8 +92,6 @@ def step_states(
     after: Tensor | None = None,
 ) -> Tensor:
     """As :func:`tswift.forward.recurrent.step_states`, in float32."""
-    heads, keys, values = state.shape
-    count = len(nodes)
     far = {parent for node, parent in enumerate(parents) if -1 < parent != node - 1}
     places = {parent: place for place, parent in enumerate(sorted(far))}
     plan = [
@@ -100,14 +102,48 @@ def step_states(
         )
         for node, (row, parent) in enumerate(zip(nodes, parents, strict=True))
     ]
-    branches = state.new_empty(len(places), heads, keys, values)
-    out = state.new_empty(count, heads, values)
+    sent = torch.tensor(plan).to(state.device, non_blocking=True)
+    return _launched(rows, state, sent, len(places), None, after)
+
+
+def tree_plan(parents: Tensor) -> Tensor:
+    """The kernel's plan for a tree whose parents ``[n]`` the device alone knows, below 0 for the
+    committed state: what a later branch goes on from is at its node's place.
+    """
+    index = torch.arange(len(parents), device=parents.device)
+    here = parents == index - 1
+    far = ((parents == index[:, None]) & ~here).any(1)
+    source = torch.where(here, _HERE.value, parents.where(parents >= 0, _COMMITTED.value))
+    return torch.stack([index, source, index.where(far, -1)], 1)
+
+
+def path_plan(nodes: Tensor) -> Tensor:
+    """The kernel's plan for a path of these rows ``[n]``."""
+    return torch.stack([nodes, torch.full_like(nodes, _HERE.value), torch.full_like(nodes, -1)], 1)
+
+
+def step_tree(rows: Rows, state: Tensor, plan: Tensor) -> Tensor:
+    """As :func:`step_states`, by the nodes of a plan of the device's."""
+    # the last two nodes have no later branch
+    return _launched(rows, state, plan, max(0, len(plan) - 2), None, None)
+
+
+def step_path(rows: Rows, state: Tensor, plan: Tensor, count: Tensor | None) -> None:
+    """Step a state in place by the first ``count`` ``[1]`` nodes of a path, or by all."""
+    _launched(rows, state, plan, 0, count, state)
+
+
+def _launched(
+    rows: Rows, state: Tensor, plan: Tensor, places: int, count: Tensor | None, after: Tensor | None
+) -> Tensor:
+    heads, keys, values = state.shape
+    branches = state.new_empty(places, heads, keys, values)
+    out = state.new_empty(len(plan), heads, values)
     given = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
     columns = min(_COLUMNS, triton.next_power_of_2(values))
     with torch.cuda.device_of(state):
         step_nodes[heads, triton.cdiv(values, columns)](
-            state, after, *(each.contiguous() for each in given),
-            torch.tensor(plan).to(state.device, non_blocking=True), out, branches, count,
+            state, after, *(each.contiguous() for each in given), plan, out, branches, count, len(plan),
             HEADS=heads, GROUP=heads // rows.keys.shape[1], KEYS=keys, VALUES=values, LEVELS=levels_of(keys),
             COLUMNS=columns, CORRECTS=rows.corrects, **UNFUSED,
         )  # fmt: skip
@@ -138,7 +174,18 @@ def differ(
     left = []
     for step in (step_states, step_plainly):
         after = torch.empty_like(state)
-        left.append((step(rows, state, order, parents, after), after))
+        left.append([step(rows, state, order, parents, after), after])
+    # the same by plans that the device makes, and a path of which some nodes are accepted
+    accepted = random.randint(0, nodes)
+    left[0].append(step_tree(rows, state, tree_plan(torch.tensor(parents, device=device))))
+    left[1].append(step_plainly(rows, state, range(nodes), parents))
+    for kept, plain in zip(left, (False, True), strict=True):
+        kept.append(state.clone())
+        if not plain:
+            plan = path_plan(torch.tensor(order, device=device))
+            step_path(rows, kept[-1], plan, torch.tensor([accepted], device=device))
+        elif accepted:
+            step_plainly(rows, state, order[:accepted], range(-1, accepted - 1), kept[-1])
     return not all(torch.equal(one, other) for one, other in zip(*left, strict=True))
 
 

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -93,6 +94,15 @@ def kernel_fault(device: torch.device) -> str | None:
     except ImportError as error:
         return str(error)
     return recurrence_triton.fault(device)
+
+
+def device_kernel(device: torch.device, wide: torch.dtype) -> ModuleType | None:
+    """What steps states ``wide`` by nodes that the device alone knows; None where nothing does."""
+    if device.type not in _KERNEL or wide != torch.float32 or kernel_fault(device) is not None:
+        return None
+    from tswift.forward import recurrence_triton
+
+    return recurrence_triton
 
 
 def step_plainly(
@@ -204,9 +214,14 @@ class StatePass:
         places = torch.arange(before + nodes, device=device)
         seen = F.pad(ancestors, (before, 0), value=True)
         self._paths = torch.where(seen, places, -1).sort(1).values[:, -before - 1 :]
-        self._parents: list[int] = (self._paths[:, -2] - before).clamp_min(-1).tolist()
-        states.chain = nodes if self._parents == [*range(-1, nodes - 1)] else 0
         states.replays = []
+        self._descend((self._paths[:, -2] - before).clamp_min(-1))
+
+    def _descend(self, parents: Tensor) -> None:
+        """Know of each node its parent, below 0 for the committed text."""
+        self._parents: list[int] = parents.tolist()
+        states = self._states
+        states.chain = self._nodes if self._parents == [*range(-1, self._nodes - 1)] else 0
 
     def convolve(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -219,8 +234,7 @@ class StatePass:
         states = self._states
         kept = states.rows[self._layer]
         known = torch.cat([kept, own])
-        states.ahead[0][self._layer] = known[-len(kept) :]
-        states.replays.append(partial(_shift, kept, own))
+        self._passed(known, own)
         wide = states.shape.wide
         taps = weight.to(wide).unbind(1)
         read = [known[places].to(wide) for places in self._paths.unbind(1)]
@@ -274,6 +288,14 @@ class StatePass:
         rows = Rows(query, key, contents, (times * rates.to(wide)).exp(), times, corrects=False)
         return (self._stepped(rows) + contents * own.to(wide)[:, None]).unsqueeze(0)
 
+    def _passed(self, known: Tensor, own: Tensor) -> None:
+        """Keep how the rows before the layer's convolution go on: by its nodes' ``own``, which are
+        the last that are ``known``.
+        """
+        states, kept = self._states, self._states.rows[self._layer]
+        states.ahead[0][self._layer] = known[-len(kept) :]
+        states.replays.append(partial(_shift, kept, own))
+
     def _stepped(self, rows: Rows) -> Tensor:
         """What the nodes read, ``[rows, heads, values]`` with the padding;
         and how to replay what is accepted.
@@ -285,6 +307,57 @@ class StatePass:
         )
         states.replays.append(partial(_replay, committed, rows))
         return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
+
+
+class StaticStatePass(StatePass):
+    """As :class:`StatePass`, of a program that is replayed on the device: nothing waits for the
+    host, and states stay where they are.
+
+    ``kernel`` is :func:`device_kernel`'s.
+    """
+
+    def __init__(
+        self, states: States, nodes: int, ancestors: Tensor | None, kernel: ModuleType
+    ) -> None:
+        self._kernel = kernel
+        self._own: list[Tensor] = []  # of each layer the rows before its convolution
+        self._recurred: list[tuple[Rows, Tensor]] = []
+        super().__init__(states, nodes, ancestors)
+        states.stay = True
+        states.replays = [partial(_go_on, kernel, states.rows, self._own, self._recurred)]
+
+    def _descend(self, parents: Tensor) -> None:
+        self._plan = self._kernel.tree_plan(parents)
+        self._states.chain = 0
+
+    def _passed(self, known: Tensor, own: Tensor) -> None:
+        self._own.append(own)
+
+    def _stepped(self, rows: Rows) -> Tensor:
+        state = self._states.matrices[self._layer]
+        self._recurred.append((rows, state))
+        out: Tensor = self._kernel.step_tree(rows, state, self._plan)
+        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
+
+
+def _go_on(
+    kernel: ModuleType,
+    before: Tensor,
+    own: Sequence[Tensor],
+    recurred: Sequence[tuple[Rows, Tensor]],
+    nodes: Sequence[int] | Tensor,
+    count: Tensor | None = None,
+) -> None:
+    """Let all layers' states go on by accepted nodes, or the first ``count`` ``[1]`` of them."""
+    if not isinstance(nodes, Tensor):
+        nodes = torch.tensor([*nodes]).to(before.device, non_blocking=True)
+    known = torch.cat([before, torch.stack([*own]).index_select(1, nodes)], 1)
+    newest = torch.arange(before.shape[1], device=before.device)
+    newest = newest + (len(nodes) if count is None else count)
+    before.copy_(known.index_select(1, newest))
+    plan = kernel.path_plan(nodes)
+    for rows, state in recurred:
+        kernel.step_path(rows, state, plan, count)
 
 
 def _shift(kept: Tensor, own: Tensor, nodes: Sequence[int]) -> None:

@@ -37,7 +37,13 @@ from tswift.forward.hf import Tap, UnsupportedModel, final_norm, output_of, prob
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
-from tswift.forward.recurrent import StatePass, passing, serve_states
+from tswift.forward.recurrent import (
+    StatePass,
+    StaticStatePass,
+    device_kernel,
+    passing,
+    serve_states,
+)
 from tswift.models.architecture import max_positions, state_shape
 from tswift.native_build import Unbuilt
 
@@ -198,8 +204,13 @@ class Target:
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        known = self.backend.STATIC and self.serves() and self.kv_shape.states is None
-        return known and not self.split and "steps" not in self.fallbacks
+        states = self.kv_shape.states
+        known = self.backend.STATIC and self.serves() and not self.split
+        return (
+            known
+            and "steps" not in self.fallbacks
+            and (states is None or device_kernel(states.device, states.wide) is not None)
+        )
 
     @torch.inference_mode()
     def tap(self, layers: Sequence[int] | None = None) -> None:
@@ -319,9 +330,13 @@ class Target:
             rows = rows_of(self.width, kv, nodes)
             attend = _each(self._layouts, self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
-        return self._compute(
-            tokens, positions, Pass(write, attend, special, nodes, rows, (kv, length), alike)
-        )
+        states = None
+        if kv.states is not None:
+            kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
+            assert kernel is not None
+            states = StaticStatePass(kv.states, nodes, ancestors, kernel)
+        run = Pass(write, attend, special, nodes, rows, (kv, length), alike, states)
+        return self._compute(tokens, positions, run)
 
     @torch.inference_mode()
     def forward(
