@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+LOGITS = {"logits": "llama.cpp", "logits, flash": "llama.cpp, flash attention"}
 FLASH = {"llama.cpp": False, "llama.cpp, flash attention": True}
 LOOKUP = "llama.cpp, prompt lookup"
 OURS = {"tswift ar": "ar", "tswift auto": "auto"}
@@ -100,10 +101,10 @@ def serve(asked: argparse.Namespace) -> None:
     def model(name: str) -> Any:
         if name not in models:
             draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if name == LOOKUP else None
-            every = name in ("logits", LOOKUP)  # logits of all tokens
+            every = name in (*LOGITS, LOOKUP)  # logits of all tokens
             models[name] = Llama(
                 asked.file,
-                flash_attn=FLASH.get(name, True),
+                flash_attn=FLASH.get(name, name != "logits"),
                 draft_model=draft,
                 logits_all=every,
                 **common,
@@ -195,27 +196,40 @@ def divergences(model: Any, other: Peer, ids: list[int]) -> None:
     import numpy as np
     import torch
 
-    from tswift.caches import FullKV
-    from tswift.forward.target import chunks
-
-    kv = FullKV(model.target.kv_shape, len(ids))
+    found = {f"tswift, inputs of {bits} bits": logits_of(model, ids, bits) for bits in (16, 8)}
     with torch.inference_mode():
-        ours = torch.cat(
-            [model.target.logits(chunk.hidden) for chunk in chunks(model.target, ids, kv)]
-        )
         right = in_floats(model.target.model)(torch.tensor([ids]), use_cache=False).logits[0]
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/logits.npy"
-        other.ask(name="logits", ids=ids, logits=path)
-        theirs = torch.from_numpy(np.load(path))
+        for name, way in LOGITS.items():
+            other.ask(name=name, ids=ids, logits=path)
+            found[way] = torch.from_numpy(np.load(path))
     expected = right.double().log_softmax(-1)
-    for name, logits in {"tswift": ours, "llama.cpp": theirs}.items():
+    for name, logits in found.items():
         apart = (expected.exp() * (expected - logits.double().log_softmax(-1))).sum(-1)
         changed = (logits.argmax(-1) != right.argmax(-1)).double().mean().item()
         print(
             f"| {name} | {apart.mean():.2e} | {apart.max():.2e} | {100 * changed:.1f}% |",
             flush=True,
         )
+
+
+def logits_of(model: Any, ids: list[int], bits: int) -> Any:
+    """``[n, V]`` logits of a text by our passes, whose inputs are rounded to so many bits."""
+    import torch
+
+    from tswift.caches import FullKV
+    from tswift.forward.products import PackedLinear
+    from tswift.forward.target import chunks
+
+    target = model.target
+    for layer in target.model.modules():
+        if isinstance(layer, PackedLinear):
+            layer.input_bits = bits
+    target.pack()
+    kv = FullKV(target.kv_shape, len(ids))
+    with torch.inference_mode():
+        return torch.cat([target.logits(chunk.hidden) for chunk in chunks(target, ids, kv)])
 
 
 def in_floats(network: Any) -> Any:

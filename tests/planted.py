@@ -124,6 +124,8 @@ FAULTS = [
           "os.fsync(written.fileno())", "written.fileno()"),
     Fault("a home folder that the shell left is no home folder", "errors.py", "cli/test_app.py",
           "path = Path(name).expanduser()", "path = Path(name)"),
+    Fault("bounds leave out what layers have added", "forward/program.py", "forward/test_program.py",
+          "for each in added if norm is None else", "for each in () if norm is None else"),
     # weights as codes
     Fault("a wrong minimum", "forward/products.c", INTEGERS,
           "plus(total[h][r], minimum, spread(sums[r]))", "plus(total[h][r], scale, spread(sums[r]))"),

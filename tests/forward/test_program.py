@@ -244,6 +244,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kind: str, kv_dtype: torch.dtype)
         ("qwen3.5", KINDS_OF_KV[0]),
         *(pytest.param("qwen3", dtype, marks=pytest.mark.slow) for dtype in KINDS_OF_KV[1:]),
         pytest.param("gemma2", torch.int16, marks=pytest.mark.slow),
+        pytest.param("olmo2", torch.int16, marks=pytest.mark.slow),
     ],
 )
 def test_avx2_has_the_bits_of_avx512(
@@ -296,7 +297,8 @@ def test_integers_show_what_is_broken() -> None:
     kept = shape.narrowed(made, 1, 0)
     assert torch.equal(shape.widened(kept, 1, 0).isnan(), ~made.isfinite())
     assert torch.equal(shape.broken(kept), ~made.isfinite())
-    for kind in ("qwen3", "qwen2", "llama"):  # the last two have biases
+    # "qwen2" and "llama" have biases, OLMo has no norm before attention
+    for kind in ("qwen3", "qwen2", "llama", "olmo2", "olmo3"):
         largest, steps = target_of(kind), target_of(kind, kv_dtype=torch.int16).kv_shape.steps
         wide = filled(largest, 0, 40)
         largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])

@@ -550,18 +550,24 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         mine = slice(None) if own is not None else slice(queries + before, queries + before + rows)
         linear = own or layer.linears["queries"]
         norm = layer.norms["before"]
-        if norm is None:
-            raise Unfit("there are no bounds of its keys and values")
         if not (isinstance(linear, PackedLinear) or type(linear.weight) is nn.Parameter):
             raise Unfit("its weights are quantised or split")
-        bound = (_plain(linear.weight)[mine] * norm_weight(norm)).norm(
-            dim=1
-        ) * config.hidden_size**0.5
+        weight = _plain(linear.weight)[mine]
+        # without a norm it reads the sum of the embedding and of what layers have added
+        bound = weight.norm(dim=1) * (longest if norm is None else 0.0)
+        for each in added if norm is None else [norm_weight(norm)]:
+            bound += (weight * each).norm(dim=1) * config.hidden_size**0.5
         if linear.bias is not None:
             bound = bound + _plain(linear.bias)[mine].abs()
         return bound.view(-1, width)
 
     bounds = []
+    added: list[Tensor] = []  # by the norms of what layers have added
+    longest = 0.0  # embedding
+    if any(layer.norms["before"] is None for layer in parts.layers):
+        if any(layer.norms[name] is None for layer in parts.layers for name in ("attended", "fed")):
+            raise Unfit("there are no bounds of its keys and values")
+        longest = _longest_row(parts.embeddings, config.vocab_size) * abs(parts.embedding_scale)
     for layer in parts.layers:
         if layer.memory is not None:
             continue
@@ -573,7 +579,16 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
             keys = (weight.abs() * len(weight) ** 0.5).view(-1, width).expand_as(keys)
         pair = keys[:, :share].unflatten(1, (2, -1)).norm(dim=1) * turned
         bounds.append(torch.stack([torch.cat([pair, pair, keys[:, share:]], 1), values]))
+        if longest:
+            ends = (layer.norms[name] for name in ("attended", "fed"))
+            added += [norm_weight(each) * parts.residual_scale for each in ends]
     return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
+
+
+def _longest_row(embeddings: Any, count: int) -> float:
+    """The largest norm of an embedding."""
+    some = torch.arange(count).split(CHUNK)
+    return max(float(embeddings(ids).float().norm(dim=1).max()) for ids in some)
 
 
 def _plain(weight: Any) -> Tensor:
