@@ -40,9 +40,9 @@ BOUNDS: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("magicdec", "chained"): (5, 2, 5, 9, 5),
     ("standalone", "chained"): (5, 2, 5, 6, 5),
     ("triforce", "chained"): (16, 15, 16, 111, 16),
-    ("auto", "chained"): (1, 0, 1, 0, 1),
-    ("auto", "conditioned"): (1, 0, 1, 0, 1),
-    ("auto", "trimmed"): (1, 0, 1, 0, 1),
+    ("auto", "chained"): (1, 0, 1, 0, 2),
+    ("auto", "conditioned"): (1, 0, 1, 0, 2),
+    ("auto", "trimmed"): (1, 0, 1, 0, 2),
     ("ar-reference", "chained"): (1, 0, 1, 0, 1),
     ("medusa", "chained, counted"): (1, 0, 1, 0, 2),
     ("block", "dspark"): (2, 3, 2, 4, 2),
@@ -55,7 +55,7 @@ _OF_STATES = {
     **({"recall": (1, 1, 1, 0, 1)} if NO_PROGRAM is None else {}),
     "reuse": (1, 1, 1, 0, 1),
     "standalone": (5, 2, 5, 6, 5),
-    "auto": (1, 0, 1, 0, 1),
+    "auto": (1, 0, 1, 0, 2),
     "mtp": (2, 3, 2, 4, 2),
 }
 if ARCHITECTURES[RECURRENT].there:
