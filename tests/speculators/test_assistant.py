@@ -62,7 +62,7 @@ def written(
     )
     with pytest.MonkeyPatch.context() as patch:  # 5.23 makes no model of its own configuration
         modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
-        patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", modes)
+        patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", modes, raising=False)
         assistant = drawn(Assistant(config)).double().eval()
     if clusters:
         order = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(1))
@@ -97,7 +97,7 @@ def as_published(stock, assistant, text: list[int], path: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("clusters", [False, True])
-@pytest.mark.parametrize("kind", first(1, KINDS[::-1]))
+@pytest.mark.parametrize("kind", first(1, KINDS))
 def test_logits_are_those_of_transformers_own_class(
     kind: str, clusters: bool, tmp_path: Path
 ) -> None:
