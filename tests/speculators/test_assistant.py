@@ -77,12 +77,13 @@ def as_published(stock, assistant, text: list[int], path: list[int]) -> Tensor:
     """``[V]`` logits after a text and drafts, by the loop of transformers' candidate generator."""
     stock.set_attn_implementation("eager")
     assistant.set_attn_implementation("eager")
+    cache = transformers.DynamicCache()  # without a configuration windows are kept whole
     out = stock(
-        torch.tensor([text[:-1]]),
-        use_cache=False,
-        output_hidden_states=True,
-        return_shared_kv_states=True,
+        torch.tensor([text[:-1]]), past_key_values=cache, use_cache=True, output_hidden_states=True
     )
+    # of the last layers with some of their own, which 5.23 returns of E models alone
+    kinds = stock.config.get_text_config().layer_types
+    shared = {kind: (own.keys, own.values) for kind, own in zip(kinds, cache.layers, strict=False)}
     state = out.hidden_states[-1][:, -1:]
     place = torch.tensor([[len(text) - 1]])
     for token in [text[-1], *path]:
@@ -90,7 +91,7 @@ def as_published(stock, assistant, text: list[int], path: list[int]) -> Tensor:
         found = assistant(
             inputs_embeds=torch.cat([embedded, state], -1),
             position_ids=place,
-            shared_kv_states=out.shared_kv_states,
+            shared_kv_states=shared,
         )
         state = found.last_hidden_state
     return found.logits[0, -1]
