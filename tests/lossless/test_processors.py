@@ -57,7 +57,7 @@ def start(setting: str, *words: object) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", *map(str, words)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=kept | given, stdout=PIPE, stderr=STDOUT, text=True
+        command, cwd=ROOT, env=kept | given, stdout=PIPE, stderr=STDOUT, text=True, pipesize=4096
     )
 
 
@@ -107,7 +107,13 @@ def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) ->
     run("its own", *words, tmp_path / "whole")
     with start("its own", *words, tmp_path / "run", "--method", "ar") as process:
         assert process.stdout is not None
-        process.stdout.read(3000)  # behind the first checkpoint, which comes after 512 tokens
+        # behind the first checkpoint, which comes after 512 tokens; the pipe holds 4,096 bytes
+        # more, so a text of 6,800 waits for its reader, however late that is
+        left = 2200
+        while left:
+            came = os.read(process.stdout.fileno(), left)
+            assert came
+            left -= len(came)
         process.kill()
     assert 0 < len(result(tmp_path / "run")[0]) < len(result(tmp_path / "whole")[0]) == 4 * 2000
     said = run("AVX2", "tswift", "generate", "--resume", tmp_path / "run")
