@@ -203,7 +203,7 @@ FAULTS = [
     Fault("norms of Gemma multiply by one more than a file says", "models/gguf.py", GGUF,
           "weight = weight - 1", "weight = weight - 0"),
     Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", GGUF,
-          "if own.two_rotaries:", "if False:"),
+          '(f"{prefix}rope.freq_base_swa", _NEAR)', '(f"{prefix}rope.freq_base", _NEAR)'),
     Fault("kept codes are those of any checkpoint", "forward/coded.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
     # the KV cache's dtype
