@@ -142,7 +142,7 @@ class Bandit:
 
     @property
     def steady(self) -> bool:
-        """Whether plain decoding goes on as it was."""
+        """Whether plain decoding goes on without a trial: its steps may be timed together then."""
         return not self.chosen and not self._trial and self._steps >= _BEGIN
 
     def learn(
@@ -163,7 +163,7 @@ class Bandit:
                 pace.
             nodes: of its pass.
             passing: seconds of that by the costs; 0 where it is part of the seconds.
-            count: of steps, if :attr:`steady`.
+            count: steps that it took; more than one only where they were :attr:`steady`.
         """
         arm, plain = self.arms[self.chosen], self.arms[0]
         seconds = max(min(seconds, _FAR * count * self._usual), 1e-9)

@@ -446,7 +446,7 @@ class HistorySource(Source):
             node, guess = child, further
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
-        """Whether the text repeats itself."""
+        """Whether the text repeats itself; what came while others drafted is taken in first."""
         if len(context.text) - len(self._recall) > _UNKNOWN:
             self._recall.committed(context)
         return self._recall.repeats > _REPEATS

@@ -56,7 +56,10 @@ class SpeculatorSpec:
     # a slot guesses the token at its own position (DFlash), not the next one
     in_place: bool = False
     rank: int = 0  # of the bias that the token before gives to a slot; 0 for none
-    conv: tuple[int, int] = (0, 0)  # DFlash2's taps, and channels that share what is told of them
+    conv: tuple[int, int] = (
+        0,
+        0,
+    )  # taps of DFlash2's convolutions, and channels that share weights
     chosen: int = 0  # candidates of a slot that DFlash2's selector scores
     draft_vocab: int = 0  # tokens that it can guess; 0 for all, by the target's LM head
     embeds: bool = False  # whether EAGLE-3 has embeddings of its own
@@ -274,7 +277,7 @@ class _Layer(nn.Module):
 
 class _Convolution(nn.Module):
     """DFlash2's mixing of a slot with those before it in the block,
-    before and after a part of a layer, by weights that the slot itself tells.
+    before and after a part of a layer, by weights computed from the slot itself.
     """
 
     def __init__(self, spec: SpeculatorSpec) -> None:
@@ -285,11 +288,11 @@ class _Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden, 2 * taps * (hidden // group), bias=False)
 
     def kernels(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``[n, taps, H]`` weights before and after, told by rows ``[n, H]`` of a block."""
+        """``[n, taps, H]`` weights before and after, computed from rows ``[n, H]`` of a block."""
         _, taps, hidden = self.base_kernel.shape
-        told = self.kernel_projection(rows).view(len(rows), 2, taps, -1)
-        groups = told.repeat_interleave(hidden // told.shape[-1], -1)
-        before, after = (self.base_kernel + groups).unbind(1)
+        groups = self.kernel_projection(rows).view(len(rows), 2, taps, -1)
+        own = groups.repeat_interleave(hidden // groups.shape[-1], -1)
+        before, after = (self.base_kernel + own).unbind(1)
         return before, after
 
 
@@ -316,8 +319,8 @@ class _Selector(nn.Module):
     def forward(self, logits: Tensor, state: Tensor, tokens: Tensor) -> Tensor:
         """``[n, V]`` after tokens ``[n]``, from the slot's own logits ``[1, V]`` and state."""
         best = logits[0].topk(self.chosen).indices
-        told = self.predecessor_codebook[tokens] * self.hidden_projection(state)
-        scores = logits[:, best] + told @ self.successor_codebook[best].T
+        asked = self.predecessor_codebook[tokens] * self.hidden_projection(state)
+        scores = logits[:, best] + asked @ self.successor_codebook[best].T
         full = logits.new_full((len(tokens), logits.shape[1]), _EXCLUDED)
         return full.index_copy_(1, best, scores)
 
@@ -410,9 +413,9 @@ def near(position: Tensor, window: int, kv: WindowKV) -> Tensor:
     return counts.index_add_(0, slots, (places >= 0).int()) > 0
 
 
-def _told(rows: Tensor, layer: _Layer, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What a part of a layer reads of rows, and what becomes of what it gives:
-    both as they are where it has no convolution.
+def _mixed(rows: Tensor, layer: _Layer, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Rows as a part of a layer reads them, and a function for what the part gives: both mix
+    neighbouring slots where the part has a convolution (DFlash2), and change nothing elsewhere.
     """
     own = getattr(layer, name, None)
     if own is None:
@@ -477,11 +480,11 @@ class BlockSpeculator(DraftNetwork):
         rows = self.target.embed(tokens)
         angles = self.rotary(places, rows.dtype)
         for index, layer in enumerate(self.layers):
-            normed, finish = _told(layer.input_layernorm(rows), layer, "attention_conv")
+            normed, finish = _mixed(layer.input_layernorm(rows), layer, "attention_conv")
             layer.self_attn.remember(index, normed, angles, slots, kv)
             sees = windowed if index in self.spec.sliding else whole[None]
             rows = rows + finish(layer.self_attn(index, normed, angles, kv, sees))
-            normed, finish = _told(layer.post_attention_layernorm(rows), layer, "mlp_conv")
+            normed, finish = _mixed(layer.post_attention_layernorm(rows), layer, "mlp_conv")
             rows = rows + finish(layer.mlp(normed))
         hidden = self.norm(rows)[int(self.spec.in_place) :]
         own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
