@@ -94,7 +94,7 @@ def find_machine(name: str, dtype: str) -> Machine:
         )
     if dtype not in _DTYPES:
         rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
-        raise InputError(f"{rate}; give --bandwidth and --flops", "dtype")
+        raise InputError(f"{rate}; give one of these, or --bandwidth and --flops", "dtype")
     return MACHINES[name]
 
 
