@@ -5,7 +5,8 @@ llama.cpp runs in a process of its own, by the interpreter of an environment tha
 ``llama-cpp-python`` (built from source on the machine, so that it uses all of the processor). It is
 no dependency of tswift. At each depth a prompt is read once; then all go on from there in turns,
 llama.cpp from the same place each time, ours from where it was. With ``--yarn X`` both stretch
-their positions.
+their positions. With ``--states FOLDER`` llama.cpp's prompts are read once and kept there: so what
+takes it half an hour can be read before, and only decoding is timed on an idle machine.
 
     python -m benchmarks.llama FILE.gguf --python /tmp/llama/bin/python --depths 0,1024,4096
     --tokens 64 --repeats 3
@@ -14,6 +15,7 @@ their positions.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -23,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +45,7 @@ class Peer:
         words = [asked.python, __file__, "--serve", asked.file]
         words += ["--positions", str(positions), "--threads", str(asked.threads)]
         words += ["--yarn", str(asked.yarn)] if asked.yarn else []
+        words += ["--states", str(asked.states)] if asked.states else []
         # its threads spin at barriers, as they do for its users; ours sleep (main), so that they do
         # not disturb them
         own = {name: value for name, value in os.environ.items() if name != _WAITING}
@@ -111,25 +113,26 @@ def serve(asked: argparse.Namespace) -> None:
             )
         return models[name]
 
+    prompts: dict[str, list[int]] = {}
     for line in sys.stdin:
         question = json.loads(line)
         name, ids = question["name"], question.get("ids")
         llama = model(name)
         answer: dict[str, Any] = {}
-        if ids is not None:
-            llama.reset()
         if "logits" in question:
+            llama.reset()
             llama.eval(ids)
             np.save(question["logits"], llama.scores[: len(ids)].astype(np.float32))
+        elif ids is not None:
+            read(llama, ids, asked, FLASH.get(name, True))
+            prompts[name] = ids
         elif name == LOOKUP:
-            drawn = llama.generate(ids, temp=0.0)
-            next(drawn)  # the prompt is read
+            drawn = llama.generate(prompts[name], temp=0.0)  # goes back to where the prompt ends
+            next(drawn)
             start = time.perf_counter()
             for _ in range(question["tokens"]):
                 next(drawn)
             answer = {"seconds": time.perf_counter() - start}
-        elif ids is not None:
-            llama.eval(ids)
         else:  # without the package's sampler, which takes as long as the model
             depth = llama.n_tokens
             start = time.perf_counter()
@@ -139,6 +142,35 @@ def serve(asked: argparse.Namespace) -> None:
             answer = {"seconds": time.perf_counter() - start}
             llama.n_tokens = depth  # what is beyond is forgotten by the next eval
         print(json.dumps(answer), flush=True)
+
+
+def read(llama: Any, ids: list[int], asked: argparse.Namespace, flash: bool) -> None:
+    """Have llama.cpp read a prompt, or load what it kept of it when it read it before."""
+    import ctypes
+
+    import llama_cpp
+
+    llama.reset()
+    if asked.states is None:
+        llama.eval(ids)
+        return
+    text = repr((asked.file, asked.positions, asked.yarn, flash, ids))
+    path = asked.states / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.state"
+    tokens = (llama_cpp.llama_token * len(ids))(*ids)
+    if path.exists():
+        count = ctypes.c_size_t()
+        llama_cpp.llama_state_load_file(
+            llama._ctx.ctx, str(path).encode(), tokens, len(ids), ctypes.byref(count)
+        )
+        if list(tokens[: count.value]) != ids:
+            raise SystemExit(f"{path} holds another prompt")
+        llama.input_ids[: len(ids)] = ids
+        llama.n_tokens = len(ids) - 1  # logits are not kept: the last token is read again
+        llama.eval(ids[-1:])
+        return
+    llama.eval(ids)
+    asked.states.mkdir(parents=True, exist_ok=True)
+    llama_cpp.llama_state_save_file(llama._ctx.ctx, str(path).encode(), tokens, len(ids))
 
 
 def opened(model: Any, method: str, ids: Sequence[int], most: int) -> Callable[[int], float]:
@@ -168,12 +200,9 @@ def speeds(model: Any, other: Peer, text: Sequence[int], asked: argparse.Namespa
     for depth in [each for each in asked.depths if each + made <= model.target.max_positions]:
         ids = list(text[: max(depth, 1)])
         ways: dict[str, Callable[[int], float]] = {}
-        for name in filter(asked.ways.__contains__, FLASH):
+        for name in filter(asked.ways.__contains__, (*FLASH, LOOKUP)):
             other.ask(name=name, ids=ids)
             ways[name] = lambda tokens, name=name: other.ask(name=name, tokens=tokens)["seconds"]
-        if LOOKUP in asked.ways:
-            lookup = partial(other.ask, name=LOOKUP, ids=ids)
-            ways[LOOKUP] = lambda tokens, ask=lookup: ask(tokens=tokens)["seconds"]
         for name, method in OURS.items():
             if name in asked.ways:
                 ways[name] = opened(model, method, ids, made)
@@ -280,8 +309,9 @@ def main() -> None:
         "--ways",
         type=lambda text: [WAYS[each] for each in text.split(",")],
         default=[*WAYS.values()],
-        help=f"of {','.join(WAYS)}; each reads the prompt by itself, lookup slowly",
+        help=f"of {','.join(WAYS)}; each reads the prompt by itself, lookup slowly without states",
     )
+    parser.add_argument("--states", type=Path, help="folder of llama.cpp's prompts, read before")
     asked = parser.parse_args()
     if asked.serve:
         serve(asked)

@@ -17,7 +17,7 @@ from tests.rows import every_row
 from tswift import native_build
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
-from tswift.errors import InputError
+from tswift.errors import InputError, SlowWarning
 from tswift.loading import load
 from tswift.native_build import Unbuilt, build, cache_folder
 
@@ -268,3 +268,29 @@ def test_other_processors(monkeypatch, source: Path, machine: str, capability: s
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2"):
         build(source, "ANSWER=1")
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_missing_compiler_is_told_once_where_it_costs_much(
+    monkeypatch, tmp_path: Path, weights: str | None
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    with pytest.warns(SlowWarning, match="needs a C compiler") as told:
+        load(str(checkpoint), device="cpu", dtype="float32", weights=weights)
+    assert [str(each.message) for each in told] == [
+        f"the C program that computes {checkpoint} needs a C compiler: no-such-compiler (CC) is "
+        "not there; without it every token takes "
+        f"{'hundreds of times' if weights else 'several times'} as long. "
+        "Install gcc or clang, or name a compiler by CC"
+    ]
+
+
+@pytest.mark.parametrize("asked", [{"attention": "sdpa"}, {"dtype": "float64"}])
+def test_where_a_compiler_changes_little_nothing_is_told(
+    monkeypatch, recwarn, tmp_path: Path, asked: dict[str, str]
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    load(str(checkpoint), **{"device": "cpu", "dtype": "float32", **asked})
+    assert not [each for each in recwarn if each.category is SlowWarning]

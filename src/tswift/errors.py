@@ -45,6 +45,14 @@ class DecodeError(RuntimeError):
     """
 
 
+class SlowWarning(UserWarning):
+    """What is wanted works here, but many times slower than it could, and the user can mend that.
+
+    Args:
+        message: what is missing, what that costs and what to do, in one line.
+    """
+
+
 def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
     """The same error, about the parameter that the caller has in the place of the one that it
     names.

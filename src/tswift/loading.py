@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist, guard
-from tswift.errors import InputError, renaming, suggesting_names
+from tswift.errors import InputError, SlowWarning, renaming, suggesting_names
 from tswift.forward.adapting import (
     Inexact,
     execution_note,
@@ -43,7 +44,7 @@ from tswift.forward.coded import (
     rounded_bytes,
 )
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
-from tswift.forward.products import HALVES, pack
+from tswift.forward.products import HALVES, holds_codes, library, pack
 from tswift.forward.program import may_serve
 from tswift.forward.target import Target
 from tswift.models.architecture import (
@@ -93,6 +94,7 @@ from tswift.models.devices import (
     kv_dtype_for,
 )
 from tswift.models.shapes import StandInTokenizer, random_weights
+from tswift.native_build import Unbuilt
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
 from tswift.speculators.heads import Heads
 from tswift.speculators.heads_files import (
@@ -347,6 +349,9 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         if asked.draft_model is not None:
             draft = _load_draft(asked.draft_model, loaded, asked.attention)
             loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
+        slow = _slowness(plan, target)
+        if slow is not None:
+            warnings.warn(slow, SlowWarning, stacklevel=2)
         if plan.coded or plan.packed:
             give_back()  # what was needed to make codes is more than they take
         return loaded
@@ -541,6 +546,24 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
     if exact and "exact" in target.fallbacks:
         raise InputError(f"cannot be had here: {target.fallbacks['exact']}", "exact")
     return bits
+
+
+def _slowness(plan: _LoadPlan, target: Target) -> str | None:
+    """That a C compiler is missing, where what it would compile makes the model's passes."""
+    coded = holds_codes(target.model)
+    serves = plan.asked.attention == "auto" and target.dtype.itemsize <= 4
+    if target.device.type != "cpu" or not (coded or (serves and may_serve(plan.config))):
+        return None
+    try:
+        library()
+    except Unbuilt as error:
+        cost = "hundreds of times" if coded else "several times"
+        if "C compiler" in str(error):
+            return (
+                f"the C program that computes {plan.asked.model} {error}; without it every token "
+                f"takes {cost} as long. Install gcc or clang, or name a compiler by CC"
+            )
+    return None
 
 
 def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tswift.errors import InputError
+from tswift.errors import InputError, SlowWarning
 from tswift.jobs.folder import write_whole
 from tswift.tables import Reporter, Table
 
@@ -74,13 +75,22 @@ def complain(message: str) -> None:
 @contextmanager
 def loading_notice(what: str, quiet: bool) -> Iterator[None]:
     """While entered, ``what`` is loaded, which takes seconds: a terminal is told so,
-    and so is who interrupts it.
+    and so is who interrupts it. What makes it slow is said in a line.
     """
     what = one_line(what)
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
         print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
+
+    def say(message: Warning | str, category: type[Warning], *where: Any) -> None:
+        if category is not SlowWarning:
+            show_others(message, category, *where)
+        elif not quiet:
+            print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
+
     try:
-        yield
+        with warnings.catch_warnings():
+            show_others, warnings.showwarning = warnings.showwarning, say
+            yield
     except KeyboardInterrupt as stop:
         if not quiet:
             print(

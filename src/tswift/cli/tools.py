@@ -52,7 +52,9 @@ def env(
     from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
-    loaded = load_model(typed.make(ModelConfig))
+    config = typed.make(ModelConfig)
+    with loading_notice(config.model, quiet=False):
+        loaded = load_model(config)
     if loaded.target.device.type == "cuda":  # what is said of it is what was seen
         try_steps(loaded.target, SamplingParams())
     found = environment(loaded.target.device)
