@@ -5,8 +5,8 @@ llama.cpp runs in a process of its own, by the interpreter of an environment tha
 ``llama-cpp-python`` (built from source on the machine, so that it uses all of the processor). It is
 no dependency of tswift. At each depth a prompt is read once; then all go on from there in turns,
 llama.cpp from the same place each time, ours from where it was. With ``--yarn X`` both stretch
-their positions. With ``--states FOLDER`` llama.cpp's prompts are read once and kept there: so what
-takes it half an hour can be read before, and only decoding is timed on an idle machine.
+their positions. With ``--states FOLDER`` what llama.cpp has read is kept there: so what takes it
+half an hour can be read before, in parts, and only decoding is timed on an idle machine.
 
     python -m benchmarks.llama FILE.gguf --python /tmp/llama/bin/python --depths 0,1024,4096
     --tokens 64 --repeats 3
@@ -35,6 +35,7 @@ LOOKUP = "llama.cpp, prompt lookup"
 OURS = {"tswift ar": "ar", "tswift auto": "auto"}
 WAYS = dict(zip(("llama", "flash", "lookup", "ar", "auto"), (*FLASH, LOOKUP, *OURS), strict=True))
 _WAITING = "OMP_WAIT_POLICY"
+KEPT = 2048  # tokens of a prompt after which llama.cpp's state is kept
 LOOKED_UP = 10  # tokens that it drafts, the default of llama-cpp-python
 
 
@@ -145,7 +146,7 @@ def serve(asked: argparse.Namespace) -> None:
 
 
 def read(llama: Any, ids: list[int], asked: argparse.Namespace, flash: bool) -> None:
-    """Have llama.cpp read a prompt, or load what it kept of it when it read it before."""
+    """Have llama.cpp read a prompt, from where it came to when it read it before."""
     import ctypes
 
     import llama_cpp
@@ -156,21 +157,22 @@ def read(llama: Any, ids: list[int], asked: argparse.Namespace, flash: bool) -> 
         return
     text = repr((asked.file, asked.positions, asked.yarn, flash, ids))
     path = asked.states / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.state"
-    tokens = (llama_cpp.llama_token * len(ids))(*ids)
-    if path.exists():
-        count = ctypes.c_size_t()
-        llama_cpp.llama_state_load_file(
-            llama._ctx.ctx, str(path).encode(), tokens, len(ids), ctypes.byref(count)
-        )
-        if list(tokens[: count.value]) != ids:
-            raise SystemExit(f"{path} holds another prompt")
-        llama.input_ids[: len(ids)] = ids
-        llama.n_tokens = len(ids) - 1  # logits are not kept: the last token is read again
-        llama.eval(ids[-1:])
-        return
-    llama.eval(ids)
     asked.states.mkdir(parents=True, exist_ok=True)
-    llama_cpp.llama_state_save_file(llama._ctx.ctx, str(path).encode(), tokens, len(ids))
+    context, part = llama._ctx.ctx, path.with_suffix(".part")
+    tokens, count = (llama_cpp.llama_token * len(ids))(), ctypes.c_size_t()
+    if path.exists():
+        name, most = str(path).encode(), len(ids)
+        loaded = llama_cpp.llama_state_load_file(context, name, tokens, most, ctypes.byref(count))
+        if not loaded or list(tokens[: count.value]) != ids[: count.value]:
+            raise SystemExit(f"{path} is not this prompt's")
+        llama.input_ids[: count.value] = ids[: count.value]
+        llama.n_tokens = count.value - 1  # logits are not kept: the last token is read again
+    while llama.n_tokens < len(ids):
+        llama.eval(ids[llama.n_tokens :][:KEPT])
+        if llama.n_tokens > count.value:
+            tokens = (llama_cpp.llama_token * llama.n_tokens)(*ids[: llama.n_tokens])
+            llama_cpp.llama_state_save_file(context, str(part).encode(), tokens, llama.n_tokens)
+            part.replace(path)
 
 
 def opened(model: Any, method: str, ids: Sequence[int], most: int) -> Callable[[int], float]:

@@ -81,15 +81,16 @@ def loading_notice(what: str, quiet: bool) -> Iterator[None]:
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
         print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
 
-    def say(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if category is not SlowWarning:
-            show_others(message, category, *where)
+            show_others(message, category, *where, **more)
         elif not quiet:
             print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
 
     try:
         with warnings.catch_warnings():
-            show_others, warnings.showwarning = warnings.showwarning, say
+            show_others = warnings.showwarning
+            warnings.showwarning = say
             yield
     except KeyboardInterrupt as stop:
         if not quiet:
