@@ -138,6 +138,18 @@ class _Launched(NamedTuple):
     event: torch.cuda.Event | None
 
 
+def _answers(count: int, device: torch.device) -> list[tuple[Tensor, torch.cuda.Event | None]]:
+    """Two buffers on the host, as one is read while the other may be written."""
+    cuda = device.type == "cuda"
+    return [
+        (
+            torch.zeros(count, dtype=torch.int64, pin_memory=cuda),
+            torch.cuda.Event() if cuda else None,
+        )
+        for _ in range(2)
+    ]
+
+
 class DeviceStepper:
     """Takes the steps of one prefilled decode,
     whose cache the target :meth:`serves`, by programs on the device.
@@ -180,14 +192,7 @@ class DeviceStepper:
             2 + (2 + columns) * longest, dtype=torch.int64, device=target.device
         )
         self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
-        cuda = target.device.type == "cuda"
-        # two, as one is read while the other may be written
-        answers = [
-            torch.zeros(len(self._result), dtype=torch.int64, pin_memory=cuda) for _ in range(2)
-        ]
-        self._answers = cycle(
-            [(answer, torch.cuda.Event() if cuda else None) for answer in answers]
-        )
+        self._answers = cycle(_answers(len(self._result), target.device))
         self._launched: _Launched | None = None  # a plain step ahead of the host
         # states cannot be taken back by the token that the host does not know of yet
         self.runs_ahead = (
@@ -211,19 +216,7 @@ class DeviceStepper:
         if self._draft is not None:
             # the first step sends another block, and a program need not have run by then
             self._draft.complete()
-        # not a bound method: where graphs fail, it would hold this object and the cache until
-        # garbage is collected
-        own_self = weakref.proxy(self)
-        self._programs = {
-            (nodes, drafted): target.capture(
-                partial(DeviceStepper._verify, own_self, nodes, drafted)
-            )
-            for drafted, counts in (
-                (True, self._draft.sizes if self._draft else ()),
-                (False, sizes(self._limit) if by_host else ()),
-            )
-            for nodes in counts
-        }
+        self._programs = self._capture(by_host)
         self.state.load(context)  # a warm-up leaves its hidden states
         synchronize(target.device)  # the block is free to be written again
 
@@ -277,6 +270,20 @@ class DeviceStepper:
         seconds = time.perf_counter() - started
         source, choice = sources[path[accepted]], drafter.choice
         return Step(tuple(kept), accepted, source, live, seconds, choice=choice, logprobs=logprobs)
+
+    def _capture(
+        self, by_host: bool
+    ) -> dict[tuple[int, bool], Callable[[], tuple[Forwarded, Tensor]]]:
+        """A verification for each size of tree, by its nodes and by whether the device drafts."""
+        drafted = [(nodes, True) for nodes in (self._draft.sizes if self._draft else ())]
+        sent = [(nodes, False) for nodes in (sizes(self._limit) if by_host else ())]
+        # not a bound method: where graphs fail, it would hold this object and the cache until
+        # garbage is collected
+        own_self = weakref.proxy(self)
+        return {
+            key: self._target.capture(partial(DeviceStepper._verify, own_self, *key))
+            for key in drafted + sent
+        }
 
     @torch.inference_mode()
     def restart(self, text: list[int], sampler: Sampler) -> None:
