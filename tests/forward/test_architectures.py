@@ -131,11 +131,23 @@ def with_other_norms(made: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
+def with_norms_without_weights(made: PreTrainedModel) -> PreTrainedModel:
+    made.model.norm = nn.LayerNorm(48, eps=1e-6, elementwise_affine=False)  # OLMo's
+    return made
+
+
+def with_heads_normed_without_weights(made: PreTrainedModel) -> PreTrainedModel:
+    made.model.layers[0].self_attn.q_norm = nn.RMSNorm(16, elementwise_affine=False)
+    return made
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (with_more, "model.layers.1.mlp.adapter.weight has no place in a program"),
         (with_other_norms, "it has norms that are no RMS norms"),
+        (with_norms_without_weights, "LayerNorm has no program"),
+        (with_heads_normed_without_weights, "RMSNorm has no program"),
     ],
 )
 def test_what_has_other_parts_is_told(change, why: str) -> None:

@@ -162,7 +162,8 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     ]
     eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
     if (
-        len(residual) > 1
+        not all(map(_size, norms))
+        or len(residual) > 1
         or len(eps) > 1
         or len({layer.linears["down"].in_features for layer in layers}) > 1
     ):
@@ -203,6 +204,13 @@ def norm_weight(norm: Any) -> Tensor:
     raise Unfit("it has norms that are no RMS norms")
 
 
+def _size(norm: Any) -> int:
+    """How many numbers a norm takes; Unfit if it has no weights to tell."""
+    if getattr(norm, "weight", None) is None:
+        raise Unfit(f"{type(norm).__name__} has no program")
+    return len(norm.weight)
+
+
 def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerParts:
     own: Any = layer.self_attn
     if spec.sinks is not None:
@@ -216,7 +224,7 @@ def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerPa
     output = getattr(own, "o_proj", None)
     heads = {"query_norm": getattr(own, "q_norm", None), "key_norm": getattr(own, "k_norm", None)}
     products, norms = _around(layer, linears | {"output": output}, heads)
-    joint = any(norm is not None and len(norm.weight) != own.head_dim for norm in heads.values())
+    joint = any(norm is not None and _size(norm) != own.head_dim for norm in heads.values())
     separate = products["keys"] is not None
     gated = separate and products["queries"].out_features == 2 * products["output"].in_features
     if gated and joint:
