@@ -57,7 +57,7 @@ docs: setup  ## the documentation as a site: build/site/index.html
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	rm -rf build/docs && mkdir -p build/docs
 	git ls-files -co --exclude-standard -- $(PAGES) | xargs cp --parents -t build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 BENCH ?= --prefill 4096
 bench: setup  ## the default table: alpha, x and wall time up to 100,000 tokens; an hour or more on a CPU

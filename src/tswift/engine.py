@@ -433,7 +433,7 @@ def generate(
     The tokens depend on model, prompt, params and seed; never on the method or its options.
 
     Args:
-        model: from :func:`tswift.load`.
+        model: from ``tswift.load``.
         prompt: a text, or its token ids.
         length: tokens to generate, exactly unless ``stop_at_eos``; those in ``written`` count.
         method: one of ``tswift.drafting.options.METHODS``.
@@ -447,9 +447,9 @@ def generate(
             text goes on as that call's would have. It must not have come to its end; that is not
             checked of end-of-text tokens.
         stop: strings that end the text. The last token is the one that completes the first of them;
-            see :class:`tswift.decoding.text.TextStream` for the text up to there.
+            see ``tswift.decoding.text.TextStream`` for the text up to there.
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones
-            (0 to 20): ``Step.logprobs``, see :func:`tswift.sampling.rule.row_type`.
+            (0 to 20): ``Step.logprobs``, see ``tswift.sampling.rule.row_type``.
         stop_on_loop: end the text when the same so many tokens stand there thrice in a row.
 
     Returns:
@@ -457,7 +457,7 @@ def generate(
         the first is asked for.
 
     Raises:
-        InputError: a wrong argument, named: as :func:`begin`, or one of another type.
+        InputError: a wrong argument, which is named.
     """
     if not isinstance(model, LoadedModel):
         raise InputError(f"must be what tswift.load returns, got {model!r:.60}", "model")

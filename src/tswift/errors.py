@@ -38,10 +38,7 @@ class InputError(ValueError):
 
 class DecodeError(RuntimeError):
     """Something broke while a command worked: numbers that are none, memory or disk that ran out,
-    a folder that went.
-
-    Args:
-        message: what broke and where, in one line, and what can be done about it.
+    a folder that went. It says what and where, in one line, and what can be done about it.
     """
 
 

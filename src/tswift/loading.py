@@ -289,7 +289,7 @@ def load(
             same tokens in every dtype. None does so in 16 bits, on CUDA, and where whole passes are
             one C program, if the model bears it; ``fallbacks`` of ``LoadedModel.target`` says why
             it does not.
-        ranks: from :func:`tswift.distributed.join`, to hold the model together with other
+        ranks: from ``tswift.distributed.join``, to hold the model together with other
             processes. All of them have to call this; what rank 0 asks for counts.
 
     Raises:

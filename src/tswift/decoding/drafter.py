@@ -125,11 +125,11 @@ class Step:
         seconds: wall time of the step, drafting included.
         leads: for each token the runner-up, and its lead over that in score; if asked for.
         choice: name of the drafter, where there are several.
-        logprobs: a row for each token, see :func:`tswift.sampling.rule.row_type`; None if not asked
+        logprobs: a row for each token, see ``tswift.sampling.rule.row_type``; None if not asked
             for.
         drafted: most tokens drafted along a path, where that varies; None where it is always the
             method's depth.
-        text: of :func:`tswift.generate`: the characters that the tokens complete; joined, those of
+        text: of ``tswift.generate``: the characters that the tokens complete; joined, those of
             all steps are the text.
     """
 
