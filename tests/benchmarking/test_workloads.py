@@ -12,7 +12,7 @@ from pyarrow import Table, parquet
 
 from tests.benchmarking.helpers import make_measurement, typed
 from tests.rows import every_row
-from tswift.benchmarking.config import Plan
+from tswift.benchmarking.config import KINDS, Plan
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.workloads import encode, read_workloads
 from tswift.errors import InputError
@@ -93,7 +93,7 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
         (
             ["poems"],
             "",
-            "no workload 'poems'; there are prose, reasoning, structured and files, FILE.jsonl or "
+            f"no workload 'poems'; there are {', '.join(KINDS)} and files, FILE.jsonl or "
             "FILE.parquet",
         ),
         (["pros"], "", "did you mean prose?"),

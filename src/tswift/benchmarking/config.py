@@ -41,6 +41,7 @@ BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
 DRAFTLESS = (BASELINE, REFERENCE)
 FULL, SAMPLED = "full", "sampled"
+KINDS = ("prose", "reasoning", "structured")  # of workloads that are bundled
 
 _GRID = "Grid"
 _MOST = 1_000_000_000
@@ -243,8 +244,8 @@ class Plan:
     )
     workload: tuple[str, ...] = option(
         (),
-        "prose, reasoning, structured, FILE.jsonl or FILE.parquet, in lines by kind; :N behind it "
-        "takes N prompts; repeatable.",
+        f"{', '.join(KINDS)}, FILE.jsonl or FILE.parquet, in lines by kind; :N behind it takes N "
+        "prompts; repeatable.",
         panel=_GRID,
         shown="none",
         repeat=True,

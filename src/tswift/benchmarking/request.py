@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tswift.benchmarking import resume
 from tswift.benchmarking.config import (
+    KINDS,
     BenchOptions,
     Plan,
     configure,
@@ -22,7 +23,7 @@ from tswift.benchmarking.config import (
 from tswift.benchmarking.gate import JUDGED, Judging
 from tswift.benchmarking.record import Options, Record, State
 from tswift.benchmarking.suites import Suite, find_suite
-from tswift.benchmarking.workloads import KINDS, encode, read_texts, read_workloads
+from tswift.benchmarking.workloads import encode, read_texts, read_workloads
 from tswift.errors import InputError, find_path
 from tswift.jobs.config import Text, fields_of
 from tswift.jobs.folder import FINISHED

@@ -1,8 +1,7 @@
 """Prompts of ``tswift bench``: texts of files, books and workloads, and their tokens.
 
 A workload's prompts are of several kinds, since how much a draft gets right depends on the text:
-``prose``, ``reasoning`` and ``structured`` are bundled, and files hold the user's own (see
-tswift.jobs.prompts).
+some are bundled (``KINDS``), and files hold the user's own (see tswift.jobs.prompts).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tswift.benchmarking.config import KINDS
 from tswift.errors import InputError, did_you_mean, find_path
 from tswift.jobs.config import Text, bundled_prompts, read_prompt
 from tswift.jobs.prompts import SUFFIXES, read_lines
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"
-KINDS = ("prose", "reasoning", "structured")
 _STRUCTURED = 3  # texts where nothing is said: one of each frame
 
 
@@ -113,9 +112,7 @@ def _books(word: str) -> list[Text]:
 
 
 def read_workloads(words: Sequence[str]) -> list[Text]:
-    """Prompts of ``prose``, ``reasoning``, ``structured`` and JSONL files;
-    ``:N`` behind one takes its first N.
-    """
+    """Prompts of bundled workloads and of files; ``:N`` behind one takes its first N."""
     texts: list[Text] = []
     for word in words:
         name, colon, number = word.rpartition(":")
