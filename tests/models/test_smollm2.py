@@ -65,6 +65,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(str(folder / NAME))
 
 
+def test_stretched_positions_keep_the_narrow_cache(model: LoadedModel) -> None:
+    stretched = load(model.name, yarn=16.0)
+    assert stretched.target.kv_shape.dtype == model.target.kv_shape.dtype == torch.int16
+    assert stretched.target.max_positions == 16 * model.target.max_positions
+
+
 def tokens(
     model: LoadedModel, prompt: str, length: int, method: str, temperature: float
 ) -> list[int]:

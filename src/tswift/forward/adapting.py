@@ -84,6 +84,8 @@ def execution_note(target: Target) -> str:
         words += f"; trees walked by PyTorch: {target.fallbacks['trees']}"
     if "states" in target.fallbacks:
         words += f"; states stepped by PyTorch: {target.fallbacks['states']}"
+    if "cache" in target.fallbacks:
+        words += f"; the model {target.fallbacks['cache']}"
     if "wide" in target.fallbacks:
         words += f"; texts are forwarded in narrow passes: {target.fallbacks['wide']}"
     return words
@@ -333,7 +335,10 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
 
 
 _ROUNDED = 1e-2  # most that logits may differ by where inputs are rounded to 16 bits
-_CACHED = 32  # most that logits may differ by, in units of the KV cache's last place
+# most that logits may differ by, in units of the KV cache's last place, and in units of their spread:
+# a cache of 16 bits came to 7 units in a real model, and to 38 with its positions stretched 16 times
+# (--yarn), which makes attention sharper; one that is read wrongly comes to the spread itself
+_CACHED, _MISREAD = 128, 1.0
 _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
@@ -474,13 +479,12 @@ def _narrow_cache(
         reason = None
     except Unfit as error:
         reason = f"cannot have a cache in {dtype_name(kv_dtype)}: {error}"
-    # what rounding keys and values makes of the logits; a cache that is read wrongly is off by
-    # all of them
-    if reason is None and not apart() <= _CACHED * target.kv_shape.eps:
+    if reason is None and not apart() <= min(_CACHED * target.kv_shape.eps, _MISREAD):
         reason = f"does not bear a cache in {dtype_name(target.kv_shape.dtype)}"
         target.set_kv_dtype(target.dtype)
     if reason is not None and not usual:
         raise InputError(f"{model} {reason}", "kv_dtype")
+    target.fallbacks.note("cache", reason)
 
 
 @contextmanager
