@@ -742,6 +742,12 @@ INLINE int64_t tile(int64_t left) {
     return left > LANES * 3 / 4 ? LANES : left > LANES / 4 ? LANES / 2 : LANES / 4;
 }
 
+INLINE int tiles(int64_t rows) {
+    int count = 0;
+    for (; rows > 0; rows -= tile(rows)) count++;
+    return count;
+}
+
 INLINE int times(int64_t rows, int64_t at_once) { return (rows + at_once - 1) / at_once; }
 
 /* Lay out the rows, scaled, as those who score them want it. */
@@ -863,8 +869,8 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
             .values = values + first * ROW,
             .value_steps = value_steps,
             .packs = packs,
-            /* keys are scored in so many turns */
-            .next_keys = {keys + next * ROW, 0, LINE * WIDTH / ROW * times(rows, LANES / 2)},
+            /* each tile scores the keys once; fetched too late, they took 15 rows half as long again */
+            .next_keys = {keys + next * ROW, 0, LINE * WIDTH / ROW * tiles(rows)},
             .next_values = {values + next * ROW, 0, LINE * WIDTH / ROW * times(rows, MIXED)},
             .first = first,
             .count = count,
