@@ -18,7 +18,8 @@ from tests import helpers
 from tswift.loading import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 
-pytestmark = pytest.mark.slow
+# without the program a pass takes seconds; tests/forward/test_integers.py has small models there
+pytestmark = [pytest.mark.slow, helpers.needs_program]
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NEAR = 0.02  # of logits: inputs are rounded to 16 bits
@@ -97,7 +98,7 @@ def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) 
 
 
 def test_all_methods_give_the_same_tokens(model: LoadedModel) -> None:
-    length = 1000 if helpers.NO_PROGRAM is None else 25
+    length = 1000
     plain = tokens(model, PROMPTS[0], length, "ar", 1.0)
     assert len(plain) == length
     for method in METHODS:
