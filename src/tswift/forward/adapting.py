@@ -335,10 +335,11 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
 
 
 _ROUNDED = 1e-2  # most that logits may differ by where inputs are rounded to 16 bits
-# most that logits may differ by, in units of the KV cache's last place, and in units of their spread:
-# a cache of 16 bits came to 7 units in a real model, and to 38 with its positions stretched 16 times
-# (--yarn), which makes attention sharper; one that is read wrongly comes to the spread itself
-_CACHED, _MISREAD = 128, 1.0
+# Most that logits may differ by: in units of the KV cache's last place, and in units of their own
+# spread. A cache of 16 bits came to 7 in a real model, and to 38 with its positions stretched 16
+# times (--yarn), which makes attention sharper. One that is read wrongly comes to the spread.
+_CACHED = 128
+_MISREAD = 1.0
 _TRIED = 24  # tokens that a model is tried with
 _DOUBTED = ("cuda",)  # devices on which a backend's kernels may never have run before
 
