@@ -5,6 +5,7 @@ over any window and in any tree.
 from __future__ import annotations
 
 import functools
+import time
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward.adapting import set_width
-from tswift.forward.passes import Graphs
+from tswift.forward.passes import NOMINAL, Graphs
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter
@@ -85,6 +86,23 @@ def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     source = drafter.sources[0]
     # it has seen all but the last token
     assert source._first + len(source._new) == len(PROMPT) + 40 - 1
+
+
+def test_a_host_counts_the_seconds_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = drafted("eagle-safeai")
+    drafter: Any = drafter_of("eagle-safeai", target, "chain")
+    source = drafter.sources[0]
+    computed = source._round
+
+    def slowly() -> torch.Tensor:
+        time.sleep(0.02)
+        return computed()
+
+    monkeypatch.setattr(source, "_round", slowly)
+    assert source.draft_seconds(NOMINAL, None) == 0
+    decode(target, drafter, PROMPT, SAMPLED, 3, 8)
+    assert source._on_host
+    assert 0.02 < source.draft_seconds(NOMINAL, None) < 1
 
 
 @pytest.mark.parametrize("layout", first(1, KINDS))

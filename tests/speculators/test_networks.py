@@ -25,11 +25,12 @@ from tests.drafters import (
     target_of,
     tensors_of,
 )
-from tests.helpers import first, random_prompt
+from tests.helpers import first, needs_program, random_prompt
 from tswift.caches import FullKV, WindowKV
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.errors import InputError
+from tswift.forward.products import PackedLinear
 from tswift.forward.target import Target
 from tswift.loading import inspect_model
 from tswift.loading import load as load_model
@@ -72,6 +73,19 @@ def remembered(
     state = network.remember(taps[at], torch.tensor(text)[at + 1], at, slots, kv, kv)
     kv.hold(slots)
     return state[-1:]
+
+
+@needs_program
+def test_in_float32_a_processor_rounds_layers_to_8_bits(tmp_path: Path) -> None:
+    text = random_prompt(40, 1, VOCAB)
+    folder = drafter_folder(tmp_path, "eagle-safeai")
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        network = find_drafter(folder).load(target_of(dtype=dtype))
+        packed = [each for each in network.modules() if isinstance(each, PackedLinear)]
+        assert len(packed) == (9 if dtype == torch.float32 else 0)
+        found.append(network.states(tapped(network.target, text)).double())
+    assert 0 < float((found[1] - found[0]).abs().max()) < 0.05 * float(found[0].std())
 
 
 def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:

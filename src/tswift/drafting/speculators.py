@@ -4,6 +4,7 @@ which read states of the target.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import isfinite
@@ -87,6 +88,7 @@ class NetworkSource(Source):
         self._share = weights[0] / weights[1]
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=device)
         self._on_host = device.type == "cpu" and not target.replays
+        self._seconds = 0.0  # of the last round, which a host has waited for
         self._sampler: Sampler | None = None
         self._whole: KVBuffer | None = None  # the model's own
         self._run: Callable[[], Tensor] | None = None
@@ -166,7 +168,9 @@ class NetworkSource(Source):
             # where the target's passes are not replayed, graphs are not trusted, or there is no use
             # for them
             self._run = self._target.capture(self._round) if self._target.replays else self._round
+        began = time.perf_counter()
         self._found = self._run()
+        self._seconds = time.perf_counter() - began
 
     def _round(self) -> Tensor:
         """The program: ``[levels, BEAM, 1 + 2 * width]`` float64: of each node its place among the
@@ -176,10 +180,18 @@ class NetworkSource(Source):
         network = self._network
         assert sampler is not None
         assert self._whole is not None
+        # a host needs no static sizes
+        new = slice(int(given["last"]) + 1 if self._on_host else None)
+        slots = given["slots"][new]
         states = network.remember(
-            self._taps, given["following"], given["places"], given["slots"], self.kv, self._whole
+            self._taps[new],
+            given["following"][new],
+            given["places"][new],
+            slots,
+            self.kv,
+            self._whole,
         )
-        self.kv.hold(given["slots"])
+        self.kv.hold(slots)
         tokens, position = given["root"], given["position"]
         begun = network.begin(
             states.index_select(0, given["last"]), tokens, position, self.kv, self.kv.held
@@ -261,11 +273,13 @@ class NetworkSource(Source):
                 below += [*children, *[None] * (self._width - len(children))]
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
-        """Seconds of a round: passes in proportion to the weights,
+        """Seconds of a round: the last one's on a host; else passes in proportion to the weights,
         and the ranking of every level.
         """
         if not self._proposed:
             return 0.0
+        if self._on_host:
+            return self._seconds
         level = costs.level or _LEVEL * costs.seconds(1, 0)
         block = self._network.spec.block
         passes = costs.seconds(block, 0) if block else self._levels * costs.seconds(BEAM, 0)

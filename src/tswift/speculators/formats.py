@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from transformers.initialization import no_init_weights
 from tswift.caches import LayerKV
 from tswift.errors import InputError, renaming
 from tswift.forward.hf import UnsupportedModel
-from tswift.forward.products import holds_codes
+from tswift.forward.products import holds_codes, library
+from tswift.forward.program import rounded_linear
 from tswift.forward.target import Target
 from tswift.models.architecture import predicts_more
 from tswift.models.checkpoint import (
@@ -41,6 +43,7 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
+from tswift.native_build import Unbuilt
 from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.networks import (
     ASSISTANT,
@@ -204,7 +207,18 @@ def attached(network: DraftNetwork) -> DraftNetwork:
     except UnsupportedModel as error:
         raise InputError(f"does not go with this model, which has {error}", OPTION) from None
     target.set_speculator(network.eval().requires_grad_(False))
+    if target.device.type == "cpu" and target.dtype == torch.float32:
+        with suppress(Unbuilt):  # PyTorch computes them then
+            _round_layers(network)
     return network
+
+
+def _round_layers(network: DraftNetwork) -> None:
+    """Have a drafter's layers computed by the C products, in 8 bits, as heads are."""
+    library()
+    layers = [(name, each) for name, each in network.named_modules() if type(each) is nn.Linear]
+    for name, layer in layers:
+        network.set_submodule(name, rounded_linear(layer))
 
 
 @renaming(model=OPTION)
