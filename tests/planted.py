@@ -3,7 +3,8 @@
 ``python -m tests.planted [--all] [PATTERN ...]``.
 
 Every fault is one change of the source, applied to a temporary copy of the tree in which the tests
-named are run. ``--all`` runs slow tests too; a pattern selects faults by name. ``--tree`` plants
+named are run: of a file the usual ones, and with ``--all`` the slow ones too; a single test, as
+``file.py::test``, in any case. A pattern selects faults by name. ``--tree`` plants
 them in another checkout of the repository, such as an older suite. Exit code 1 if a fault was not
 caught, or its text is no longer in the source.
 """
@@ -27,7 +28,7 @@ class Fault(NamedTuple):
     Attributes:
         name: what is wrong then.
         file: of the package.
-        tests: what should see it, below ``tests``; separated by spaces.
+        tests: what should see it, files or single tests below ``tests``; separated by spaces.
         old, new: the text to replace, of which there is exactly one, and what replaces it.
     """
 
@@ -59,6 +60,10 @@ COUNTS, SAMPLER_C, MANY = (
     "decoding/test_counts.py",
     "sampling/test_sampler_c.py",
     "cli/test_prompts.py",
+)
+WIDE_CHUNKS = (
+    "lossless/test_tokens.py"
+    "::test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit"
 )
 DIFFER, CLASSES = "forward/test_layers_that_differ.py", "models/test_classes.py"
 FAULTS = [
@@ -206,7 +211,7 @@ FAULTS = [
           "if there.start + there.bytes > len(header.data):", "if there.start > len(header.data):"),
     Fault("norms of Gemma multiply by one more than a file says", "models/gguf.py", GGUF,
           "weight = weight - 1", "weight = weight - 0"),
-    Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", GGUF,
+    Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", f"{GGUF}::test_the_model_is_that_of_the_dequantised_weights",
           '(f"{prefix}rope.freq_base_swa", _NEAR)', '(f"{prefix}rope.freq_base", _NEAR)'),
     Fault("kept codes are those of any checkpoint", "forward/coded.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
@@ -219,13 +224,13 @@ FAULTS = [
           "if model is None and on_cpu and config.kv_dtype != config.dtype:", "if False:"),
     Fault("the reference reads unrounded keys", "caches.py", KV_DTYPE,
           "kind = self.rounded or self.dtype", "kind = self.dtype"),
-    Fault("passes of the program are not exact by default", "forward/adapting.py", KV_DTYPE,
+    Fault("passes of the program are not exact by default", "forward/adapting.py", f"{KV_DTYPE}::test_a_run_from_before_there_was_a_choice_keeps_the_models_own",
           'or target.device.type == "cuda"\n            or target.program is not None', 'or target.device.type == "cuda"'),
     # other processors
-    Fault("sums go backwards on AVX2 alone", "forward/products.c", PROGRAM,
+    Fault("sums go backwards on AVX2 alone", "forward/products.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "for (int64_t i = 0; i < inputs; i++) {",
           "for (int64_t n = 0; n < inputs; n++) {\n        const int64_t i = LANES == 8 ? inputs - 1 - n : n;"),
-    Fault("attention rounds twice on AVX2 alone", "attention/native.c", PROGRAM,
+    Fault("attention rounds twice on AVX2 alone", "attention/native.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "return _mm256_fmadd_ps(x, y, sum);", "return _mm256_add_ps(sum, _mm256_mul_ps(x, y));"),
     # CUDA: captures, prompts, what is fetched
     Fault("the spare slot is set by a copy from the host", "caches.py", "cuda/test_device.py",
@@ -239,11 +244,11 @@ FAULTS = [
     Fault("a round is captured where passes are not replayed", "drafting/speculators.py", TREES_OF,
           "self._target.capture(self._round) if self._target.replays else self._round",
           "self._target.capture(self._round)"),
-    Fault("what was generated is taken for the prompt", "decoding/loop.py", "lossless/test_tokens.py",
+    Fault("what was generated is taken for the prompt", "decoding/loop.py", WIDE_CHUNKS,
           "chunks(self._target, text, self._kv, self._prompt - 1)", "chunks(self._target, text, self._kv)"),
-    Fault("the audit takes all for the prompt", "decoding/audit.py", "lossless/test_tokens.py",
+    Fault("the audit takes all for the prompt", "decoding/audit.py", WIDE_CHUNKS,
           "for forwarded in chunks(target, part, kv, prompt)", "for forwarded in chunks(target, part, kv)"),
-    Fault("a prompt's last chunk is part of the text", "decoding/loop.py", "lossless/test_tokens.py",
+    Fault("a prompt's last chunk is part of the text", "decoding/loop.py", WIDE_CHUNKS,
           "self._kv, self._prompt - 1)", "self._kv, self._prompt - 90)"),
     Fault("a digest's log-probabilities are logits", "drafting/history.py", "drafting/test_history.py",
           "(best.values - scales).double()", "best.values.double()"),
@@ -257,7 +262,7 @@ FAULTS = [
           "if name in self.given})", "if False})"),
     Fault("the server samples as in the paper", "serving/runs.py", "serving/test_service.py",
           '{"sampling_from": usual, **typed}', "dict(typed)"),
-    Fault("a typed length gives way", "jobs/job.py", "cli/test_defaults.py",
+    Fault("a typed length gives way", "jobs/job.py", "cli/test_defaults.py::test_generate_ends_where_the_model_does",
           '"length" not in config.given', "True"),
     Fault("a grid that was typed gives way", "benchmarking/config.py", "cli/test_defaults.py",
           'if "lens" not in given:', "if True:"),
@@ -554,7 +559,7 @@ FAULTS = [
     Fault("a file begun before the first record keeps a folder", "jobs/folder.py",
           "jobs/test_every_call.py serving/test_every_call.py",
           ", *(name + _NEW for name in (PROMPT, REQUEST, RECORD))", ""),
-    Fault("a run that is made longer stays finished", "jobs/folder.py", "jobs/test_every_call.py",
+    Fault("a run that is made longer stays finished", "jobs/folder.py", "jobs/test_every_call.py::test_a_run_that_goes_on",
           "        folder.record(replace(record, state=RUNNING))\n", ""),
     Fault("the journal does not vouch for log-probabilities", "jobs/folder.py", "jobs/test_resume.py",
           "checkpoint.rows_crc32 not in (None, rows_crc)", "False"),
@@ -576,7 +581,7 @@ FAULTS = [
           "or too large\")\n    return value", "or too large\")\n    return float(value)"),
     Fault("a record says what it has nothing to say of", "benchmarking/record.py", "benchmarking/test_gate.py",
           "content[each.name] in (None, [])", "content[each.name] == []"),
-    Fault("half a cell is taken for a whole one", "benchmarking/resume.py", "cli/test_bench_grid.py",
+    Fault("half a cell is taken for a whole one", "benchmarking/resume.py", "cli/test_bench_grid.py::test_a_stopped_or_killed_one_goes_on_with_what_is_missing",
           "for sample in found if sample.cell in done]", "for sample in found]"),
     # published drafters
     Fault("taps are a layer off", "forward/target.py", NETWORKS,
@@ -606,28 +611,28 @@ FAULTS = [
           "after = 1 + (self._objective == TEXT)", "after = 2"),
     Fault("every epoch has its rows in the same order", "training/teacher.py", "training/test_teacher.py",
           "default_rng([self._seed, epoch])", "default_rng([self._seed])"),
-    Fault("what EAGLE drafts stays at one place", "speculators/networks.py", NETWORKS,
+    Fault("what EAGLE drafts stays at one place", "speculators/networks.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
           "(position - 1 + level).expand", "(position - 1).expand"),
-    Fault("the draft vocabulary is not mapped", "speculators/networks.py", NETWORKS,
+    Fault("the draft vocabulary is not mapped", "speculators/networks.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
           "offsets + torch.arange", "torch.arange"),
     Fault("a drafter's window has no sinks", "caches.py", NETWORKS,
           "self.sinks + (place - self.sinks) % ring", "place % self.budget"),
-    Fault("a drafter is told the token, not the next one", "drafting/speculators.py", TREES_OF,
+    Fault("a drafter is told the token, not the next one", "drafting/speculators.py", f"{TREES_OF}::test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first",
           "text[places.start + 1 : places.stop + 1]", "text[places.start : places.stop]"),
     Fault("a drafter's levels have the noise of the ones before", "drafting/speculators.py", TREES_OF,
           "position + 1 + level", "position + level"),
     Fault("states of nodes beside the path enter the window", "drafting/speculators.py", TREES_OF,
           "torch.tensor(context.path[-count:])", "torch.arange(count)"),
-    Fault("a branch of a drafter goes on from another's state", "drafting/speculators.py", TREES_OF,
+    Fault("a branch of a drafter goes on from another's state", "drafting/speculators.py", f"{TREES_OF}::test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first",
           "rows = picked // self._width", "rows = picked % count"),
     # the server
     Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
           'elif job.state != RUNNING:\n                # a character', "elif False:\n                # a character"),
-    Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py",
+    Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py::test_a_server_killed_in_a_stream",
           '{**self._typed_model, **content["typed"], **listed}', "self._typed"),
-    Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py",
+    Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py::test_a_server_killed_in_a_stream",
           "tokens, start = have or (0, 0)", "tokens, start = 0, 0"),
-    Fault("a dropped connection cancels", "serving/routes.py", "serving/test_service.py",
+    Fault("a dropped connection cancels", "serving/routes.py", "serving/test_service.py::test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for",
           "if leaving else None", "if run else None"),
 ]  # fmt: skip
 
@@ -651,7 +656,7 @@ def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
         "-p",
         "no:cacheprovider",
         *files,
-        *(["-m", ""] if slow else []),
+        *(["-m", ""] if slow or "::" in tests else []),
     ]
     done = subprocess.run(
         command, cwd=tree, env=os.environ | given, capture_output=True, text=True, check=False
