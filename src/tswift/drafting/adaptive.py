@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
-from tswift.drafting.dynamic_tree import PassTimes
+from tswift.forward.passes import PassTimes
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState

@@ -8,7 +8,6 @@ text.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
 
 _WEIGHT = 8.0  # observations that the probability guessed at first counts for
 _MEMORY = 2048.0  # observations after which older ones count for half: texts change
@@ -51,64 +50,6 @@ class AcceptanceEstimator:
 
 
 _STEADY = 0.05  # of what is known of late, forgotten in a step
-_FEW = 4.0  # passes that those of all sizes count for, in what is known of one
-_KEPT = 1 - 1 / 200  # of what passes took, after each
-_HEAVY = 1e9  # times the weight of an old pass, after which all are made lighter
-# one counts as no less and no more of what was expected: the process may have been stopped
-_RATIO = 0.5, 2.0
-
-
-class PassTimes:
-    """What passes cost, as measured beforehand and corrected by the time that they take.
-
-    Args:
-        costs: as measured.
-        timed: correct them; without it, choices are the same everywhere.
-    """
-
-    def __init__(self, costs: PassCosts = NOMINAL, timed: bool = False) -> None:
-        self.costs = costs
-        self._timed = timed
-        # of late, by measured number of nodes: what passes over so many nodes or a few more took,
-        # relative to the costs, added up, and how many there were; and all of them together
-        self._took = [0.0] * len(costs.nodes)
-        self._count = [0.0] * len(costs.nodes)
-        self._all_took = self._all_count = 0.0
-        # a newer pass weighs more, which is less work than to make all older ones weigh less
-        self._weight = 1.0
-
-    def place(self, nodes: int) -> int:
-        """Which measured number is nearest below."""
-        return bisect_right(self.costs.nodes, nodes) - 1
-
-    def factor(self, place: int) -> float:
-        """Of the costs of passes over the measured number of nodes at this place."""
-        before = _FEW * self._weight
-        whole = before * (self._all_took + before) / (self._all_count + before)
-        return (self._took[place] + whole) / (self._count[place] + before)
-
-    def learn(self, nodes: int, expected: float, seconds: float, count: int = 1) -> None:
-        """Some passes over so many nodes took so many seconds, where the costs say another number.
-
-        Of sizes that few passes have had, all passes tell.
-        """
-        if not self._timed:
-            return
-        least, most = _RATIO
-        place = self.place(nodes)
-        self._weight /= _KEPT**count
-        counted = count * self._weight
-        took = counted * min(max(seconds / expected, least), most)
-        self._took[place] += took
-        self._all_took += took
-        self._count[place] += counted
-        self._all_count += counted
-        if self._weight > _HEAVY:
-            for sums in (self._took, self._count):
-                sums[:] = [each / self._weight for each in sums]
-            self._all_took /= self._weight
-            self._all_count /= self._weight
-            self._weight = 1.0
 
 
 class TreeBudget:

@@ -23,7 +23,7 @@ from tswift.drafting.chains import (
     PartialDraftModel,
     SmallDraftModel,
 )
-from tswift.drafting.dynamic_tree import DynamicTreeDrafter, PassTimes, TreeBudget
+from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
@@ -42,7 +42,7 @@ from tswift.drafting.options import (
 )
 from tswift.drafting.speculators import BEAM, NetworkSource
 from tswift.errors import InputError
-from tswift.forward.passes import NOMINAL, PassCosts
+from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
 from tswift.speculators.networks import MTP, SpeculatorSpec
