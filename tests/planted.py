@@ -18,8 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 
 class Fault(NamedTuple):
@@ -638,35 +641,57 @@ FAULTS = [
 
 
 def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
-    """Exit code of pytest, and the first test that failed."""
-    files = [f"tests/{name}" for name in tests.split()]
+    """Exit code of pytest, and the first test that failed.
+
+    It runs in a fork of this process, which has imported what takes seconds to be imported.
+    """
+    words = ["-x", "-p", "no:cacheprovider", *(f"tests/{name}" for name in tests.split())]
+    words += ["-m", ""] if slow or "::" in tests else []
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.chdir(tree)
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            sys.path[:] = [str(tree / "src"), str(tree), *sys.path]
+            for name in [each for each in sys.modules if each.split(".")[0] == "tests"]:
+                del sys.modules[name]
+            os._exit(int(pytest.main(words)))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        lines = output.read().splitlines()
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return code, failed[0] if failed else ""
+
+
+def prepare(tree: Path) -> None:
+    """What all runs share: their environment, compiled C, and modules that no fault changes."""
+    cache = str(tree / ".cache")
+    os.mkdir(cache, 0o700)
     # no bytecode: a file changed twice within a second is told from the one before by its length
     # alone
-    given = {
+    os.environ |= {
         "PYTHONPATH": f"{tree / 'src'}:{tree}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HYPOTHESIS_PROFILE": "planted",
+        "TSWIFT_TESTS_CACHE": cache,
+        "XDG_CACHE_HOME": cache,
+        "HF_DATASETS_CACHE": cache,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *files,
-        *(["-m", ""] if slow or "::" in tests else []),
-    ]
-    done = subprocess.run(
-        command, cwd=tree, env=os.environ | given, capture_output=True, text=True, check=False
-    )
-    failed = [
-        line.split(" - ")[0]
-        for line in done.stdout.splitlines()
-        if line.startswith(("FAILED", "ERROR"))
-    ]
-    return done.returncode, failed[0] if failed else ""
+    sys.dont_write_bytecode = True
+    import_module("tests.conftest")  # it says how Triton is to be imported
+    for name in ("hypothesis", "transformers.models.llama.modeling_llama"):
+        import_module(name)
+
+
+def forget(tree: Path) -> None:
+    """Leave nothing in the cache but libraries, which are called by their sources: what a fault
+    has spoiled is not for the next one.
+    """
+    for path in (tree / ".cache").rglob("*"):
+        if path.is_file() and path.suffix not in (".so", ".sha256"):
+            path.unlink()
 
 
 def planted(tree: Path, fault: Fault, slow: bool) -> tuple[bool, str]:
@@ -681,6 +706,7 @@ def planted(tree: Path, fault: Fault, slow: bool) -> tuple[bool, str]:
         code, failed = run_tests(tree, fault.tests, slow)
     finally:
         path.write_text(source)
+        forget(tree)
     words = {0: "NOT CAUGHT", 1: f"caught by {failed}"}.get(code, f"pytest ended with {code}")
     return code == 1, f"{words} ({time.perf_counter() - started:.0f} s)"
 
@@ -708,6 +734,7 @@ def main() -> int:
             if (given.tree / name).is_file():
                 (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(given.tree / name, Path(folder) / name)
+        prepare(Path(folder))
         for fault in chosen:
             caught, words = planted(Path(folder), fault, given.all)
             missed += not caught
