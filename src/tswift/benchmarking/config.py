@@ -118,7 +118,6 @@ class BenchOptions:
     stop_at_eos: bool = option(
         False,
         "End a text at an end-of-text token, so that the length is its most.",
-        panel=_GRID,
         flag="--stop-at-eos",
         shown="",
     )
