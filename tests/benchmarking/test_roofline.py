@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tswift.benchmarking.roofline as module
 import tswift.benchmarking.run as run_module
 from tests.benchmarking.helpers import MACHINE as RATES
-from tests.helpers import first, needs_program
+from tests.helpers import needs_program
 from tests.rows import every_row
 from tswift.attention.backends import why_not
 from tswift.benchmarking.config import BenchOptions, configure
@@ -235,7 +235,7 @@ def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
 
 @pytest.mark.slow
 @needs_program
-@pytest.mark.parametrize("weights", first(1, ["int4", None]))
+@pytest.mark.parametrize("weights", ["int4", None])
 def test_no_method_beats_its_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None
 ) -> None:

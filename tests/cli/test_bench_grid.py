@@ -136,7 +136,7 @@ def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error"),
-    [(WORDS, Killed), pytest.param(SUITE, KeyboardInterrupt, marks=pytest.mark.slow)],
+    [(WORDS, Killed), (SUITE, KeyboardInterrupt)],
 )
 def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, whole, words, error):
     with pytest.MonkeyPatch.context() as patch:
@@ -253,9 +253,7 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [WORDS, pytest.param(SUITE, marks=pytest.mark.slow)], ids=["bench", "suite"]
-)
+@pytest.mark.parametrize("words", [WORDS, SUITE], ids=["bench", "suite"])
 def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     for number in (1, 2, 3):
         monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")

@@ -52,7 +52,7 @@ def words(model: Path, method: str, *more: object) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["block", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["block", "eagle"])
 def test_the_text_is_plain_decodings_and_goes_on(
     method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
 ) -> None:

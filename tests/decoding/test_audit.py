@@ -205,9 +205,7 @@ def clean(found: Audit, tokens: int) -> bool:
     ("params", "prefill"),
     [
         (SamplingParams(), 300),
-        pytest.param(
-            SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1, marks=pytest.mark.slow
-        ),
+        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1),
     ],
 )
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:

@@ -235,9 +235,7 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in KINDS[:2]), KINDS[2]]
-)
+@pytest.mark.parametrize("layout", KINDS[:3])
 def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures are emulated on the CPU: what would wait for the device within a round is refused
     there.

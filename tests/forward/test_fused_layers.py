@@ -337,15 +337,12 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    first(
-        1,
-        [
-            (FIT[0], torch.bfloat16),
-            (FIT[1], torch.float32),
-            (FIT[2], torch.float32),
-            (FIT[3], torch.bfloat16),
-        ],
-    ),
+    [
+        (FIT[0], torch.bfloat16),
+        (FIT[1], torch.float32),
+        (FIT[2], torch.float32),
+        (FIT[3], torch.bfloat16),
+    ],
 )
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
     target = wrapped(name, dtype)

@@ -242,9 +242,9 @@ def test_a_row_has_the_same_bits_in_every_pass(kind: str, kv_dtype: torch.dtype)
     [
         ("qwen3", KINDS_OF_KV[0]),
         ("qwen3.5", KINDS_OF_KV[0]),
-        *(pytest.param("qwen3", dtype, marks=pytest.mark.slow) for dtype in KINDS_OF_KV[1:]),
-        pytest.param("gemma2", torch.int16, marks=pytest.mark.slow),
-        pytest.param("olmo2", torch.int16, marks=pytest.mark.slow),
+        *(("qwen3", dtype) for dtype in KINDS_OF_KV[1:]),
+        ("gemma2", torch.int16),
+        ("olmo2", torch.int16),
     ],
 )
 def test_avx2_has_the_bits_of_avx512(

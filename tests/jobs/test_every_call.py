@@ -124,7 +124,8 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
     ("length", "calls"),
     [
         (LONGER, REOPENING),
-        *(pytest.param(length, ALL, marks=pytest.mark.slow) for length in (LENGTH, LONGER)),
+        (LENGTH, ALL),
+        (LONGER, ALL),
     ],
 )
 def test_a_run_that_goes_on(

@@ -220,7 +220,7 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", first(1, [BatchInvariantAttention, ExactOnDevice]))
+@pytest.mark.parametrize("attention", [BatchInvariantAttention, ExactOnDevice])
 def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
     attention: type,
 ) -> None:
