@@ -321,7 +321,7 @@ FAULTS = [
     Fault("a draft overwrites logits that are wanted", "decoding/device_step.py", DEVICE,
           "self._drafter.proposes or self._context.recorder is not None", "self._drafter.proposes"),
     Fault("a plain step's answer is overwritten before it is read", "decoding/device_step.py", DEVICE,
-          "pin_memory=cuda) for _ in range(2)", "pin_memory=cuda) for _ in range(1)"),
+          "        for _ in range(2)\n    ]", "        for _ in range(1)\n    ]"),
     Fault("plain steps aside know of a token to come", "decoding/loop.py", DEVICE,
           "        if self._stepper is not None and self._stepper.runs_ahead:", "        if False:"),
     Fault("a plain step is launched beyond the text's length", "decoding/device_step.py", DEVICE,

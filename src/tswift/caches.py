@@ -431,7 +431,8 @@ class RecentKV(KVBuffer):
 
     def __init__(self, shape: KVShape, budget: int, sinks: int, more: int) -> None:
         super().__init__(shape, budget + more)
-        self.budget, self.sinks = budget, sinks
+        self.budget = budget
+        self.sinks = sinks
 
     def slot(self, place: int) -> int:
         """Where the token at a place in the text goes; it takes the place of the oldest."""
@@ -753,7 +754,8 @@ class PartialKV(KVBuffer):
         ``queries`` are each layer's ``[query heads, m, head_dim]``, rotated, of the newest tokens.
         Keys that several layers read are looked at by the queries of all of them.
         """
-        text, shape = full.length, self.shape
+        text = full.length
+        shape = self.shape
         held = min(text, self.budget)
         sinks = min(self.sinks, text)
         recent = min(self.recent, text - sinks)

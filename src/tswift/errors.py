@@ -33,7 +33,8 @@ class InputError(ValueError):
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__((f"{field}: {message}" if field else message).replace("`", ""))
-        self.message, self.field = message, field
+        self.message = message
+        self.field = field
 
 
 class DecodeError(RuntimeError):

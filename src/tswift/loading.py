@@ -324,9 +324,11 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
     """Load a model for decoding; errors and ``ranks`` are as for :func:`load`."""
     with guard():
         plan = _plan(ranks.share(config), ranks)
-        asked, simulated = plan.asked, plan.simulated
+        asked = plan.asked
+        simulated = plan.simulated
         loaded, note = _open(plan, ranks)
-        target, source = loaded.target, plan.heads
+        target = loaded.target
+        source = plan.heads
         drafter = plan.drafter
         if drafter is not None and drafter.layout == NATIVE and not (drafter.tensors or simulated):
             drafter = native_head(_snapshot(asked.model), plan.config)
@@ -402,7 +404,9 @@ class _LoadPlan:
         Raises:
             InputError: it names the option.
         """
-        asked, coded, split = self.asked, self.coded, ranks.count > 1
+        asked = self.asked
+        coded = self.coded
+        split = ranks.count > 1
         recurrent = is_recurrent(self.config)
         reduced = asked.draft_weights is not None
         own = own_quantization(self.config)
@@ -705,7 +709,8 @@ def _packed_network(
     plan: _LoadPlan, stored: Mapping[str, StoredTensor], source: str
 ) -> PreTrainedModel:
     """The model of a checkpoint whose matrices are packed, as codes or as floats."""
-    asked, config = plan.asked, plan.config
+    asked = plan.asked
+    config = plan.config
     if asked.weights is not None:
         network = load_rounded(config, stored, asked.weights, asked.model)
     elif missing_names(config, stored):  # transformers knows other names for some
@@ -845,7 +850,9 @@ def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") 
 
 
 def _sizes(plan: _LoadPlan) -> ModelSpec:
-    asked, config, dtype = plan.asked, plan.config, plan.dtype
+    asked = plan.asked
+    config = plan.config
+    dtype = plan.dtype
     text = config.get_text_config()
     kv_heads, groups, size = heads_of(config)
     states = state_shape(config, dtype, plan.device)

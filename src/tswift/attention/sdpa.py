@@ -309,7 +309,8 @@ class PerLayerAttention:
         spec: Sequence[AttentionSpec],
     ) -> None:
         self._attend: Callable[..., Tensor] = attend
-        self.layer_specs, self.PADDED = spec, attend.PADDED
+        self.layer_specs = spec
+        self.PADDED = attend.PADDED
 
     def __call__(
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float

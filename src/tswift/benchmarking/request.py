@@ -84,7 +84,8 @@ class Request:
             return self
         from tswift.loading import inspect_model
 
-        plan, model = self.plan, self.options.model.model
+        plan = self.plan
+        model = self.options.model.model
         positions = inspect_model(self.options.to_load()).max_positions
         given = {"prefill" if name == "prefills" else name for name in self.given}
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)

@@ -53,11 +53,13 @@ CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number, or several
 _UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
-_TRIES, _LEAST_SECONDS = 5, 0.1  # whatever else the machine does, some of them are undisturbed
+_TRIES = 5  # whatever else the machine does, some of them are undisturbed
+_LEAST_SECONDS = 0.1
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
 _LEAST_READ = 2**22  # of fewer bytes a measurement would be of the call
 _RATES = Path(__file__).with_name("rates.c")
-_ROUNDS, _WIDEST = 1_000_000, 32  # of multiply-adds, some milliseconds; bits
+_ROUNDS = 1_000_000  # of multiply-adds, some milliseconds
+_WIDEST = 32  # bits
 _LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
@@ -266,7 +268,8 @@ class Floor:
 
 def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
     """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
-    model, target = config.model, config.model.target
+    model = config.model
+    target = config.model.target
     drafting = {}
     shape = _measured_shape(model)
     if shape is None:
@@ -275,7 +278,10 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
         kind = find_method(contender.method)
         options = contender.options
         levels = len(options.tree) if isinstance(options.tree, tuple) else 0
-        extra_bytes, passes, budget, bits = 0, 1, None, None
+        extra_bytes = 0
+        passes = 1
+        budget = None
+        bits = None
         if model.heads:
             used = model.heads.heads[: max(0, levels - kind.by_lm_head)]
             extra_bytes = sum(weight.nbytes for head in used for weight in head.parameters())
@@ -372,7 +378,8 @@ class Floors:
 
     def tables(self, label: str) -> list[Table]:
         """Figures of the paper's table 2, and floors of passes."""
-        shape, machine = self.shape, self.machine
+        shape = self.shape
+        machine = self.machine
         longest = max(floor.context for floor in self.passes)
         rates = {
             "memory bandwidth": quantity(machine.bandwidth, "B/s"),

@@ -170,7 +170,8 @@ def open_runs(
     """A run for each contender, but for plain decoding where that is sampled."""
     device = config.model.target.device
     free = available_bytes(device)
-    runs, need = [], 0
+    runs = []
+    need = 0
     for contender in config.contenders:
         if contender.label == BASELINE and ar == SAMPLED:
             continue
@@ -540,7 +541,8 @@ def measure(
     first, shards = plan.shard or (1, 1)
     mine = range(first - 1, cells * len(groups), shards)
     for order, (label, config) in enumerate(groups.items()):
-        measurement, warm = record.parts[label], False
+        measurement = record.parts[label]
+        warm = False
         grid = (
             Case(repeat, prompt, prefill, seed)
             for repeat in range(plan.repeats)

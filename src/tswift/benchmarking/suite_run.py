@@ -206,7 +206,8 @@ def tree_nodes(tree: Sequence[int], conditioned: bool) -> int:
     After conditioned heads, a level's candidates follow the best one of the level before, not every
     one.
     """
-    nodes, last = 1, 1
+    nodes = 1
+    last = 1
     for width in tree:
         last = width if conditioned else last * width
         nodes += last

@@ -35,7 +35,9 @@ SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
 _CHUNK = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 # probe windows, their tokens, and the widths of their passes
-_PROBES, _PROBE, _WIDTHS = 8, 32, (1, 8)
+_PROBES = 8
+_PROBE = 32
+_WIDTHS = (1, 8)
 # most rounding there can be, in units of the largest logit's last place
 _WIDE, _NARROW = 256.0, 16.0
 _SAFETY = 2.0
@@ -168,7 +170,8 @@ def audit(
         raise ValueError(f"there are token ids outside the vocabulary of {target.vocab_size}")
     started = time.perf_counter()
     # the node that draws the first generated token; nodes in all
-    first, nodes = len(prompt) - 1, len(text) - 1
+    first = len(prompt) - 1
+    nodes = len(text) - 1
     starts = probe_starts(first, nodes) if target.width is None else []
     cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
@@ -411,7 +414,8 @@ class RoundingMargin:
     """
 
     def __init__(self, rows: Rows, tokens: Tensor) -> None:
-        self._rows, self._tokens = rows, tokens
+        self._rows = rows
+        self._tokens = tokens
         column = tokens[:, None]
         scores = rows.scores()
         whole = rows.scores(filtered=False)

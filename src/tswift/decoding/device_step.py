@@ -268,7 +268,8 @@ class DeviceStepper:
             self._launch_draft()
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
-        source, choice = sources[path[accepted]], drafter.choice
+        source = sources[path[accepted]]
+        choice = drafter.choice
         return Step(tuple(kept), accepted, source, live, seconds, choice=choice, logprobs=logprobs)
 
     def _capture(
@@ -388,7 +389,8 @@ class DeviceStepper:
         else:
             state.tokens[1:].copy_(self._block.device["tokens"])
             state.parents[1:].copy_(self._block.device["parents"])
-        kv, path = self._kv, self._path
+        kv = self._kv
+        path = self._path
         tree = self._trees.lay_out(state, nodes, self._depth)
         forwarded = target.compute_static(
             tree.tokens, tree.positions, kv, state.length, tree.ancestors

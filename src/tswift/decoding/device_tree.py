@@ -77,7 +77,8 @@ def ancestors_of(parents: Tensor, index: Tensor, depth: int) -> Tensor:
     a node and the root.
     """
     # of each node its nearest ancestors, itself first, and the next one above
-    lines, above = index[:, None], parents
+    lines = index[:, None]
+    above = parents
     while lines.shape[1] <= min(depth, len(index) - 1):  # twice as many each time
         lines = torch.cat([lines, lines[above]], 1)
         above = above[above]

@@ -49,7 +49,8 @@ class DraftTree:
         self.depths = [0]
         self.sources = [""]
         self._children: dict[tuple[int, int], int] = {}
-        self._limit, self.depth = limit, depth
+        self._limit = limit
+        self.depth = depth
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -76,7 +76,8 @@ def decode_step(
         context.kv.commit(path)
         context.text += new
         context.sampler.extend(new)
-        context.last, context.path = forwarded, path
+        context.last = forwarded
+        context.path = path
         drafter.committed(context)
     accepted = min(len(path) - 1, len(kept))
     source = tree.sources[path[accepted]]
@@ -114,7 +115,8 @@ def _verify(
     else:
         forwarded = target.forward(tokens, positions, context.kv, ancestors)
         logits = target.logits(forwarded.hidden)
-    context.logits, context.digest = logits, None
+    context.logits = logits
+    context.digest = None
     drawn, others = found or sampler.draw_nodes(logits, nodes, parents, with_runner_up)
     return forwarded, drawn, accept(tree, drawn) if accept else tree.walk(drawn), others
 

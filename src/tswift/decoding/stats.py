@@ -14,7 +14,8 @@ import numpy as np
 
 from tswift.decoding.drafter import REUSE, Step
 
-_MOST, _LONGEST = 1 << 53, 1e12  # of what is counted, and seconds of a decode
+_MOST = 1 << 53  # of what is counted
+_LONGEST = 1e12  # seconds of a decode
 
 
 def _count(value: object) -> int:

@@ -68,11 +68,13 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
         self._last: deque[int] = deque(maxlen=loop)
-        self._loop, self._alike = loop, 0  # newest tokens that are those so many places before
+        self._loop = loop
+        self._alike = 0  # newest tokens that are those so many places before
         self.looped = False
         self._before: list[int] = []  # the last tokens whose text was given
         self._held: list[int] = []  # those after them
-        self._stop, self._waiting = stop, ""  # text that may be the beginning of a stop string
+        self._stop = stop
+        self._waiting = ""  # text that may be the beginning of a stop string
         self.stopped: str | None = None
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -124,7 +126,8 @@ class TextStream:
         ]
         if found:
             end, length, self.stopped = min(found)
-            self._held, self._waiting = [], ""
+            self._held = []
+            self._waiting = ""
             return whole[: end + length]
         longest = max(map(len, self._stop)) - 1
         begun = next(

@@ -48,7 +48,8 @@ class Arm:
 
     def __init__(self, times: PassTimes) -> None:
         # how many it took, and when the last one, in seconds of the decode
-        self.steps, self.last = 0, 0.0
+        self.steps = 0
+        self.last = 0.0
         self.failures = 0  # trials that it lost, since it last might not draft or was the fastest
         self._times = times
         # of late: steps, tokens, seconds but for those of passes, and these by the costs, by place
@@ -165,7 +166,8 @@ class Bandit:
             passing: seconds of that by the costs; 0 where it is part of the seconds.
             count: steps that it took; more than one only where they were :attr:`steady`.
         """
-        arm, plain = self.arms[self.chosen], self.arms[0]
+        arm = self.arms[self.chosen]
+        plain = self.arms[0]
         seconds = max(min(seconds, _FAR * count * self._usual), 1e-9)
         place = self._times.place(nodes)
         arm.learn(tokens, seconds, place, passing, count)
@@ -263,7 +265,8 @@ class AdaptiveDrafter(Drafter):
     whole: bool = False
 
     def __post_init__(self) -> None:
-        self._names, self._drafters = list(self.arms), list(self.arms.values())
+        self._names = list(self.arms)
+        self._drafters = list(self.arms.values())
         self.bandit = Bandit(len(self.arms), self._may_pay, self.times)
         self._drafted: int | None = None  # the arm that drafted last
         self._context: Context | None = None
@@ -313,7 +316,8 @@ class AdaptiveDrafter(Drafter):
 
     def _verifies(self, drafter: Drafter, context: Context, nodes: int) -> None:
         """The draft is there, and a pass over so many nodes begins."""
-        self._nodes, self._keys = nodes, context.kv.length
+        self._nodes = nodes
+        self._keys = context.kv.length
         self._passing = time.perf_counter()
         if not self.clock:
             self._drafting += drafter.draft_seconds(self.times.costs, context)
@@ -345,14 +349,16 @@ class AdaptiveDrafter(Drafter):
         drafter.learn(context)
         if self.bandit.steady and self._steps < _EVERY:
             return
-        count, tokens = self._steps, len(context.text) - self._length
+        count = self._steps
+        tokens = len(context.text) - self._length
         if self.clock and (self.whole or drafter is self._on_device):  # the draft included
             self.bandit.learn(tokens, self._drafting + self._passed, self._overhead, count=count)
         else:
             passing = count * self.times.costs.seconds(self._nodes, self._keys)
             self.times.learn(self._nodes, passing, self._passed, count)
             self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, passing, count)
-        self._steps, self._length = 0, len(context.text)
+        self._steps = 0
+        self._length = len(context.text)
         self._drafting = self._overhead = self._passed = 0.0
 
     def keep_up(self, context: Context, most: int) -> None:

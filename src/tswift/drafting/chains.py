@@ -72,7 +72,8 @@ class PartialDraftModel(DraftModel):
 
     def __init__(self, target: Target, kv: PartialKV, nodes: int = 1) -> None:
         super().__init__(target)
-        self.kv, self.keys = kv, kv.budget
+        self.kv = kv
+        self.keys = kv.budget
         # [query heads, m, head_dim] of the newest tokens, by layer
         self._observed: list[Tensor] | None = None
         target.prepare(kv, nodes)
@@ -87,7 +88,8 @@ class PartialDraftModel(DraftModel):
 
     def committed(self, context: Context, most: int) -> None:
         """Copy the new tokens; select anew when they, or the next step's, do not fit."""
-        last, count = context.last, self.kv.policy.observes
+        last = context.last
+        count = self.kv.policy.observes
         if count > 1 and last is not None:
             new = last.queries_of(context.path[-count:])
             held = [layer[:, :0] for layer in new] if self._observed is None else self._observed
@@ -111,7 +113,8 @@ class SmallDraftModel(DraftModel):
 
     def __init__(self, target: Target, kv: StreamingKV) -> None:
         super().__init__(target)
-        self.kv, self.keys = kv, kv.budget
+        self.kv = kv
+        self.keys = kv.budget
         self._unsettled: list[int] = []
         target.prepare(kv, 1)
 
@@ -166,7 +169,8 @@ class ChainSource(Source):
         self.name = name
         self.draft_model = level
         self.drafter = drafter
-        self._gamma, self._shared_noise = gamma, shared_noise
+        self._gamma = gamma
+        self._shared_noise = shared_noise
         self._stepper: DeviceStepper | None = None
 
     def propose(self, tree: Any, context: Context) -> None:
@@ -235,9 +239,11 @@ class ChainSource(Source):
 
 # a chain that can pay is so many times as fast as plain decoding if all of it comes true, for some
 # length
-_AHEAD, _CHAINS = 1.2, (2, 4, 8, 16)
+_AHEAD = 1.2
+_CHAINS = (2, 4, 8, 16)
 # leads are told apart by this much; probabilities by them at first
-_STEP, _SURE = 0.25, (0.6, 0.75, 0.85, 0.9, 0.95)
+_STEP = 0.25
+_SURE = (0.6, 0.75, 0.85, 0.9, 0.95)
 
 
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
@@ -258,7 +264,8 @@ class CascadeSource(ChainSource):
         costs: PassCosts,
     ) -> None:
         super().__init__("self", level, 0, drafter, shared_noise)
-        self._budget, self._costs = budget, costs
+        self._budget = budget
+        self._costs = costs
         self._tokens = 1.0  # of a step on the level, of late
         self._seconds = self._spent = 0.0  # of the last one by the costs, and of all the last draft
 
@@ -279,7 +286,8 @@ class CascadeSource(ChainSource):
         self._spent = 0.0
 
     def _decode(self, tree: CandidateTree, context: Context, kv: KVBuffer) -> None:
-        held, aside = context.kv.length, self._aside(context, kv)  # keys that it is verified over
+        held = context.kv.length  # keys that it is verified over
+        aside = self._aside(context, kv)
         node = 0
         keys = self.draft_model.keys or held
         target = self.draft_model.target

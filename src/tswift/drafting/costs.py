@@ -44,7 +44,8 @@ _FREE = 4  # times as much memory has to be free
 _TIMES = (5, 30)  # least and most repeats
 _SECONDS = 0.7  # after which the least are enough
 # most steps of which the last is timed, and seconds of them that are enough
-_IN_A_ROW, _WARM = 3, 2e-3
+_IN_A_ROW = 3
+_WARM = 2e-3
 _FORMAT = 9  # of what is measured, and how
 _ACCEPTED = 3  # drafted tokens that a step accepts, in trees that have as many
 # what a level of heads is called among steps, which are called by their nodes and keys
@@ -167,7 +168,8 @@ class _Trial(Drafter):
         Quick steps are taken some times: in a text, too, each finds the processor's caches as one
             like it left them.
         """
-        self._nodes, spent = nodes, 0.0
+        self._nodes = nodes
+        spent = 0.0
         for _ in range(_IN_A_ROW):
             self._begin(length)
             step = self._step(nodes)

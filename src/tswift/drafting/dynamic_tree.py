@@ -81,7 +81,9 @@ class TreeBudget:
         # the one under way: its nodes and keys, and seconds of its draft by the costs
         self._step = 1, 0, 0.0
         self._seconds = 0.0  # of the step under way
-        self._tokens, self._time = 0.0, 0.0  # of late
+        # of late
+        self._tokens = 0.0
+        self._time = 0.0
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
 
     def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
@@ -117,7 +119,9 @@ class TreeBudget:
         return tokens >= self.rate * seconds
 
 
-GAP, _FAR = 0.5, 8  # gaps between scores are told apart by this much, and up to so many times
+# gaps between scores are told apart by this much, and up to so many times
+GAP = 0.5
+_FAR = 8
 # chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon
 # replaces them
 GUESSES = (

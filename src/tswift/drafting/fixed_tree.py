@@ -121,7 +121,8 @@ class FixedTree:
         They are of the root that the last verification left on the device, or of the node that drew
         it.
         """
-        state, level = self._state, self._heads.draft_model
+        state = self._state
+        level = self._heads.draft_model
         if level is None:
             pre_norm = (
                 None if state.pre_norm is None else state.pre_norm.index_select(0, state.last)[0]

@@ -149,7 +149,8 @@ class HeadSource(Source):
         levels = [tokens for tokens, _ in self._candidates()]
         nodes: list[int | None] = [0]
         for parent, level, rank in self.nodes if levels else ():
-            below, tokens = nodes[parent], levels[level]
+            below = nodes[parent]
+            tokens = levels[level]
             nodes.append(
                 None
                 if below is None or rank >= len(tokens)

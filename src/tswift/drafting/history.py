@@ -99,7 +99,8 @@ class LogitHistory:
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
         self._library = build(_SOURCE)
         self._orders = np.array(_ORDERS)
-        self._target, self._shared_noise = target, shared_noise
+        self._target = target
+        self._shared_noise = shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _C.Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
         self.columns = 2 * kept + 1
@@ -231,10 +232,8 @@ class LogitHistory:
             "logits": np.empty((_ROUND, width), np.float32),
         } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
         self._ask = _C.Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
-        self._ask.index, self._ask.kept = (
-            ctypes.addressof(self._index),
-            ctypes.addressof(self._logits),
-        )
+        self._ask.index = ctypes.addressof(self._index)
+        self._ask.kept = ctypes.addressof(self._logits)
         _point(self._ask, self._fixed | self._asked)
         # biases are in what is kept already, and an unusual order of filters makes guesses a bit
         # worse
@@ -318,7 +317,8 @@ class LogitHistory:
             tokens = np.array([token for context in contexts for token in context], np.int32)
             self._asked["ends"][:size] = [*accumulate(map(len, contexts))]
             self._asked["depths"][:size] = [*map(len, asked)]
-            self._ask.paths, self._ask.count = tokens.ctypes.data, size
+            self._ask.paths = tokens.ctypes.data
+            self._ask.count = size
             self._library.tswift_recall(ctypes.byref(self._ask))
             matches = self._asked["matches"][:size].tolist()
             for (position, length), ids, scores in zip(
@@ -337,7 +337,9 @@ def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np
 _WIDTH = 3  # candidates offered below a node
 _LONG = 12  # a match from which on the text is followed
 _AHEAD = 8  # tokens that it is followed at a time
-_STEP, _FAR = 0.5, 4  # gaps between scores are told apart by this much, and up to so many times
+# gaps between scores are told apart by this much, and up to so many times
+_STEP = 0.5
+_FAR = 4
 # chances of the first guess by match and lead, and of the others by how far they are behind,
 # measured on texts of the bundled model
 _FIRST = {
@@ -354,7 +356,8 @@ _DOUBT = 0.3  # what it does to the odds that others name other tokens
 _SECONDS = 1e-4  # that a guess takes on the host
 _SLOW = 8e-3  # seconds of a pass beside which those of keeping its logits are nothing
 # share of late tokens from which on guesses may pay, and tokens of which that need not be known
-_REPEATS, _UNKNOWN = 0.15, 64
+_REPEATS = 0.15
+_UNKNOWN = 64
 _GAIN = 0.4  # tokens that a guess gains if the text goes through its node
 
 
@@ -443,7 +446,8 @@ class HistorySource(Source):
                 return
             asked.add(child)
             self._offer(tree, child, further)
-            node, guess = child, further
+            node = child
+            guess = further
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
         """Whether the text repeats itself; what came while others drafted is taken in first."""

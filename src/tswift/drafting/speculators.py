@@ -67,7 +67,8 @@ class NetworkSource(Source):
         self._target = target
         self._levels = levels
         self._shared_noise = shared_noise
-        self._widths, self._proposed = widths, False
+        self._widths = widths
+        self._proposed = False
         self._width = min(WIDTH if widths is None else max(widths), target.vocab_size)
         self.kv = WindowKV(spec.kv_shape(target.dtype, device), *window, spec.slots(levels, BEAM))
         self._rows = min(longest, window[0] - window[1])
@@ -78,7 +79,8 @@ class NetworkSource(Source):
             self._rows, spec.tap_count * spec.tap_size, dtype=target.dtype, device=device
         )
         # taps of the newest tokens, and the first one's place
-        self._new, self._first = self._taps[:0], 0
+        self._new = self._taps[:0]
+        self._first = 0
         guesses = [GUESSES[min(rank, len(GUESSES) - 1)] for rank in range(self._width)]
         self._guesses = torch.tensor(guesses, dtype=torch.float64, device=device)
         self._ranks = torch.arange(self._width, device=device)
@@ -144,7 +146,8 @@ class NetworkSource(Source):
     @torch.inference_mode()
     def start(self, context: Context) -> None:
         """Have the device draft every level; nothing is waited for."""
-        self._found, count = None, len(self._new)
+        self._found = None
+        count = len(self._new)
         if not count:
             return
         host = self._block.host
@@ -192,7 +195,8 @@ class NetworkSource(Source):
             self._whole,
         )
         self.kv.hold(slots)
-        tokens, position = given["root"], given["position"]
+        tokens = given["root"]
+        position = given["position"]
         begun = network.begin(
             states.index_select(0, given["last"]), tokens, position, self.kv, self.kv.held
         )

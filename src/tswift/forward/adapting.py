@@ -111,7 +111,8 @@ def _how_layers_run(target: Target) -> str:
 _LEAST_WIDTH = 16
 _HELD = 1_500  # random keys in the cache: several chunks of every attention
 # there a text that long is cut otherwise; at most so many bytes
-_HELD_ON_CUDA, _HELD_BYTES = 20_000, 3 << 30
+_HELD_ON_CUDA = 20_000
+_HELD_BYTES = 3 << 30
 _OTHERS = (0, 99, 700)  # other lengths of the cache
 _PROMPTS = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
 _WIDE = (CHUNK, 77)  # tokens of wide passes over a text
@@ -130,7 +131,8 @@ def fingerprint(target: Target) -> str:
         Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its
             ancestors are drafted or committed.
     """
-    width, device = target.width, target.device
+    width = target.width
+    device = target.device
     assert width is not None
     random = torch.Generator().manual_seed(0)
     kv, before = _held_cache(target, _held_by(target.kv_shape), width, random)

@@ -263,7 +263,8 @@ def makes_rows_alike(network: PreTrainedModel) -> bool:
     if not is_fused(network):
         return False
     for layer in network.get_decoder().layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         first = [attention.q_proj, attention.k_proj, attention.v_proj]
         for linears in (first, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
             row = torch.empty(1, linears[0].in_features, dtype=network.dtype, device="meta")
@@ -422,7 +423,8 @@ def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
     """
     from tswift.forward import layer_kernels as kernels
 
-    device, attention = norm.weight.device, layer.self_attn
+    device = norm.weight.device
+    attention = layer.self_attn
     source = torch.Generator().manual_seed(0)
     head = attention.head_dim
 

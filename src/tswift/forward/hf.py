@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-ATTENTION, _PROBE = "tswift", "tswift-probe"
+ATTENTION = "tswift"
+_PROBE = "tswift-probe"
 
 # arguments that every attention function is given, and that make no difference here
 _IGNORED = frozenset(

@@ -466,7 +466,8 @@ def rotate(
         The queries ``[query heads, n, d]``, normalised and rotated, in memory ``[n, heads, d]``.
     """
     keys, values, length = cache
-    rows, size = query.shape[-2], keys.shape[2]
+    rows = query.shape[-2]
+    size = keys.shape[2]
     query_heads = query.shape[-1] // size
     kv_heads = keys.shape[0]
     rotated = keys.new_empty(rows, query_heads, size)

@@ -359,7 +359,8 @@ class StaticPass:
         nodes: int,
     ) -> None:
         device = kv.shape.device
-        self.nodes, self._capacity = nodes, kv.capacity
+        self.nodes = nodes
+        self._capacity = kv.capacity
         self._tokens = tokens = torch.zeros(nodes, dtype=torch.int64, device=device)
         self._positions = positions = torch.zeros_like(tokens)
         self._alone = torch.eye(nodes, dtype=torch.bool, device=device)
@@ -403,7 +404,8 @@ class StaticPass:
         self._length.fill_(length)
         out, replays = self._run()
         if self._states is not None:
-            self._states.replays, self._states.chain = replays, 0
+            self._states.replays = replays
+            self._states.chain = 0
         pre_norm, layer_states = (
             None if each is None else each[:count].clone()
             for each in (out.pre_norm, out.layer_states)

@@ -37,7 +37,8 @@ _PIECE = 1 << 22  # weights that are packed at a time
 # of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits, as some processors
 # would multiply them
 _HIGHEST = {8: 127, 16: 32639}
-_LINE, _PAGE = 64, 1 << 21  # bytes of a line of the cache, and of a large page
+_LINE = 64  # bytes of a line of the cache
+_PAGE = 1 << 21  # bytes of a large page
 _MOVED = 1 << 26  # bytes after which the memory that they were in is given back
 _LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
 

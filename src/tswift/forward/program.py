@@ -298,7 +298,8 @@ class PassProgram:
         layers, size = self._mixed
         long = run.nodes > self.most_nodes
         mixed = torch.empty(1 if long else layers, run.nodes, size, dtype=torch.float32)
-        run.mixed, run.by_memory = mixed.data_ptr(), 0 if long else mixed.stride(0)
+        run.mixed = mixed.data_ptr()
+        run.by_memory = 0 if long else mixed.stride(0)
         run.rows, run.matrices = states.rows.data_ptr(), states.matrices.data_ptr()
         if chain:
             run.rows_after, run.matrices_after = (each.data_ptr() for each in states.ahead)

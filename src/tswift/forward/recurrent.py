@@ -292,7 +292,8 @@ class StatePass:
         """Keep how the rows before the layer's convolution go on: by its nodes' ``own``, which are
         the last that are ``known``.
         """
-        states, kept = self._states, self._states.rows[self._layer]
+        states = self._states
+        kept = self._states.rows[self._layer]
         states.ahead[0][self._layer] = known[-len(kept) :]
         states.replays.append(partial(_shift, kept, own))
 
@@ -300,8 +301,10 @@ class StatePass:
         """What the nodes read, ``[rows, heads, values]`` with the padding;
         and how to replay what is accepted.
         """
-        states, layer = self._states, self._layer
-        committed, ahead = states.matrices[layer], states.ahead[1][layer]
+        states = self._states
+        layer = self._layer
+        committed = states.matrices[layer]
+        ahead = states.ahead[1][layer]
         out = step_states(
             rows, committed, range(self._nodes), self._parents, ahead if states.chain else None
         )

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from tswift.jobs.job import Job, Signals
     from tswift.loading import LoadedModel
 
-OPTION, BATCH, OUT = "prompts", "batch.json", "out.jsonl"
+OPTION = "prompts"
+BATCH = "batch.json"
+OUT = "out.jsonl"
 # of a line
 _OWN = {
     "len": "length",

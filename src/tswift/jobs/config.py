@@ -165,7 +165,8 @@ class Text:
 
 
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
-_NGRAMS, _TREE = 20, (1, 3, 3, 3)  # tokenswift's tree, of table 7
+_NGRAMS = 20
+_TREE = (1, 3, 3, 3)  # tokenswift's, of table 7
 # table 10: the models that the authors published with their heads, and their sampling
 PRESETS: dict[str, dict[str, object]] = {
     "llama3.1-8b": {"model": "TokenSwift/TokenSwift-Llama-3.1-8B", "min_p": 0.1, "penalty": 1.2},

@@ -55,7 +55,9 @@ _ROWS = "logprobs_crc32"
 REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
-_SECONDS, _TOKENS = 2.0, 512  # between two checkpoints, at most
+# between two checkpoints, at most
+_SECONDS = 2.0
+_TOKENS = 512
 _LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
 _MAX_BYTES = 1 << 30  # of a file: tokens take four
 # of files to write; a link in a run's folder could point at anything

@@ -174,14 +174,16 @@ class Job:
         try:
             self._decode(on_step, on_progress, signals)
         except (KeyboardInterrupt, OSError) as error:
-            signals.patience, self.state = _NOTHING_STOPS, INTERRUPTED
+            signals.patience = _NOTHING_STOPS
+            self.state = INTERRUPTED
             rest = self._end()
             if isinstance(error, KeyboardInterrupt):
                 with suppress(OSError):  # a terminal that was closed
                     on_step(rest, self.stats)
             raise
         except BaseException as error:
-            signals.patience, self.state = _NOTHING_STOPS, FAILED
+            signals.patience = _NOTHING_STOPS
+            self.state = FAILED
             self.reason = str(error) if isinstance(error, DecodeError) else repr(error)
             if ran_out(error):
                 device = self.model.target.device.type
@@ -199,7 +201,8 @@ class Job:
                 else:
                     self._end()
             raise DecodeError(f"{self.reason}; {self.saved()}") from error
-        signals.patience, self.state = _NOTHING_STOPS, FINISHED
+        signals.patience = _NOTHING_STOPS
+        self.state = FINISHED
         on_step(self._end(), self.stats)
 
     def _decode(self, on_step: OnStep, on_progress: OnProgress | None, signals: Signals) -> None:
@@ -265,7 +268,8 @@ class Job:
 
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
-        about, need = self.about, self.generation.need
+        about = self.about
+        need = self.generation.need
         how = [self.config.method]
         for name, value in about.drafting.items():
             words = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
@@ -632,7 +636,8 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
     """No option is silently ignored: what was typed is free to change, or the run's own,
     or refused.
     """
-    record, options = run.record, run.record.options
+    record = run.record
+    options = run.record.options
     typed = options.get("drafting", {})
     drafting = {
         name: value

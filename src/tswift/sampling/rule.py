@@ -108,7 +108,8 @@ class _Rule:
         self.params = params
         self._seed = seed
         self._tokens = tokens
-        self.penalises, self.counts = params.penalises, params.counts
+        self.penalises = params.penalises
+        self.counts = params.counts
         self.constants = constants(params, tokens.device)
         # by candidates of a row, 0: draws
         self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}

@@ -48,7 +48,8 @@ class _Rows:
     """A call that is made again and again, with room for what it finds in so many rows."""
 
     def __init__(self, rows: int, count: int, fixed: dict[str, float]) -> None:
-        self.rows, self.count = rows, count
+        self.rows = rows
+        self.count = count
         self.best, self.positions, self.parents = (
             (ctypes.c_int64 * (rows * each))() for each in (count, 1, 1)
         )
@@ -61,10 +62,8 @@ class _Rows:
             count=count,
             **fixed,
         )
-        self.address, self.parents_address = (
-            ctypes.addressof(self.call),
-            ctypes.addressof(self.parents),
-        )
+        self.address = ctypes.addressof(self.call)
+        self.parents_address = ctypes.addressof(self.parents)
 
 
 class CSampler:
@@ -275,14 +274,16 @@ class CSampler:
         if (levels, count) != (self._levels.rows, self._levels.count):
             self._levels = _Rows(levels, count, self._fixed)
             # the root is its own ancestor
-            self._node, self._itself = (ctypes.c_int64 * 2)(), ctypes.c_uint8(1)
+            self._node = (ctypes.c_int64 * 2)()
+            self._itself = ctypes.c_uint8(1)
         rows = self._levels
         node = self._node
         call = self._levels.call
         node[0], node[1] = root
         # moved on by the last one
         call.best, call.scores = ctypes.addressof(rows.best), ctypes.addressof(rows.scores)
-        call.positions, call.rows = None, 1
+        call.positions = None
+        call.rows = 1
         if positions is not None:
             rows.positions[:] = list(positions)
             call.positions = ctypes.addressof(rows.positions)

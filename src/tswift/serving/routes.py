@@ -383,7 +383,8 @@ class Api:
         return await self._answer(request, run, True, have)
 
     async def _resume(self, request: HttpRequest) -> Response:
-        have, data = _have(request), await _body(request, optional=True)
+        have = _have(request)
+        data = await _body(request, optional=True)
         body = await run_in_threadpool(parse_body, data) if data else {}
         for name in body:
             if name not in ("stream", "max_tokens"):

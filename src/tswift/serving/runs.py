@@ -235,7 +235,8 @@ class Service:
     ) -> None:
         self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
         self.model_id = config.model_id(model.name)
-        self._config, self._say = config, say
+        self._config = config
+        self._say = say
         # as other servers do, requests get the model's own sampling
         usual = MODELS_OWN if recommends(model.target.model.generation_config) else PAPERS
         self._typed = dict(typed) if "preset" in typed else {"sampling_from": usual, **typed}
@@ -246,7 +247,8 @@ class Service:
         self._accepting = threading.Lock()
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
-        self._closing, self._speed = False, 0.0  # of the last run, in tokens/s
+        self._closing = False
+        self._speed = 0.0  # of the last run, in tokens/s
         self._recover()
         self.thread = threading.Thread(target=self._work, name="decoding")
         self.thread.start()
@@ -477,7 +479,8 @@ class Service:
             else:
                 assert run.request is not None
                 if run.request.model != self.model_id:
-                    asked, served = run.request.model, self.model_id
+                    asked = run.request.model
+                    served = self.model_id
                     raise InputError(
                         f"this run was requested for model {asked}; this server serves {served}",
                         "model",
