@@ -306,6 +306,9 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     )
 
 
+_Shapes = dict[str, tuple[int, ...]]  # by name
+
+
 def is_drafter(folder: Path) -> bool:
     """Whether a folder's configuration is a drafter's."""
     return (folder / CONFIG).is_file() and _layout(read_object(folder / CONFIG, OPTION)) is not None
@@ -346,12 +349,35 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
         raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
     layer = _EAGLE_LAYER.get(layout, "")
     published = {name: name.replace("midlayer.", layer, 1) for name in parameters}
-    copies: dict[str, tuple[int, ...]] = {}
-    unused: dict[str, tuple[int, ...]] = {}
+    copies, unused = _beside(config, layout, spec, "d2t" in parameters)
+    shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
+    optional = {**unused, **copies} if layout != _DEEPSPEC else copies
+    owner = f"{spec.kind} drafter of its configuration"
+    check_tensors(path, stored, shapes, optional, owner, OPTION)
+    return SpeculatorFile(
+        path,
+        layout,
+        spec,
+        {name: stored[published[name]] for name in parameters},
+        {name: stored[name] for name in copies if name in stored},
+        tuple(name for name in unused if name in stored),
+    )
+
+
+def _beside(
+    config: Mapping[str, Any], layout: str, spec: SpeculatorSpec, maps: bool
+) -> tuple[_Shapes, _Shapes]:
+    """Tensors that may be stored beside a drafter's own, with their shapes: copies of the target's,
+    and what is not used.
+
+    ``maps``: its own have the target's ids of its draft vocabulary.
+    """
+    copies: _Shapes = {}
+    unused: _Shapes = {}
     if spec.kind == EAGLE3:
         unused = {
             "t2d": (spec.vocab_size,),
-            **({} if "d2t" in parameters else {"d2t": (spec.draft_vocab,)}),
+            **({} if maps else {"d2t": (spec.draft_vocab,)}),
         }
     elif layout == _GEMMA:
         unused = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}  # its embeddings again
@@ -372,18 +398,7 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
                 "confidence_head.proj.weight": (1, spec.hidden_size + told),
                 "confidence_head.proj.bias": (1,),
             }
-    shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
-    optional = {**unused, **copies} if layout != _DEEPSPEC else copies
-    owner = f"{spec.kind} drafter of its configuration"
-    check_tensors(path, stored, shapes, optional, owner, OPTION)
-    return SpeculatorFile(
-        path,
-        layout,
-        spec,
-        {name: stored[published[name]] for name in parameters},
-        {name: stored[name] for name in copies if name in stored},
-        tuple(name for name in unused if name in stored),
-    )
+    return copies, unused
 
 
 def _layout(config: Mapping[str, object]) -> str | None:
