@@ -190,6 +190,10 @@ def fingerprint(target: Target) -> str:
     parts += [forward(ids, index, None, held).hidden for held in _OTHERS if held <= before]
     if target.wide_prompts:
         parts += [_prompt(target, count, ids) for count in _PROMPTS]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[Tensor]) -> str:
     bits = b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
     return hashlib.sha256(bits).hexdigest()[:16]
 
