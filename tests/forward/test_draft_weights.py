@@ -24,7 +24,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, preflight
 from tswift.errors import InputError
 from tswift.forward.draft_weights import Float8Linear, cheaper_copy
-from tswift.forward.hf import JoinedLinear, join
+from tswift.forward.joined import JoinedLinear, join
 from tswift.loading import LoadedModel, inspect_model, load
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig

@@ -39,7 +39,7 @@ from tswift.forward.fused_layers import (
     separate_layers,
     tree_sum,
 )
-from tswift.forward.hf import join
+from tswift.forward.joined import join
 from tswift.forward.target import Target, chunks, prefill
 from tswift.models.architecture import max_positions
 

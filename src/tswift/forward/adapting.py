@@ -26,7 +26,8 @@ from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, cause_of
 from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
-from tswift.forward.hf import UnsupportedModel, join, separate, watched
+from tswift.forward.hf import UnsupportedModel, watched
+from tswift.forward.joined import join, separate
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import finely_rounded, holds_codes

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.errors import InputError
-from tswift.forward.hf import JoinedLinear, share
+from tswift.forward.joined import JoinedLinear, share
 from tswift.models.architecture import own_quantization
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.forward.draft_weights import Float8Linear
-from tswift.forward.hf import JoinedLinear, UnsupportedModel, final_norm
+from tswift.forward.hf import UnsupportedModel, final_norm
+from tswift.forward.joined import JoinedLinear
 from tswift.forward.passes import Pass
 from tswift.models.architecture import max_positions
 

@@ -1,6 +1,4 @@
-"""Linear layers by oneDNN, and with the same input as one product: the same outputs,
-the same weights.
-"""
+"""Linear layers with the same input as one product: the same outputs, the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.helpers import decode_steps, drafter_of, random_prompt, tiny_llama, t
 from tests.rows import every_row
 from tswift.errors import InputError
 from tswift.forward.adapting import wrap_model
-from tswift.forward.hf import JoinedLinear, join, separate
+from tswift.forward.joined import JoinedLinear, join, separate
 from tswift.models.checkpoint import weights_hash
 
 
