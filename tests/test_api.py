@@ -12,6 +12,7 @@ import pytest
 import tswift
 from tests.helpers import needs_program, tokens_of
 from tswift.cli import main
+from tswift.drafting.options import METHODS
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,9 +71,27 @@ def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
 
 
 def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
-    shown = repr(tswift.load(str(checkpoint), dtype="float64"))
+    shown = repr(tswift.load(str(checkpoint), dtype="float64", heads="none"))
     assert "\n" not in shown
     assert all(word in shown for word in (str(checkpoint), "cpu", "float64", "positions", "heads"))
+    assert ", no heads, decoded by ar, cascade, " in shown
+
+
+@needs_program
+def test_a_model_names_the_methods_that_decode_it() -> None:
+    """All that it names do, and others are refused."""
+    model = tswift.load(draft_model="demo-draft")
+    networks = {name for name, method in METHODS.items() if method.networks}
+    assert {*METHODS} - {*model.methods} == networks | {"ar-reference"}
+    assert {*tswift.load(heads="none").methods} == {*model.methods} - {
+        *("medusa", "tokenswift", "standalone", "triforce")
+    }
+    for name in METHODS:
+        if name in model.methods:
+            assert next(tswift.generate(model, "The ship", 2, method=name)).tokens
+        elif name in networks:
+            with pytest.raises(tswift.InputError, match=r"drafter|MTP head"):
+                tswift.generate(model, "The ship", 2, method=name)
 
 
 def test_a_keyword_that_there_is_not(checkpoint: Path) -> None:

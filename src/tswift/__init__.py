@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "load": "tswift.loading",
+    "load": "tswift.engine",
     "generate": "tswift.engine",
     "SamplingParams": "tswift.sampling.parameters",
     "DraftOptions": "tswift.drafting.options",

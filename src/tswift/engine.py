@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tswift import loading
 from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import agree, lockstep
@@ -17,7 +19,7 @@ from tswift.decoding.text import TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.costs import costs_of, measure
 from tswift.drafting.history import LogitHistory
-from tswift.drafting.methods import cache_slots, make_drafter, resolve
+from tswift.drafting.methods import cache_slots, make_drafter, possible, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.passes import NOMINAL
@@ -410,6 +412,14 @@ def begin(
             request.logprobs,
         )
     return Generation(decoding, drafter.depth, eos_ids, params, resolved, need, ranks, text)
+
+
+@wraps(loading.load)
+def load(*given: Any, **named: Any) -> LoadedModel:
+    """As the function wrapped; the model also knows which methods decode it."""
+    model = loading.load(*given, **named)
+    methods = possible(model.target, model.heads, draft=model.draft is not None)
+    return replace(model, methods=methods)
 
 
 @suggesting_names

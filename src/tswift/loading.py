@@ -143,12 +143,18 @@ class LoadedModel:
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
     # 16 bits in which a CPU's program reads matrices; all else is float32
     held: torch.dtype | None = None
+    # names of those that decode it with what is loaded; empty where nobody has asked the engine
+    methods: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         device = self.target.device
         dtype = dtype_name(self.held or self.target.dtype)
         heads = "no heads" if self.heads is None else f"{self.heads.count} {self.heads.kind} heads"
-        return f"<{self.name}: {device}, {dtype}, {self.target.max_positions:,} positions, {heads}>"
+        methods = f", decoded by {', '.join(self.methods)}" if self.methods else ""
+        return (
+            f"<{self.name}: {device}, {dtype}, {self.target.max_positions:,} positions, {heads}"
+            f"{methods}>"
+        )
 
     @property
     def layers(self) -> str:

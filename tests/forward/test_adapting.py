@@ -100,6 +100,21 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
         refuse(str(tmp_path), "is not served exactly: logits differ", "model")
 
 
+def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path: Path, monkeypatch) -> None:
+    architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
+    right = Target.logits
+    monkeypatch.setattr(Target, "logits", lambda self, hidden: right(self, hidden) + 1.0)
+    load(str(tmp_path))
+
+    def one_of_them(self, hidden):
+        logits = right(self, hidden)
+        logits[-1, 7] += 0.01
+        return logits
+
+    monkeypatch.setattr(Target, "logits", one_of_them)
+    refuse(str(tmp_path), "is not served exactly: logits differ", "model")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"

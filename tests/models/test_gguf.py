@@ -149,8 +149,11 @@ def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
+@pytest.mark.parametrize("length", first(1, [60, 2000]))
 @pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
-def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(
+    kind: str, length: int, tmp_path: Path
+) -> None:
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), Kind.Q4_1))
     recurrent = kind == "qwen3_5_text"  # which drafts for itself in no way, nor for another
     methods = [
@@ -161,7 +164,8 @@ def test_all_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path
     ]
     model = load(path, draft_model=None if recurrent else path)
     assert model.exact is not None
-    texts = {method: text(model, method) for method in methods}
+    texts = {method: text(model, method, length) for method in methods}
+    assert len(texts["ar"]) == length
     assert len(set(texts["ar"])) > 5
     assert {method: tokens for method, tokens in texts.items() if tokens != texts["ar"]} == {}
 

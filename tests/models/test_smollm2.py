@@ -30,7 +30,7 @@ PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Once upon a time there was a small dragon who could not",
 )
-METHODS = {"auto", "recall", "reuse", "magicdec"} & helpers.METHODS.keys()
+METHODS = {"auto", "cascade", "recall", "reuse", "magicdec"} & helpers.METHODS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) 
 
 
 def test_all_methods_give_the_same_tokens(model: LoadedModel) -> None:
-    length = 1000
+    length = 2000
     plain = tokens(model, PROMPTS[0], length, "ar", 1.0)
     assert len(plain) == length
     for method in METHODS:

@@ -5,6 +5,7 @@ and the options that model and device fill in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -468,6 +469,20 @@ def resolve(
         costs=(options.costs or MEASURED) if chooses else None,
         recall=recall,
     )
+
+
+def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]:
+    """Names of the methods that can decode a model with these heads, and with a smaller model if
+    there is one.
+    """
+    found = []
+    for name, method in METHODS.items():
+        if method.reference or (method.draft and not draft):
+            continue
+        with suppress(InputError):
+            resolve(name, model, heads, DraftOptions())
+            found.append(name)
+    return tuple(found)
 
 
 def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> None:
