@@ -13,7 +13,7 @@ is tested once per loaded model, on this machine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -382,6 +382,23 @@ def wrap_model(
     return target
 
 
+def _try_program(
+    target: Target, ids: Tensor, expected: Mapping[int, Tensor], allowed: float
+) -> None:
+    """Let a C program make the passes of a model, if its logits are those ``expected`` from a
+    place in a text on.
+    """
+    try:
+        target.pack()
+        if not all(_apart(target, ids, at, place) <= allowed for place, at in expected.items()):
+            raise Unfit("a C program gave other logits")
+    except (Unfit, Unbuilt) as error:
+        target.pack(False)
+        target.fallbacks.note(
+            "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
+        )
+
+
 def _compared(
     network: PreTrainedModel,
     model: str,
@@ -404,7 +421,8 @@ def _compared(
             if far
             else expected
         )
-    if joined or (joined is None and network.device.type == "cuda"):
+    joins = network.device.type == "cuda" if joined is None else joined
+    if joins:
         join(network)
     try:
         target = Target(network, BACKENDS[backend]())
@@ -416,7 +434,8 @@ def _compared(
             if target.kv_shape.states is not None and target.device.type in _DOUBTED:
                 target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)
-        separate(network)
+        if joins:
+            separate(network)
     except UnsupportedModel as error:
         reason = f"has {error}, which tswift cannot serve exactly yet"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None
@@ -436,16 +455,7 @@ def _compared(
             f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model"
         )
     if backend == "native" and not target.split:
-        try:
-            target.pack()
-            tried = _apart(target, ids, expected), _apart(target, ids, expected_far.double(), far)
-            if not all(apart <= allowed for apart in tried):
-                raise Unfit("a C program gave other logits")
-        except (Unfit, Unbuilt) as error:
-            target.pack(False)
-            target.fallbacks.note(
-                "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
-            )
+        _try_program(target, ids, {0: expected, far: expected_far.double()}, allowed)
     served = target.program is not None
     if kv_dtype is not None and kv_dtype != target.dtype and (served or not usual):
         _narrow_cache(target, model, kv_dtype, usual, partial(_apart, target, ids, expected))
