@@ -231,6 +231,10 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
         arms["cascade"] = cascade(beside, options)
+        if steady and options.kv == METHODS["cascade"].kv[0]:
+            # where more than the newest keys matters, at the price of selecting them
+            selected = replace(options, kv="snapkv", budget=2 * _set(options.budget))
+            arms["cascade, kv snapkv"] = cascade(beside, selected)
     if memory is not None:
         arms["recall"] = recall(models, options)
     if models.draft is not None:
