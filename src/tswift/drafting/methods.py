@@ -645,6 +645,8 @@ def cache_slots(
         chain = 0 if method.gamma is None else options.gamma or method.gamma
         nodes = INNER_NODES if method.heads else 1
         partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
+        if method.may_draft and options.kv == method.kv[0]:
+            partial += partial + budget  # the second cascade of ``auto``
     if method.draft or method.may_draft:
         own = options if method.draft else _standalone_options(options)
         held, ahead = _small_cache_size(own, positions, between=method.draft and method.partial)
