@@ -630,6 +630,10 @@ FAULTS = [
           "torch.tensor(context.path[-count:])", "torch.arange(count)"),
     Fault("a branch of a drafter goes on from another's state", "drafting/speculators.py", f"{TREES_OF}::test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first",
           "rows = picked // self._width", "rows = picked % count"),
+    Fault("a drafter's round costs a host nothing", "drafting/speculators.py", TREES_OF,
+          "return self._seconds", "return 0.0"),
+    Fault("a host's window lacks the newest token", "drafting/speculators.py", TREES_OF,
+          'int(given["last"]) + 1 if', 'int(given["last"]) if'),
     # the server
     Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
           'elif job.state != RUNNING:\n                # a character', "elif False:\n                # a character"),
