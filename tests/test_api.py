@@ -101,6 +101,9 @@ def test_a_keyword_that_there_is_not(checkpoint: Path) -> None:
         tswift.load(str(checkpoint), devise="cpu")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"'lenght'; did you mean length\?$"):
         tswift.generate(tswift.load(str(checkpoint)), "The ship", lenght=3)  # type: ignore[call-arg]
+    for name, part in {"top_p": "params=SamplingParams", "nodes": "options=DraftOptions"}.items():
+        with pytest.raises(TypeError, match=rf"{name!r}; give {part}\({name}=...\)$"):
+            tswift.generate(tswift.load(str(checkpoint)), "The ship", 3, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:

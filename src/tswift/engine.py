@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -422,7 +422,7 @@ def load(*given: Any, **named: Any) -> LoadedModel:
     return replace(model, methods=methods)
 
 
-@suggesting_names
+@partial(suggesting_names, parts={"params": SamplingParams, "options": DraftOptions})
 def generate(
     model: LoadedModel,
     prompt: str | Sequence[int],

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 Object = dict[str, Any]  # of JSON
@@ -111,9 +112,11 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def suggesting_names(function: Callable[P, R]) -> Callable[P, R]:
+def suggesting_names(
+    function: Callable[P, R], parts: Mapping[str, type] = MappingProxyType({})
+) -> Callable[P, R]:
     """The same function, whose TypeError for a keyword that it does not have says which one is
-    meant.
+    meant, or which of its parameters is made with it: ``parts`` are the dataclasses of these.
     """
     names = [*signature(function).parameters]
 
@@ -122,6 +125,9 @@ def suggesting_names(function: Callable[P, R]) -> Callable[P, R]:
         for name in named:
             if name not in names:
                 message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                for part, kind in parts.items():
+                    if name in signature(kind).parameters:
+                        raise TypeError(f"{message}; give {part}={kind.__name__}({name}=...)")
                 raise TypeError(message + did_you_mean(name, names))
         return function(*values, **named)
 
