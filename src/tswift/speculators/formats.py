@@ -365,7 +365,7 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
 
 
 def _beside(
-    config: Mapping[str, Any], layout: str, spec: SpeculatorSpec, maps: bool
+    config: Mapping[str, object], layout: str, spec: SpeculatorSpec, maps: bool
 ) -> tuple[_Shapes, _Shapes]:
     """Tensors that may be stored beside a drafter's own, with their shapes: copies of the target's,
     and what is not used.
