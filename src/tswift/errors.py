@@ -193,8 +193,8 @@ def read_file(
 
     A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell
     has opened already, as for ``<(command)``, is read. ``missing`` is the error's message if there
-    is no such file. Unless links are to be
-    followed, one is not opened either: it could point at anything.
+    is no such file. Unless links are to be followed, one is not opened either: it could point at
+    anything.
     """
     try:
         status = os.stat(path, follow_symlinks=follow)

@@ -31,10 +31,9 @@ class NativeAttention(Attention):
     """Attention for x86 CPUs in float32, bfloat16 and float16.
 
     Keys and values are read in their own dtype; all else is computed in float32. With ``steps``
-    they are int16, and
-    int8 ones have a step each: see native.c. A path's slots are in the order of its positions. Head
-    sizes that are no multiple of 16 or above 512, passes with more than 64 nodes and 128 rows per
-    KV head, and those that are differentiated are left to
+    they are int16, and int8 ones have a step each: see native.c. A path's slots are in the order of
+    its positions. Head sizes that are no multiple of 16 or above 512, passes with more than 64
+    nodes and 128 rows per KV head, and those that are differentiated are left to
     :class:`~tswift.attention.sdpa.TreeAttention`.
     """
 

@@ -547,9 +547,8 @@ def configuration(rows: int, width: int, itemsize: int, generation: int) -> Conf
 
     Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two
     programs per multiprocessor where that can be. No GPU has timed them yet. Those that one model
-    gets on one device give a row the
-    same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the
-        number of warps alone.
+    gets on one device give a row the same bits: there is either one of them, or one of 64 and one
+    of 128 rows, which differ by the number of warps alone.
 
     ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size,
     ``generation`` the major compute capability, 0 for the interpreter. On 9 every warp multiplies

@@ -134,8 +134,7 @@ def prepare(
 
     Returns:
         What runs side by side, by place on the suite's axis, ``""`` where contenders differ along
-        it; and by label
-        why a method cannot run on this model: it is left out.
+        it; and by label why a method cannot run on this model: it is left out.
     """
     options.refuse_unused(suite.methods)
     reference = REFERENCE in options.methods

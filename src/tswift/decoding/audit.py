@@ -399,7 +399,7 @@ class RoundingMargin:
        filter that others set, or the mass above a token that top-p drops shrinks;
     1. all others go down: a close draw, or the token itself at the edge of min-p, eta or top-k;
     2. tokens that would score higher if nothing were dropped go down, the others stay: both at an
-        edge;
+       edge;
     3. the same, and the others go up.
 
     They were found to be enough: of draws turned by a random change of all logits, one in some
@@ -477,8 +477,7 @@ def near_ties(rows: Rows, drawn: Tensor, size: float) -> Tensor:
 
     Two changes are tried, in both of which the drawn token goes down. All others go up: a close
     draw, or the drawn token at a filter's edge. Or only those go up that would be about as high if
-    nothing were dropped, and what sets
-    the filter goes down: a competitor at its edge.
+    nothing were dropped, and what sets the filter goes down: a competitor at its edge.
     """
     params = rows.sampler.params
     column = drawn[:, None]

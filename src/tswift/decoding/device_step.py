@@ -2,13 +2,12 @@
 and one wait of the host.
 
 The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by
-many launches. Here
-the verification program does all of that: pass, sampling rule, walk, commit. On CUDA each program
-is one graph, and the state that it reads and writes stays in place, so that it serves every step of
-a decode. A step::
+many launches. Here the verification program does all of that: pass, sampling rule, walk, commit. On
+CUDA each program is one graph, and the state that it reads and writes stays in place, so that it
+serves every step of a decode. A step::
 
-    host look up n-grams, send a block | launch verification and the next draft | wait | read the
-    result ... device draft program | verification program | next draft ...
+    host    look up n-grams, send a block | launch both programs | wait | read the result
+    device  ... the draft                 | verification         | the next draft ...
 
 In plain decoding the host has no part in a step but to read it: the next one is launched before it
 does.
@@ -18,8 +17,8 @@ nothing is committed.
 
 A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on.
 So device steps are compared with the rule on the host once per model (:func:`try_steps`). Where
-they differ, the model's passes are not
-replayed: decoding is slower then and not wrong, and the reason is in every record.
+they differ, the model's passes are not replayed: decoding is slower then and not wrong, and the
+reason is in every record.
 """
 
 from __future__ import annotations

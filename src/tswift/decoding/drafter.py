@@ -36,7 +36,7 @@ class DraftTree:
     and ``depth`` tokens along a path below it.
 
     Node 0 is the root: the text's last token, known but not yet forwarded. Parents come before
-        their children.
+    their children.
 
     Attributes:
         tokens, parents, depths: one entry per node.

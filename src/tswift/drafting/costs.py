@@ -166,7 +166,7 @@ class _Trial(Drafter):
         """Seconds of a step over so many nodes, after a text of that length.
 
         Quick steps are taken some times: in a text, too, each finds the processor's caches as one
-            like it left them.
+        like it left them.
         """
         self._nodes = nodes
         spent = 0.0

@@ -7,9 +7,9 @@ asked, so it reaches as deep as it holds; and the longer the text, the longer it
 
 Matches are found by chains of equal hashes, as in LZ77 compressors. A suffix automaton would know
 the longest match of any length, for about a kilobyte of Python objects a token, but not which of
-its occurrences are the last ones. Chains
-are arrays: 52 to 104 bytes a token, and the last ones come first. C functions look, average and
-rank: up to eight guesses together take about a tenth of a millisecond.
+its occurrences are the last ones. Chains are arrays: 52 to 104 bytes a token, and the last ones
+come first. C functions look, average and rank: up to eight guesses together take about a tenth of a
+millisecond.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _kept_path(stored: Mapping[str, StoredTensor], kind: str) -> Path | None:
     """Where the codes of a checkpoint are kept; None where nothing can be.
 
     The name is a hash of the files: their places, sizes and times of change; and of how codes are
-        made and packed.
+    made and packed.
     """
     folder = cache_folder()
     if folder is None:

@@ -334,7 +334,7 @@ def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tens
     """RMSNorm of ``[..., n]``; the squares are summed in so many parts first.
 
     Divisions and roots are made in float64: PyTorch's own in float32 are not always the nearest
-        number.
+    number.
     """
     numbers = rows.float()
     first, *others = (tree_sum(part * part) for part in numbers.chunk(parts, -1))

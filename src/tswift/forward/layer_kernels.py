@@ -7,11 +7,11 @@ PyTorch, and SiLU is a kernel of its own then.
 
 **Products of few rows** read each weight once, and that is what they take. Weights stand where
 matrix units take many rows, and rows where they take few. As many programs as fit side by side
-share the outputs and, where these are few, the
-inputs: then each leaves a part of the sum in float32, and the kernel behind adds the parts up,
-always in one order, and rounds. How a sum is cut follows from the layer's sizes alone. Products of
-many rows, where these are to have the bits that they have among few, go through the same tiles and
-parts in the same order, a block of rows at a time; one program adds its parts up by itself.
+share the outputs and, where these are few, the inputs: then each leaves a part of the sum in
+float32, and the kernel behind adds the parts up, always in one order, and rounds. How a sum is cut
+follows from the layer's sizes alone. Products of many rows, where these are to have the bits that
+they have among few, go through the same tiles and parts in the same order, a block of rows at a
+time; one program adds its parts up by itself.
 
 **Bits are the same everywhere.** A program computes one row (or a few heads of one row) from that
 row alone, so a row's place in a pass and the pass's width decide nothing. A sum over a row is a

@@ -368,7 +368,7 @@ def rounded_linear(layer: nn.Linear) -> PackedLinear:
     if its inputs make whole blocks.
 
     That changes guesses now and then: the bundled heads draft as many tokens a step as unrounded,
-        to within 1%.
+    to within 1%.
     """
     if layer.in_features % LEAST_BLOCK:
         return PackedLinear(layer.weight, layer.bias)

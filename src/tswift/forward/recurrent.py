@@ -43,9 +43,9 @@ class Rows:
     """What states are stepped by: a key, what is to be found by it, and how much of that is added.
 
     ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that
-    follow each other. ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates`` ``[n,
-    heads]``, factors of the state and of what
-    is added: what the state does not give for the key yet (``corrects``), or all.
+    follow each other. ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates``
+    ``[n, heads]``, factors of the state and of what is added: what the state does not give for the
+    key yet (``corrects``), or all.
     """
 
     queries: Tensor

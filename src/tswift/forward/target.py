@@ -373,8 +373,8 @@ class Target:
         ancestors: Tensor,
         follow: Callable[..., T],
     ) -> tuple[Forwarded, Tensor, T] | None:
-        """As :meth:`forward`, with the logits ``[n,
-        V]`` and what is drawn from them, all by one C function.
+        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them,
+        all by one C function.
 
         Args:
             tokens, positions, kv, ancestors: as for :meth:`forward`.

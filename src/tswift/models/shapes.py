@@ -81,8 +81,8 @@ class Shape:
         """Operations of one node that attends to ``context`` tokens (a number or an array).
 
         Two per weight; four per element of a query head and token: multiply and add, with key and
-        with value. Seven per
-        element of a state: it decays, is read by the key, added to, and read by the query.
+        with value. Seven per element of a state: it decays, is read by the key, added to, and read
+        by the query.
         """
         states = self.states
         queries = self.query_numbers or self.query_heads * self.head_dim * self.layers

@@ -1,7 +1,7 @@
 """How the next token is drawn: the sampling parameters, and what they do to logits, in float64.
 
 A new filter touches this file alone: a field with the value that turns it off, and an entry in
-    ``_FILTERS``.
+``_FILTERS``.
 """
 
 from __future__ import annotations

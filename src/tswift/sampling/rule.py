@@ -537,9 +537,8 @@ def row_type(top: int) -> np.dtype[np.void]:
 
     ``raw`` is by the model's own distribution; ``warped`` by that which the token is drawn from,
     after biases, penalty, temperature and filters; at temperature 0, where nothing is drawn, after
-    biases and penalty. Then the ``top``
-    likeliest tokens by each: ``raw_ids`` and ``raw_top``, ``warped_ids`` and ``warped_top``,
-    ``-inf`` where the filters leave fewer.
+    biases and penalty. Then the ``top`` likeliest tokens by each: ``raw_ids`` and ``raw_top``,
+    ``warped_ids`` and ``warped_top``, ``-inf`` where the filters leave fewer.
     """
     ids = ("<u4", (top,))
     logs = ("<f8", (top,))

@@ -2,16 +2,15 @@
 
 The rule itself, in float64 by PyTorch, stays :meth:`~tswift.sampling.rule.Sampler.draw_rows`. The
 kernels draw the same tokens from logits read in the model's dtype, without a float64 copy of them
-in memory. Only the sampler imports
-this module, where it is asked to: triton may not be installed.
+in memory. Only the sampler imports this module, where it is asked to: triton may not be installed.
 
 A program works on some rows of logits (nodes of a draft tree) and one part of the vocabulary: rows
 that share a part read its newest positions once, and one row's parts fill the device. Arithmetic is
 that of :mod:`tswift.sampling.parameters` and :mod:`tswift.sampling.rule`, in float64 and in the
-same order. NaN is carried as
-infinity: both draw nothing. ``reals`` is float64: temperature, penalty, log(min-p); ``integers`` is
-int64: the seed's stream, the window. Which tokens are penalised, ``PENALTY`` says: 0 none, 1 those
-in the text's window, 2 those on the node's path in the draft tree, too, 3 those of a mask.
+same order. NaN is carried as infinity: both draw nothing. ``reals`` is float64: temperature,
+penalty, log(min-p); ``integers`` is int64: the seed's stream, the window. Which tokens are
+penalised, ``PENALTY`` says: 0 none, 1 those in the text's window, 2 those on the node's path in the
+draft tree, too, 3 those of a mask.
 """
 
 from __future__ import annotations
