@@ -553,7 +553,7 @@ FAULTS = [
           "if (dims == 4) x = x + swap_pairs(x);",
           "if (dims == 4) return (x + swap_neighbours(x)) + swap_pairs(x + swap_neighbours(x));"),
     # files and figures
-    Fault("the last flush is missing", "jobs/job.py", "cli/test_generate.py",
+    Fault("the last flush is missing", "jobs/job.py", "cli/test_generate.py::test_ctrl_c_keeps_what_was_made",
           "rest = self.text.finish()", 'rest = ""'),
     Fault("the last checkpoint is missing", "jobs/job.py", "jobs/test_resume.py",
           "            self.folder.checkpoint(self.stats.counters(), last=True)\n", ""),
