@@ -324,6 +324,8 @@ def main() -> None:
     model = load(asked.file, kv_dtype=asked.kv_dtype, yarn=asked.yarn)
     print(f"tswift: {model.layers}{model.remarks()}")
     text = model.encode(asked.text.read_text())
+    if max(asked.depths) > len(text):
+        parser.error(f"--depths: {asked.text} has {len(text):,} tokens (--text)")
     with peer(asked, min(asked.positions, model.target.max_positions)) as other:
         if asked.only != "kl":
             print("| depth | | tokens/s | |\n| ---: | --- | ---: | --- |")
