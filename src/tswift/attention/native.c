@@ -870,7 +870,7 @@ static void attend_part(const Work *w, int64_t head, int64_t index) {
             .values = values + first * ROW,
             .value_steps = value_steps,
             .packs = packs,
-            /* each tile scores the keys once; fetched too late, they took 15 rows half as long again */
+            /* fetched piece by piece while this block is worked on: every tile scores all of its keys */
             .next_keys = {keys + next * ROW, 0, LINE * WIDTH / ROW * tiles(rows)},
             .next_values = {values + next * ROW, 0, LINE * WIDTH / ROW * times(rows, MIXED)},
             .first = first,

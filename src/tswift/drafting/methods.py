@@ -231,10 +231,6 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
         arms["cascade"] = cascade(beside, options)
-        if steady and options.kv == METHODS["cascade"].kv[0]:
-            # where more than the newest keys matters, at the price of selecting them
-            selected = replace(options, kv="snapkv", budget=2 * _set(options.budget))
-            arms["cascade, kv snapkv"] = cascade(beside, selected)
     if memory is not None:
         arms["recall"] = recall(models, options)
     if models.draft is not None:
@@ -645,8 +641,6 @@ def cache_slots(
         chain = 0 if method.gamma is None else options.gamma or method.gamma
         nodes = INNER_NODES if method.heads else 1
         partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
-        if method.may_draft and options.kv == method.kv[0]:
-            partial += partial + budget  # the second cascade of ``auto``
     if method.draft or method.may_draft:
         own = options if method.draft else _standalone_options(options)
         held, ahead = _small_cache_size(own, positions, between=method.draft and method.partial)
