@@ -527,6 +527,7 @@ def _not_finite(target: Target, model: str, ids: list[int]) -> InputError:
 @torch.inference_mode()
 def _apart(target: Target, ids: Tensor, expected: Tensor, far: int = 0) -> float:
     """How far a text's logits are from those expected, at most, in units of their spread.
+
     What all logits of a row have in common changes no probability, and is left out: in 16 bits it
     was half of SmolLM2's rounding.
 
