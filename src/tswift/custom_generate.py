@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from tswift.loading import LoadedModel, adopt
 from tswift.sampling.generation_config import NAMES, sampling_params
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BaseStreamer, PreTrainedTokenizerBase
 
 _SAMPLING = (
     "do_sample",
@@ -54,12 +54,12 @@ def generate(
     generation_config: GenerationConfig | None = None,
     *,
     model: PreTrainedModel,
-    stopping_criteria: Iterable[Any] | None = None,
-    streamer: Any = None,
+    stopping_criteria: Iterable[object] | None = None,
+    streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase = None,
     tswift_method: str = "auto",
-    **others: Any,
-) -> Any:
+    **others: object,
+) -> object:
     """Continue a text as ``model.generate`` of transformers does, decoded by tswift.
 
     Sampling draws from the distribution that transformers draws from, with noise of its own, whose

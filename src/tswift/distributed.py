@@ -44,7 +44,7 @@ class Dist:
     count: int = 1
     # where this one computes; None for a single process, which can choose
     device: torch.device | None = None
-    group: Any = None  # process group on the CPU, for small things
+    group: dist.ProcessGroup | None = None  # process group on the CPU, for small things
     store: Any = None  # key-value store of torchrun
 
     @property
@@ -103,7 +103,7 @@ class Dist:
             yield
         except Exception as error:
             own = error
-        errors: list[Any] = [None] * self.count
+        errors: list[object] = [None] * self.count
         if self.count > 1:
             # an error of input is told by its message and field, others by their words
             mine = (

@@ -147,7 +147,7 @@ def _max_relative_error(
     as a share of the largest.
     """
     device = layout.device
-    asked = dict[str, Any]()
+    asked = dict[str, object]()
     tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
     scale = width**-0.5
     if spec:

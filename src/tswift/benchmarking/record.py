@@ -38,7 +38,7 @@ def _number(value: object) -> float:
     return value
 
 
-def _setting(value: Any) -> Any:
+def _setting(value: object) -> object:
     """The value of a sampling parameter: a text, a number, or several numbers."""
     for one in (
         value.values()
@@ -149,7 +149,7 @@ class Point(_Closed):
 _OWN = {each.name for each in fields(Point)} - {"others"}
 
 
-def gather(point: Any) -> Any:
+def gather(point: object) -> Any:
     """A point's values by name, with those that have no field of their own among the ``others``."""
     if not isinstance(point, Mapping):
         return point
@@ -233,7 +233,7 @@ class Workload(_Closed):
     attention: str
     heads: str | None
     heads_weights: Hash | None
-    sampling: dict[str, Annotated[Any, PlainValidator(_setting)]]
+    sampling: dict[str, Annotated[object, PlainValidator(_setting)]]
     drafting: dict[str, Options]  # by label
     prompts: Annotated[list[PromptEntry], Field(min_length=1)]
     prefills: Sizes

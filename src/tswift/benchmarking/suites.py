@@ -99,7 +99,7 @@ def _suite(name: str, about: Values) -> Suite:
     )
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from tswift.errors import InputError, find_path
 from tswift.jobs.config import fields_of
@@ -25,7 +26,7 @@ class Typed:
     values: Values  # by the fields' names, those that were typed
     command: Sequence[str]  # all words
 
-    def of(self, kind: Any) -> dict[str, Any]:
+    def of(self, kind: type) -> dict[str, Any]:
         """Of these values, those of a dataclass's fields."""
         return fields_of(kind, self.values)
 
@@ -35,7 +36,7 @@ class Typed:
 
 
 def takes(
-    *kinds: Any,
+    *kinds: type,
     without: Sequence[str] = (),
     shown: Mapping[str, str] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -61,7 +62,7 @@ def takes(
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
 
         @wraps(function)
-        def command(context: typer.Context, **values: Any) -> None:
+        def command(context: typer.Context, **values: object) -> None:
             typed = {
                 name: values[name]
                 if option.parse is None and not option.repeat
@@ -147,7 +148,7 @@ def finding_paths(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(command)
-    def found(**values: Any) -> None:
+    def found(**values: object) -> None:
         command(**{name: _found(value, name) for name, value in values.items()})
 
     return found
@@ -159,7 +160,7 @@ def _found(value: object, name: str) -> object:
     return find_path(value, name) if isinstance(value, Path) else value
 
 
-def option(panel: str, text: str, *names: str, rare: bool = False) -> Any:
+def option(panel: str, text: str, *names: str, rare: bool = False) -> OptionInfo:
     """An option of one command alone, whose help says its default."""
     return typer.Option(
         *names,

@@ -217,7 +217,7 @@ def writable(path: Path | None) -> Output:
     return Output(real)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)

@@ -170,7 +170,7 @@ class Context:
     last: Forwarded | None = None
     path: Sequence[int] = ()
     logits: Tensor | None = None
-    digest: NDArray[Any] | None = None
+    digest: NDArray[np.float64] | None = None
     recorder: LogprobRecorder | None = None
 
     @property
@@ -230,7 +230,7 @@ class DeviceDraft(Protocol):
         """Sizes of its sections, by name, of the block that the host sends in each step."""
 
     def begin(
-        self, context: Context, host: dict[str, NDArray[Any]], device: dict[str, Tensor]
+        self, context: Context, host: dict[str, NDArray[np.generic]], device: dict[str, Tensor]
     ) -> None:
         """Start with a prefilled decode; ``host`` and ``device`` are the two copies of its
         sections.

@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
@@ -77,7 +78,8 @@ class TreeBudget:
         self.rate = 0.0
         self.times = PassTimes(costs, timed)
         self.learns = True
-        self._places: Any = np.zeros(0, np.int64)  # of 1, 2, ... nodes, as the times have it
+        # of 1, 2, ... nodes, as the times have it
+        self._places: NDArray[np.int64] = np.zeros(0, np.int64)
         # the one under way: its nodes and keys, and seconds of its draft by the costs
         self._step = 1, 0, 0.0
         self._seconds = 0.0  # of the step under way

@@ -51,11 +51,11 @@ _TOGETHER = 8  # tokens that are taken in at once, where logits are not worth ke
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
-def _point(call: Any, arrays: Mapping[str, np.ndarray]) -> None:
+def _point(call: ctypes.Structure, arrays: Mapping[str, np.ndarray]) -> None:
     """Let a structure's pointers point to arrays of these names,
     which have to be kept elsewhere.
     """
-    for name in arrays.keys() & {name for name, _ in call._fields_}:
+    for name in arrays.keys() & {each[0] for each in call._fields_}:
         setattr(call, name, arrays[name].ctypes.data)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 from tswift.errors import InputError, did_you_mean
 from tswift.options import DRAFTING, Values, check_options, given_options, option
@@ -151,7 +150,7 @@ class DraftOptions:
         if self.budget is not None:
             refuse_sinks(self.sinks, self.budget)
 
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> dict[str, object]:
         """The fields that are not the default, by name."""
         return given_options(self)
 

@@ -296,7 +296,7 @@ def _outputs(
     """
     outputs: list[tuple[str, Tensor, Tensor]] = []
 
-    def see(name: str, inputs: Any, out: Any) -> None:
+    def see(name: str, inputs: tuple[Any, ...], out: Any) -> None:
         if inputs and all(
             isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)
         ):

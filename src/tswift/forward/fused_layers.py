@@ -90,7 +90,7 @@ class FusedLayer(nn.Module):
     # the norm that takes this layer's output; a tuple, as it is no part of the layer
     following: tuple[FusedNorm]
 
-    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *given: object, **named: Any) -> Tensor:
         """``[1, n, H]`` to ``[1, n, H]``."""
         run = named.get("tswift")
         if not isinstance(run, Pass) or torch.is_grad_enabled():
@@ -236,7 +236,7 @@ def fuse(network: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def _angles(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _angles(rotary: nn.Module, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, on the device and in the dtype of another tensor."""
     places = torch.arange(positions, device=like.device).unsqueeze(0)
     parts = [rotary(like, chunk) for chunk in places.split(_AT_A_TIME, 1)]
@@ -381,7 +381,7 @@ class Wrong(Exception):
     """Kernels computed something else than plain PyTorch."""
 
 
-def _try_products(layers: Sequence[Any], rows: Tensor) -> None:
+def _try_products(layers: Sequence[nn.Module], rows: Tensor) -> None:
     """Compare products of some rows, which are rounded once, with those in float64.
 
     Raises:

@@ -119,7 +119,13 @@ class AttentionProbe:
         return " and ".join(words)
 
     def note(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: _Rule | None, more: Any
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: _Rule | None,
+        more: Mapping[str, Any],
     ) -> Tensor:
         """Record a layer's needs, from tensors ``[heads, 1, d]``;
         returns attention of the token to itself alone.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
 from tswift.forward.hf import output_rule
-from tswift.forward.products import PackedLinear
+from tswift.forward.products import PackedEmbedding, PackedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,7 +59,7 @@ class MemoryParts:
     """
 
     module: Any
-    convolution: Any
+    convolution: nn.Conv1d
     norm: Any
     heads: int
     group: int
@@ -113,9 +113,9 @@ class Parts:
 
     layers: Sequence[LayerParts]
     head_dim: int
-    norm: Any
-    embeddings: Any
-    lm_head: Any
+    norm: nn.Module
+    embeddings: nn.Embedding | PackedEmbedding
+    lm_head: nn.Linear | PackedLinear
     rotaries: Sequence[tuple[Tensor, float]]
     gelu: bool
     embedding_scale: float
@@ -297,7 +297,7 @@ class _Rates:
     or one for each type of layer.
     """
 
-    def __init__(self, rotary: Any) -> None:
+    def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
         self._names: list[str] = []
         self.found: list[tuple[Tensor, float]] = []
@@ -336,7 +336,7 @@ def _gate(mlp: nn.Module) -> bool:
     raise Unfit("its activation has no program")
 
 
-def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[Any]) -> None:
+def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[nn.Module]) -> None:
     """Refuse a model with weights that have no place among its parts."""
     linears = (
         linear for layer in parts.layers for linear in layer.linears.values() if linear is not None

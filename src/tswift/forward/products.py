@@ -16,7 +16,6 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +64,13 @@ def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | Non
     Raises:
         Unbuilt: there is none here.
     """
-    given: Any = linear
     rows = input.contiguous()
-    out = torch.empty(*rows.shape[:-1], given.outputs, dtype=torch.float32)
+    out = torch.empty(*rows.shape[:-1], linear.outputs, dtype=torch.float32)
     (program or library()).tswift_multiply(
         ctypes.byref(linear),
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(rows.numel() // given.inputs),
+        ctypes.c_int64(rows.numel() // linear.inputs),
         ctypes.c_void_p(native.parallel_region()),
         ctypes.c_int64(torch.get_num_threads()),
     )
@@ -219,7 +217,7 @@ class PackedLinear(nn.Module):
         )
 
     @property
-    def c(self) -> Any:
+    def c(self) -> ctypes.Structure:
         """The layer as products.c has it."""
         c = _structure(self.packed)
         c.bias = 0 if self.bias is None else self.bias.data_ptr()
@@ -267,7 +265,7 @@ class PackedEmbedding(nn.Module):
         self.scalar_embed_scale = scale
 
     @property
-    def c(self) -> Any:
+    def c(self) -> ctypes.Structure:
         """The embeddings as products.c has them, but for the scale."""
         return _structure(self.packed)
 
@@ -287,7 +285,7 @@ def as_packed(weight: Tensor | Codes | Packed) -> Packed:
     return PackedCodes(weight) if isinstance(weight, Codes) else PackedFloats(weight)
 
 
-def _structure(packed: Packed) -> Any:
+def _structure(packed: Packed) -> ctypes.Structure:
     """A new structure that says to products.c what lies where."""
     return C.Linear(
         weight=packed.bytes.data_ptr(),

@@ -98,7 +98,7 @@ class PassProgram:
         attention = native.library(width, kv_dtype)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
-        self._kept: list[Any] = []  # what the C structures point to
+        self._kept: list[object] = []  # what the C structures point to
         self._layers = (C.Layer * len(parts.layers))()
         places = {True: count(), False: count()}  # of layers with attention, and of recurrent ones
         for layer, made in zip(parts.layers, self._layers, strict=True):
@@ -146,7 +146,7 @@ class PassProgram:
             lm_head=ctypes.addressof(self.lm_head_c),
         )
 
-    def _fill(self, made: Any, layer: LayerParts) -> None:
+    def _fill(self, made: ctypes.Structure, layer: LayerParts) -> None:
         """A layer's C structure."""
         for name, linear in layer.linears.items():
             if linear is not None:
@@ -182,14 +182,14 @@ class PassProgram:
         """Logits of hidden states."""
         return multiply(self.lm_head_c, hidden)
 
-    def _pack(self, layer: Any) -> Any:
+    def _pack(self, layer: nn.Linear | PackedLinear) -> ctypes.Structure:
         packed = (
             layer if isinstance(layer, PackedLinear) else PackedLinear(layer.weight, layer.bias)
         )
         self._kept.append(packed)
         return packed.c
 
-    def _embeddings(self, layer: Any) -> Any:
+    def _embeddings(self, layer: nn.Embedding | PackedEmbedding) -> ctypes.Structure:
         """The embeddings' structure: packed, or floats row after row."""
         self._kept.append(layer)
         if isinstance(layer, PackedEmbedding):
@@ -243,7 +243,7 @@ class PassProgram:
         ancestors: Tensor | None,
         pre_norm: bool = False,
         tapped: Sequence[int] = (),
-    ) -> tuple[Any, Forwarded]:
+    ) -> tuple[ctypes.Structure, Forwarded]:
         """What the C function is to be called with for a pass, and where it will leave the result.
 
         Args:
@@ -282,7 +282,7 @@ class PassProgram:
         self._make_room(run)
         return run, _Result(states, queries, pre_norm, inner, tapped)
 
-    def _make_room(self, run: Any) -> None:
+    def _make_room(self, run: ctypes.Structure) -> None:
         """Threads and working space of a pass."""
         run.threads = torch.get_num_threads()
         size = self._library.tswift_space(ctypes.byref(self._model), ctypes.byref(run))
@@ -290,7 +290,7 @@ class PassProgram:
             self._space = torch.empty(size, dtype=torch.float32)
         run.space = self._space.data_ptr()
 
-    def _remember(self, run: Any, states: States, chain: bool) -> None:
+    def _remember(self, run: ctypes.Structure, states: States, chain: bool) -> None:
         """Let a pass read states, and leave behind how they go on by what is accepted.
 
         Of a long chain, as in prompts, only the end is kept: it is accepted as a whole.
@@ -393,7 +393,7 @@ class HeadProgram:
         self._library = library()
         self._parallel = native.parallel_region()
         self._hidden = hidden_size
-        self._kept: list[Any] = []  # what the C structures point to
+        self._kept: list[object] = []  # what the C structures point to
         heads = list(heads)
         layers = [
             [
@@ -586,7 +586,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
 
 
-def _longest_row(embeddings: Any, count: int) -> float:
+def _longest_row(embeddings: nn.Embedding | PackedEmbedding, count: int) -> float:
     """The largest norm of an embedding."""
     some = torch.arange(count).split(CHUNK)
     return max(float(embeddings(ids).float().norm(dim=1).max()) for ids in some)

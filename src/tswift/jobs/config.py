@@ -494,7 +494,7 @@ class RunConfig:
         return replace(loaded, exact=False) if find_method(self.method).reference else loaded
 
 
-def fields_of(kind: Any, values: Values) -> dict[str, Any]:
+def fields_of(kind: type, values: Values) -> dict[str, Any]:
     """Of some values by name, those of a dataclass's options."""
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}
 

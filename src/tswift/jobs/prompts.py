@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, Object, read_file
 from tswift.jobs.config import MAX_BYTES, Text, check_prompt
@@ -112,7 +112,7 @@ def read_lines(path: Path, option: str) -> Iterator[Line]:
             yield _line(number, line, f"line {number} of {path.name}")
 
 
-def _lower(fields: Values) -> dict[str, Any]:
+def _lower(fields: Values) -> dict[str, object]:
     return {name.lower(): value for name, value in fields.items()}
 
 

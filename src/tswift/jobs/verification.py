@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
@@ -22,6 +22,9 @@ from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import Values, changed, given_options
 from tswift.sampling.parameters import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
     about = model.about()
     if about["quantization"] != known.get("quantization"):
         return
-    hashes: dict[str, Callable[[Any], str]] = {"config": config_hash}
+    hashes: dict[str, Callable[[PreTrainedModel], str]] = {"config": config_hash}
     if about["dtype"] == known["dtype"] and (
         about["quantization"] is None or holds_codes(model.target.model)
     ):

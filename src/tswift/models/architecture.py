@@ -78,7 +78,9 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @cache
 def _text_part(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    def make(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def make(
+        self: PreTrainedModel, config: PreTrainedConfig, *args: object, **kwargs: object
+    ) -> None:
         whole.__init__(self, config, *args, **kwargs)
         _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
 
@@ -171,7 +173,7 @@ def fix_turns(config: PreTrainedConfig) -> None:
             rope.update(short_factor=kept, long_factor=kept)
 
 
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+def _ropes(config: PreTrainedConfig) -> list[dict[str, object]]:
     """What a configuration says of rotary embeddings; some have one per type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]

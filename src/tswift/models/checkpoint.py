@@ -17,7 +17,6 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session, hf_hub_download
@@ -320,7 +319,7 @@ def eos_ids(
     model: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
     """The token ids that end a text, by all that a checkpoint says of them."""
-    tokens: list[Any] = []
+    tokens: list[int] = []  # as far as they are what they should be
     for holder in (network.generation_config, network.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         tokens += ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,6 +21,8 @@ from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Shape:
         """
         return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
 
-    def flops(self, context: Any) -> Any:
+    def flops(self, context: Number) -> Number:
         """Operations of one node that attends to ``context`` tokens (a number or an array).
 
         Two per weight; four per element of a query head and token: multiply and add, with key and

@@ -195,7 +195,7 @@ class Api:
         ]
         if demo_page:
             routes.append(Route("/", self._page))
-        handlers: Any = dict.fromkeys(
+        handlers: dict[Any, Any] = dict.fromkeys(
             (Refused, HTTPException, ClientDisconnect, Exception), _failed
         )
         app = Starlette(routes=routes, exception_handlers=handlers)

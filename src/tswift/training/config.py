@@ -27,7 +27,7 @@ def _shape(
     layers: int,
     heads: int,
     theta: float,
-    **more: Any,
+    **more: object,
 ) -> Object:
     return {
         "vocab_size": vocab,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def open_corpus(corpus: str) -> Dataset:
 
     files = corpus_files(corpus)
     reader = corpus
-    options = dict[str, Any]()
+    options = dict[str, object]()
     if files:
         reader = "parquet"
         options = {"data_files": files}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +155,7 @@ class DraftLoss(nn.Module):
 
     def __init__(self, network: PreTrainedModel, max_logits: int = _MAX_LOGITS) -> None:
         super().__init__()
-        self.network: Any = network
+        self.network: PreTrainedModel = network
         self._max_logits = max_logits
 
     def forward(self, ids: Tensor, positions: Tensor | None) -> Metrics:

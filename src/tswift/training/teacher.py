@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ class Lessons:
         if room:
             path.touch()
             os.truncate(path, self.bytes)
-            self._rows: Any = np.memmap(path, self._record, "r+")
+            self._rows: np.memmap = np.memmap(path, self._record, "r+")
             whole = self._rows["whole"]
             self.kept = room if whole.all() else int(whole.argmin())
 
