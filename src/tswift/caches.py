@@ -346,7 +346,8 @@ class KVBuffer:
         """
         end = self.length + keys.shape[1]
         shape = self.shape
-        own, others = self.keys[layer], self.values[layer]
+        own = self.keys[layer]
+        others = self.values[layer]
         own[:, self.length : end] = shape.narrowed(keys, 0, layer)
         others[:, self.length : end] = shape.narrowed(values, 1, layer)
         return shape.widened(own[:, :end], 0, layer), shape.widened(others[:, :end], 1, layer)

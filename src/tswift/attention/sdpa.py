@@ -172,7 +172,8 @@ class TreeAttention(Attention):
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
         rows = query.reshape(keys.shape[0], -1, query.shape[-1])
-        seen, wide = self._seen, self._wide
+        seen = self._seen
+        wide = self._wide
         found = []
         if seen:
             found.append(self._prefix(rows, keys[:, :seen], values[:, :seen], scale))

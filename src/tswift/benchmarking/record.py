@@ -252,7 +252,8 @@ class Workload(_Closed):
 
     def differing(self, other: Workload) -> list[str]:
         """What of two workloads differs, by name."""
-        ours, theirs = to_json(self), to_json(other)
+        ours = to_json(self)
+        theirs = to_json(other)
         names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
         return [name for name in names if name != "hash"] or names
 

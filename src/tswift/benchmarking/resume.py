@@ -156,10 +156,12 @@ def machines(record: Record) -> Table | None:
 
 def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
     """Refuse a record that is not of the same benchmark, saying what differs."""
-    before, after = record.options or {}, other.options or {}
+    before = record.options or {}
+    after = other.options or {}
     typed = sorted({*before, *after} - {*_MAY_DIFFER})
     names = [name for name in typed if to_json(before.get(name)) != to_json(after.get(name))]
-    ours, theirs = record.parts, other.parts
+    ours = record.parts
+    theirs = other.parts
     for label in ours.keys() & theirs.keys() if not names else ():
         names += ours[label].workload.differing(theirs[label].workload)
     for name in ("kind", "suite", "missing"):

@@ -203,7 +203,8 @@ def _row(prefill: int, length: int, method: str, members: Sequence[tuple[Sample,
     figures = {
         name: _figure(name, counted if metric.exact else points) for name, metric in METRICS.items()
     }
-    own, plain = figures["seconds"], figures["ar_seconds"]
+    own = figures["seconds"]
+    plain = figures["ar_seconds"]
     if own.mean is not None and plain.mean is not None:
         figures["delta"] = Figure(min(own.n, plain.n), own.mean - plain.mean, None)
     draws = {}

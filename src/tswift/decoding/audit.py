@@ -39,7 +39,8 @@ _PROBES = 8
 _PROBE = 32
 _WIDTHS = (1, 8)
 # most rounding there can be, in units of the largest logit's last place
-_WIDE, _NARROW = 256.0, 16.0
+_WIDE = 256.0
+_NARROW = 16.0
 _SAFETY = 2.0
 _SMALLEST = 1e-12  # where the search starts if no rounding was measured
 _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four

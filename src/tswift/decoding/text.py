@@ -15,7 +15,8 @@ _HELD = 16  # after so many tokens without a whole character, broken bytes are l
 _LAST = 4  # tokens that a character may still need: it has four bytes at most
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _TIMES = 3  # that the same tokens stand there in a row, for a loop
-_MAX_STOPS, _LONGEST_STOP = 64, 1000  # strings, and characters of one
+_MAX_STOPS = 64
+_LONGEST_STOP = 1000  # characters
 
 
 def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -234,10 +234,12 @@ class Bandit:
                 arm.failures = arm.failures if paid else 0
                 waited = inf if not paid else (self._now - arm.last) / (arm.wait(ratio) * plain)
             if waited > longest and self._allowed >= loss:
-                self.chosen, longest = index, waited
+                self.chosen = index
+                longest = waited
         if self.chosen != self._best:
             self.arms[self.chosen].age()
-            self._trial, self._lost = _MOST, 0.0
+            self._trial = _MOST
+            self._lost = 0.0
         usual = self.arms[self.chosen].step_s
         self._usual = usual or max(arm.step_s for arm in self.arms)
 

@@ -113,7 +113,8 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     except NoTokenLeft:  # the model is broken, as its own decode will tell
         return NOMINAL
     best = {name: min(each) for name, each in times.items()}
-    base, per_key = [], []
+    base = []
+    per_key = []
     for size in sizes:
         short = best[size, lengths[0]]
         far = best[size, lengths[1]]

@@ -634,7 +634,9 @@ def cache_slots(
     They are the target's partial cache, the smaller model's, and the window of the published
     drafter, if there is one.
     """
-    partial, small, window = 0, 0, 0
+    partial = 0
+    small = 0
+    window = 0
     budget = options.budget or method.budget
     if method.partial and options.kv != FULL:
         # in a tree it counts levels of heads

@@ -75,7 +75,8 @@ class AttentionProbe:
         self.kept: list[LayerKV] = []  # of a split model, this rank's
         self.layouts: dict[tuple[int, int], Layout] = {}  # by the number and size of KV heads
         # of its inputs, whatever the weights are stored in
-        self.dtype, self.device = torch.get_default_dtype(), device
+        self.dtype = torch.get_default_dtype()
+        self.device = device
         # by layer, what it needs besides plain causal softmax attention
         self.layer_specs: list[AttentionSpec] = []
         self._keys = torch.arange(positions, device=device)
@@ -148,7 +149,8 @@ class AttentionProbe:
             raise UnsupportedModel("masks of its own")
         if mask is not None and mask not in self._windows:
             self._windows[mask] = self._measure(mask)
-        self.dtype, self.device = key.dtype, key.device
+        self.dtype = key.dtype
+        self.device = key.device
         self.kept.append(LayerKV(len(key), key.shape[-1], self._source(key)))
         window = None if mask is None else self._windows[mask]
         self.layer_specs.append(AttentionSpec(window, more.get("softcap"), more.get("s_aux")))

@@ -300,7 +300,8 @@ class PassProgram:
         mixed = torch.empty(1 if long else layers, run.nodes, size, dtype=torch.float32)
         run.mixed = mixed.data_ptr()
         run.by_memory = 0 if long else mixed.stride(0)
-        run.rows, run.matrices = states.rows.data_ptr(), states.matrices.data_ptr()
+        run.rows = states.rows.data_ptr()
+        run.matrices = states.matrices.data_ptr()
         if chain:
             run.rows_after, run.matrices_after = (each.data_ptr() for each in states.ahead)
         run.kept = *run.kept, mixed
@@ -312,7 +313,8 @@ class PassProgram:
         if len(mixed) < self._mixed[0]:
             raise ValueError("a long chain is committed as a whole")
         rows = mixed[:, list(nodes)]
-        own, matrices = states.rows.data_ptr(), states.matrices.data_ptr()
+        own = states.rows.data_ptr()
+        matrices = states.matrices.data_ptr()
         run = C.Pass(
             mixed=rows.data_ptr(),
             by_memory=rows.stride(0),

@@ -137,7 +137,8 @@ class Target:
         # windows, soft caps and sinks of the layers, in words (empty for none) and by layer
         self.attention_features = probe.attention_features
         self.layer_specs = probe.layer_specs
-        self.device, self.dtype = probe.device, probe.dtype
+        self.device = probe.device
+        self.dtype = probe.dtype
         # over ranks: passes are collective, and not replayed
         self.split = (getattr(model, "tp_size", None) or 1) > 1
         states = state_shape(model.config, self.dtype, self.device)

@@ -134,7 +134,8 @@ class PackedCodes(Packed):
         self, data: Tensor, outputs: int, inputs: int, bits: int, block: int, centre: int, half: int
     ) -> None:
         super().__init__()
-        self.outputs, self.inputs = outputs, inputs
+        self.outputs = outputs
+        self.inputs = inputs
         self.bits = bits
         self.block = block
         self.centre = centre

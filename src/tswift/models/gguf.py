@@ -502,7 +502,8 @@ class _Header:
 
     def array(self) -> int:
         """Skip an array; returns how many elements it has."""
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind == _STRING:
             for _ in range(count):
                 self.skip(self.number("Q"))
@@ -521,7 +522,8 @@ class _Header:
         if not 0 < dimensions <= _MAX_DIMENSIONS:
             raise self.broken(f"{name!r:.60} has {dimensions:,} dimensions")
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
-        kind, start = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        start = self.number("Q")
         known = [each for each in (*_NUMBER_TYPES, *_DECODERS) if each == kind]
         if not known:
             named = (

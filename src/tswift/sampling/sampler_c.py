@@ -281,7 +281,8 @@ class CSampler:
         call = self._levels.call
         node[0], node[1] = root
         # moved on by the last one
-        call.best, call.scores = ctypes.addressof(rows.best), ctypes.addressof(rows.scores)
+        call.best = ctypes.addressof(rows.best)
+        call.scores = ctypes.addressof(rows.scores)
         call.positions = None
         call.rows = 1
         if positions is not None:

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_BODY = 8_000_000  # bytes: some two million tokens
-_BODY_SECONDS, _IDLE_SECONDS = 30.0, 30.0  # for a request's body; without a request
+_BODY_SECONDS = 30.0  # for a request's body
+_IDLE_SECONDS = 30.0  # without a request
 _LOOK_SECONDS = 0.02  # between two looks of a reader at its run
 _KEEP_ALIVE_SECONDS = 10.0
 _UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it

@@ -539,7 +539,8 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
     sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
     rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if sparks else 0
     markov = said.get("markov_head_type", "vanilla")
-    layers, vocab = said["num_hidden_layers"], said["vocab_size"]
+    layers = said["num_hidden_layers"]
+    vocab = said["vocab_size"]
     causal = next((name for name in _CAUSAL if said.get(name)), "")
     said.refuse(
         rank and markov != "vanilla",
@@ -550,7 +551,8 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
     said.refuse(mask >= vocab, f"has mask_token_id {mask}, the vocabulary has {vocab:,}")
     own: dict[str, Any] = {"kind": DSPARK if rank else DFLASH, "rank": rank}
     if second:
-        taps, group = said.get("conv_kernel_size", 2), said.get("conv_group_size", 16)
+        taps = said.get("conv_kernel_size", 2)
+        group = said.get("conv_group_size", 16)
         chosen = said.get("selector_top_k", 16)
         said.refuse(
             not 0 < taps <= said["block_size"] or not group or said["hidden_size"] % group,

@@ -70,7 +70,8 @@ class DraftHead:
             self._linear = rounded_linear(self._linear)
             lay_together(self._linear)
             self.c = self._linear.c
-            self.c.scale, self.c.softcap = own.scale, own.softcap
+            self.c.scale = own.scale
+            self.c.softcap = own.softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]``:
@@ -133,7 +134,8 @@ class Heads(nn.Module):
         self, hidden_size: int, heads: Iterable[nn.Module], pre_norm: bool = False
     ) -> None:
         super().__init__()
-        self.hidden_size, self.pre_norm = hidden_size, pre_norm
+        self.hidden_size = hidden_size
+        self.pre_norm = pre_norm
         self.heads: Any = nn.ModuleList(heads)
         self.count = len(self.heads)
         # no weight: state_dict() is what is trained
@@ -288,7 +290,8 @@ class ConditionedHeads(ChainedHeads):
     might have been.
     """
 
-    kind, conditioned = "conditioned", True
+    kind = "conditioned"
+    conditioned = True
 
 
 class MedusaHead(nn.Module):
@@ -316,7 +319,8 @@ class MedusaHeads(Heads):
         super().__init__(
             hidden_size, (MedusaHead(hidden_size, vocab_size, layers) for _ in range(count))
         )
-        self.vocab_size, self.layers = vocab_size, layers
+        self.vocab_size = vocab_size
+        self.layers = layers
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor | None = None, count: int | None = None

@@ -354,7 +354,8 @@ class DraftNetwork(nn.Module):
 
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__()
-        self.spec, self._targets = spec, (target,)  # no submodule
+        self.spec = spec
+        self._targets = (target,)  # no submodule
         if spec.rope:
             self.rotary = Rotary(spec)
 
@@ -795,7 +796,8 @@ def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
     """``[n, V]`` logits of those of a drafter's own vocabulary,
     where that is smaller than the target's.
     """
-    count, own = network.spec.vocab_size, logits.shape[1]
+    count = network.spec.vocab_size
+    own = logits.shape[1]
     if own == count:
         return logits
     offsets: Any = network.d2t

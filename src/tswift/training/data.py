@@ -40,7 +40,8 @@ def open_corpus(corpus: str) -> Dataset:
         reader = "parquet"
         options = {"data_files": files}
         if files[0].endswith(".txt"):
-            reader, options["sample_by"] = "text", "document"
+            reader = "text"
+            options["sample_by"] = "document"
     with _quiet(), hub(not files):
         try:
             rows = datasets.load_dataset(reader, split="train", **options)

@@ -166,7 +166,8 @@ class DraftLoss(nn.Module):
             input_ids=ids, position_ids=positions, use_cache=False
         ).last_hidden_state
         width = max(1, self._max_logits // (rows * self.network.config.vocab_size))
-        losses, hits = [], []
+        losses = []
+        hits = []
         for start in range(0, count, width):
             end = min(start + width, count)
             inputs = hidden[:, start:end], ids[:, start + 1 : end + 1].flatten()

@@ -419,7 +419,8 @@ class TrainFolder:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.path, self._kind = path, kind
+        self.path = path
+        self._kind = kind
 
     @contextmanager
     def created(self) -> Iterator[None]:
@@ -447,7 +448,8 @@ class TrainFolder:
         )
         try:
             record = dict(json.loads(content))
-            kind, schema = record["kind"], record["schema"]
+            kind = record["kind"]
+            schema = record["schema"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path} is damaged", _FIELD) from None
         if (kind, schema) != (self._kind, _SCHEMA):

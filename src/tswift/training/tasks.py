@@ -189,7 +189,8 @@ class Trainee(ABC):
 
     def rows(self, step: int, number: int, share: float) -> tuple[Tensor | None, ...]:
         """What the loss takes for a micro-batch; the arguments are as of :meth:`learn`."""
-        config, ranks = self._config, self._ranks
+        config = self._config
+        ranks = self._ranks
         key = (config.seed, step, number * ranks.count + ranks.rank)
         ids = torch.from_numpy(self._documents.batch(config.batch, config.seq_len, key))
         return ids, *self.places(len(ids), key)
@@ -221,7 +222,8 @@ class HeadsTrainee(Trainee):
 
     def build(self) -> nn.Module:
         """Heads with random weights; what they learn from is made ready, too."""
-        config, target = self._config, self._target
+        config = self._config
+        target = self._target
         if config.alpha_tokens >= target.max_positions:
             raise InputError(
                 f"must be below the model's {target.max_positions:,} positions", "alpha_tokens"
@@ -251,7 +253,8 @@ class HeadsTrainee(Trainee):
         return teach(self._target, ids.to(self._target.device), self._ids, count=count)
 
     def _read(self, number: int) -> Taught:
-        config, ranks = self._config, self._ranks
+        config = self._config
+        ranks = self._ranks
         # processes take batches in turns, as one takes all
         batch, place = divmod(number, config.batch)
         key = (config.seed, (batch * ranks.count + ranks.rank) * config.batch + place)
@@ -301,7 +304,8 @@ class HeadsTrainee(Trainee):
             scores = total([loss(*taught) for taught in self._held_out]).scores() | _NO_ALPHA
         if not tokens:
             return scores
-        stats, plain = DecodeStats(1), DecodeStats(0)
+        stats = DecodeStats(1)
+        plain = DecodeStats(0)
         longest = min(config.seq_len, _PROMPT, target.max_positions - tokens)
         for row in self._rows:
             try:

@@ -78,7 +78,8 @@ def teach(
     hidden = read_states(target, ids, positions)
     if not count:
         return Taught(ids, hidden, ids[..., None][..., :0], hidden[..., :0].float())
-    likeliest, shares = [], []
+    likeliest = []
+    shares = []
     for states in hidden.flatten(0, 1).split(_CHUNK):
         logits = target.open_logits(states).to(torch.promote_types(target.dtype, torch.float32))
         whole = logits.logsumexp(-1, keepdim=True)
