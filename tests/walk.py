@@ -23,7 +23,6 @@ OPTIONAL = (
     "layer_kernels",
     "device_tree_triton",
     "recurrence_triton",
-    "flash",
     "plots",
 )
 
