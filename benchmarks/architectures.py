@@ -408,7 +408,8 @@ def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequenc
     """
     with torch.inference_mode():
         expected = stock(torch.tensor([text]), use_cache=False).logits[0]
-    target, kv = model.target, FullKV(model.target.kv_shape, len(text))
+    target = model.target
+    kv = FullKV(model.target.kv_shape, len(text))
     hidden = []
     for at, token in enumerate(text):
         hidden.append(target.forward(torch.tensor([token]), torch.tensor([at]), kv, None).hidden)
@@ -434,7 +435,8 @@ def row(name: str, length: int) -> list[str]:
     if not architecture.there:
         return [name, *["-"] * len(METHODS), "", f"not in transformers {transformers.__version__}"]
     with tempfile.TemporaryDirectory() as folder:
-        own, drafting = checkpoint(architecture, Path(folder)), Path(folder) / "draft"
+        own = checkpoint(architecture, Path(folder))
+        drafting = Path(folder) / "draft"
         # for the methods that draft with a model of its own
         checkpoint(ARCHITECTURES["Llama, GQA"], drafting)
         try:

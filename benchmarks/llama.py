@@ -117,7 +117,8 @@ def serve(asked: argparse.Namespace) -> None:
     prompts: dict[str, list[int]] = {}
     for line in sys.stdin:
         question = json.loads(line)
-        name, ids = question["name"], question.get("ids")
+        name = question["name"]
+        ids = question.get("ids")
         llama = model(name)
         answer: dict[str, Any] = {}
         if "logits" in question:
@@ -158,10 +159,13 @@ def read(llama: Any, ids: list[int], asked: argparse.Namespace, flash: bool) -> 
     text = repr((asked.file, asked.positions, asked.yarn, flash, ids))
     path = asked.states / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.state"
     asked.states.mkdir(parents=True, exist_ok=True)
-    context, part = llama._ctx.ctx, path.with_suffix(".part")
-    tokens, count = (llama_cpp.llama_token * len(ids))(), ctypes.c_size_t()
+    context = llama._ctx.ctx
+    part = path.with_suffix(".part")
+    tokens = (llama_cpp.llama_token * len(ids))()
+    count = ctypes.c_size_t()
     if path.exists():
-        name, most = str(path).encode(), len(ids)
+        name = str(path).encode()
+        most = len(ids)
         loaded = llama_cpp.llama_state_load_file(context, name, tokens, most, ctypes.byref(count))
         if not loaded or list(tokens[: count.value]) != ids[: count.value]:
             raise SystemExit(f"{path} is not this prompt's")
@@ -215,7 +219,8 @@ def speeds(model: Any, other: Peer, text: Sequence[int], asked: argparse.Namespa
                 if turn:
                     rates[name].append(rate)
         for name, values in rates.items():
-            lowest, highest = min(values), max(values)
+            lowest = min(values)
+            highest = max(values)
             print(
                 f"| {depth:,} | {name} | {median(values):.1f} | {lowest:.1f} to {highest:.1f} |",
                 flush=True,

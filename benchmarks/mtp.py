@@ -47,7 +47,8 @@ class StockHead(nn.Module):
 
         super().__init__()
         config = model.config
-        hidden, attending = config.hidden_size, config.layer_types.index("full_attention")
+        hidden = config.hidden_size
+        attending = config.layer_types.index("full_attention")
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             Qwen3_5RMSNorm(hidden) for _ in range(3)
         )
@@ -58,7 +59,8 @@ class StockHead(nn.Module):
         """``[rows, n, V]`` logits of what follows ``tokens``,
         which follow those of the states ``[rows, n, H]``.
         """
-        decoder, count = model.get_decoder(), tokens.shape[1]
+        decoder = model.get_decoder()
+        count = tokens.shape[1]
         parts = (
             self.pre_fc_norm_embedding(decoder.embed_tokens(tokens)),
             self.pre_fc_norm_hidden(states),
@@ -122,7 +124,8 @@ def train(folder: Path, seconds: float) -> None:
         *(each for head in heads.values() for each in head.parameters()),
     ]
     optimizer = torch.optim.AdamW(weights, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
-    started, step = time.perf_counter(), 0
+    started = time.perf_counter()
+    step = 0
     while (spent := (time.perf_counter() - started) / seconds) < 1:
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30, 2 * (1 - spent) + 0.02)
         rows = torch.stack(

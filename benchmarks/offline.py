@@ -71,9 +71,11 @@ def compiled_launch(
     values = dict(zip(kernel.arg_names, args, strict=False)) | dict(named)
     fixed, signature, aligned = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
-        name, value = parameter.name, values[parameter.name]
+        name = parameter.name
+        value = values[parameter.name]
         if parameter.is_constexpr or value is None:
-            fixed[name], signature[name] = value, "constexpr"
+            fixed[name] = value
+            signature[name] = "constexpr"
             continue
         tensor = isinstance(value, Tensor)
         signature[name] = _TYPES[value.dtype if tensor else type(value)]
@@ -282,7 +284,8 @@ def compiled_layer(
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
     made = {"dtype": getattr(torch, dtype)}
-    rows, weight = torch.zeros(32, hidden, **made), torch.ones(hidden, **made)
+    rows = torch.zeros(32, hidden, **made)
+    weight = torch.ones(hidden, **made)
     sizes = [kv_heads * groups * size, kv_heads * size, kv_heads * size]
     angles = (torch.zeros(32, size, **made), torch.zeros(32, size, **made))
     norms = (angles[0][0], angles[0][0]) if "norms" in more else (None, None)
@@ -321,7 +324,8 @@ def compiled_walk(
 ) -> list[dict[str, Any]]:
     """The kernels beside a pass that lay a tree out, walk it and commit."""
     kernels: list[dict[str, Any]] = []
-    cpu, depth = torch.device("cpu"), 4
+    cpu = torch.device("cpu")
+    depth = 4
     state, drawn, control = device_tree_triton.random_state(nodes, depth, Random(0), cpu)
     longest = min(depth + 1, nodes)
     path = Walked(longest, torch.zeros(2 + 2 * longest, dtype=torch.int64))
@@ -358,7 +362,8 @@ def compiled_states(
     """
     kernels: list[dict[str, Any]] = []
     made = {"dtype": getattr(torch, dtype)}
-    pairs, ones = torch.zeros(2, 1, key_heads, size, **made), torch.ones(2, 1, heads, **made)
+    pairs = torch.zeros(2, 1, key_heads, size, **made)
+    ones = torch.ones(2, 1, heads, **made)
     rows = Rows(*pairs, torch.zeros(1, heads, values, **made), *ones, corrects=bool(more))
     state = torch.zeros(heads, size, values, **made)
     compiler = Compiler("step_nodes", capability, kernels)

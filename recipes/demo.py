@@ -124,10 +124,12 @@ def held_out_losses(
         stream: ``[n]`` token ids nobody trained on; texts are read from several places of it.
         log: takes a line of progress.
     """
-    target, length = Target(model), POSITIONS[-1] + WINDOW
+    target = Target(model)
+    length = POSITIONS[-1] + WINDOW
     sums = dict.fromkeys(POSITIONS, 0.0)
     for start in np.linspace(0, len(stream) - length - 1, TEXTS).astype(int):
-        text, kv = stream[start : start + length + 1].tolist(), FullKV(target.kv_shape, length)
+        text = stream[start : start + length + 1].tolist()
+        kv = FullKV(target.kv_shape, length)
         for position in POSITIONS:
             goal = torch.tensor(text[position + 1 : position + 1 + WINDOW], device=target.device)
             logits = read_logits(target, text, position, WINDOW, kv)

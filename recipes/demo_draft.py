@@ -117,10 +117,8 @@ def agreements(
     The target reads the whole text before a position; the draft model, too, or just its last
     ``recent`` tokens.
     """
-    caches, scores = (
-        [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)],
-        [],
-    )
+    caches = [FullKV(model.kv_shape, positions[-1] + window) for model in (target, draft)]
+    scores = []
     for position in positions:
         ours, whole = (
             read_logits(model, text, position, window, kv)
@@ -144,8 +142,10 @@ def _read_recent(
     """
     rows = []
     for start in range(position, position + window, _ROWS):
-        first, end = max(0, start - recent), min(start + _ROWS, position + window)
-        kv, hidden = FullKV(model.kv_shape, end - first), []
+        first = max(0, start - recent)
+        end = min(start + _ROWS, position + window)
+        kv = FullKV(model.kv_shape, end - first)
+        hidden = []
         for begin in range(first, end, _ROWS):
             places = torch.arange(begin, min(begin + _ROWS, end), device=model.device)
             tokens = torch.tensor(text[begin : begin + len(places)], device=model.device)

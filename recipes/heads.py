@@ -97,7 +97,8 @@ def train_heads(
     """Train ``heads`` in place on a ``[n]`` stream of token ids to predict the frozen model's own
     distributions.
     """
-    rng, target = np.random.default_rng(plan.seed), Target(model)
+    rng = np.random.default_rng(plan.seed)
+    target = Target(model)
     matrices = [weight for weight in heads.parameters() if weight.ndim == 2]
     others = [weight for weight in heads.parameters() if weight.ndim != 2]
     optimizers = [
@@ -106,8 +107,10 @@ def train_heads(
         ),
         torch.optim.AdamW(others, lr=plan.other_lr, weight_decay=0.0),
     ]
-    trainer, judge = Trainer(heads, optimizers, "heads"), HeadsLoss(heads, target, DISTILL)
-    started, smooth = time.monotonic(), np.zeros(heads.count)
+    trainer = Trainer(heads, optimizers, "heads")
+    judge = HeadsLoss(heads, target, DISTILL)
+    started = time.monotonic()
+    smooth = np.zeros(heads.count)
     for step in range(plan.steps):
         length = plan.rows[step % len(plan.rows)]
         rows = max(1, plan.tokens_per_step // length)

@@ -78,18 +78,18 @@ def pretrain(
     rng = np.random.default_rng(plan.seed)
     device = next(model.parameters()).device
     model.set_attn_implementation(CAUSAL)
-    both, decoder, lm_head = (
-        nn.ModuleList([model, heads]),
-        model.get_decoder(),
-        model.get_output_embeddings(),
-    )
+    both = nn.ModuleList([model, heads])
+    decoder = model.get_decoder()
+    lm_head = model.get_output_embeddings()
     optimizers = muon(
         both, [model.get_input_embeddings().weight, lm_head.weight], plan.matrix_lr, 0.01
     )
-    trainer, outer = Trainer(both, optimizers, "demo"), optimizers[1].param_groups[0]["params"]
+    trainer = Trainer(both, optimizers, "demo")
+    outer = optimizers[1].param_groups[0]["params"]
     if plan.compiled:
         decoder = torch.compile(decoder, dynamic=False)
-    started, smooth = time.monotonic(), math.nan
+    started = time.monotonic()
+    smooth = math.nan
     for step in range(plan.steps):
         share = step / plan.steps
         length = plan.long_row if share >= plan.long_from and step % 2 else plan.short_row

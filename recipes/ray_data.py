@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=1)
     parser.add_argument("--gpus", type=float, default=0, help="of an actor")
     given = parser.parse_args()
-    out, prompts = given.out.resolve(), given.prompts.resolve()
+    out = given.out.resolve()
+    prompts = given.prompts.resolve()
     options = {"model": given.model, "length": given.len, "out": out}
     batch = Batch(prompts, out, options)
     batch.claim()

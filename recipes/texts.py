@@ -180,11 +180,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rng, books = np.random.default_rng(3), load_documents(args.books)
+    rng = np.random.default_rng(3)
+    books = load_documents(args.books)
     if not any(len(text) > _EXTRACT for text in books):
         parser.error(f"--books: {args.books} holds no text of more than {_EXTRACT:,} characters")
     model = tswift.load(args.model)
-    texts, last = extracts(books, args.extracts, rng), time.monotonic() + 60 * args.minutes
+    texts = extracts(books, args.extracts, rng)
+    last = time.monotonic() + 60 * args.minutes
     for number, text in enumerate(written(model, books, 1600, rng)):
         if time.monotonic() >= last:
             break

@@ -21,7 +21,12 @@ from tswift.forward.target import Target
 from tswift.speculators.formats import native_head
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
-TAPS, BLOCK, MASK, RANK, DRAFT_VOCAB, DRAFT_LAYERS = (1, 4), 4, 96, 8, 40, 2
+TAPS = (1, 4)
+BLOCK = 4
+MASK = 96
+RANK = 8
+DRAFT_VOCAB = 40
+DRAFT_LAYERS = 2
 EPS, THETA = 1e-6, 10_000.0
 WINDOW = 5  # of layers that slide
 RECURRENT = "Qwen3.5 to 3.8 (gated delta nets)"
@@ -358,7 +363,8 @@ class Dense:
         after a text whose last token is the root.
         """
         context = _norm(self.taps(text[:-1]) @ self._w("fc").T, self._w("hidden_norm"))[seen]
-        old, new = torch.arange(len(text) - 1)[seen], torch.arange(BLOCK) + len(text) - 1
+        old = torch.arange(len(text) - 1)[seen]
+        new = torch.arange(BLOCK) + len(text) - 1
         embed, head = (
             get().weight
             for get in (self.network.get_input_embeddings, self.network.get_output_embeddings)
@@ -391,7 +397,8 @@ class Dense:
     def biased(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """``[V]`` of the slot after a path of tokens, the root first."""
         if self.layout == "dflash2-speculators":
-            slot, selector = logits[len(path) - 1], "candidate_selector"
+            slot = logits[len(path) - 1]
+            selector = "candidate_selector"
             best = slot.topk(CHOSEN).indices
             before = self.weights[f"{selector}.predecessor_codebook"][path[-1]]
             told = before * (self._w(f"{selector}.hidden_projection") @ self.hidden[len(path) - 1])
@@ -411,7 +418,8 @@ class Dense:
         embed = self.weights.get(
             "embed_tokens.weight", self.network.get_input_embeddings().weight.detach()
         )
-        states, tokens = self.taps(text[:-1]) @ self._w("fc").T, [*text[1:]]
+        states = self.taps(text[:-1]) @ self._w("fc").T
+        tokens = [*text[1:]]
         seen = seen.clone()
         for drafted in [*path, None]:
             rows = torch.cat(
@@ -435,7 +443,8 @@ class Dense:
             out = before[last] + attended
             out = out + self._mlp(prefix, out)
             if drafted is not None:
-                states, tokens = torch.cat([states, out]), [*tokens, drafted]
+                states = torch.cat([states, out])
+                tokens = [*tokens, drafted]
                 seen = torch.cat([seen, seen.new_ones(1)])
         own = self._w("lm_head") @ _norm(out[0], self._w("norm"))
         return self._of_all(own)

@@ -238,8 +238,10 @@ class ToyTarget:
     """
 
     def __init__(self, table: Tensor) -> None:
-        self.table, self.vocab_size = table, table.shape[-1]
-        self.device, self.dtype = torch.device("cpu"), torch.float64
+        self.table = table
+        self.vocab_size = table.shape[-1]
+        self.device = torch.device("cpu")
+        self.dtype = torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
         self.replays = self.wide_prompts = self.wide_text = False
@@ -329,5 +331,6 @@ def random_tree(nodes: int, random: Random, vocab: int = VOCAB) -> DraftTree:
 
 def take_turns(drafter: AdaptiveDrafter) -> None:
     """Have each arm draft every so many steps, whatever it costs."""
-    bandit, arms = drafter.bandit, len(drafter.arms)
+    bandit = drafter.bandit
+    arms = len(drafter.arms)
     bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)  # type: ignore[method-assign]

@@ -85,7 +85,8 @@ class Started:
             if process.is_alive():
                 process.kill()
                 process.join()
-            out, err = file.with_suffix(".out").read_bytes(), file.with_suffix(".err").read_text()
+            out = file.with_suffix(".out").read_bytes()
+            err = file.with_suffix(".err").read_text()
             ended.append(Ended(process.exitcode, found, out, err))
         return ended
 

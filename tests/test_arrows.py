@@ -99,7 +99,8 @@ def test_references_in_docstrings_lead_somewhere() -> None:
         for name in re.findall(
             r":(?:class|meth|func|data|mod|attr):`~?(tswift\.[\w.]+)`", path.read_text()
         ):
-            module, parts = name, list[str]()
+            module = name
+            parts = list[str]()
             while not (ROOT.parent / f"{module.replace('.', '/')}.py").exists() and "." in module:
                 module, _, last = module.rpartition(".")
                 parts.insert(0, last)

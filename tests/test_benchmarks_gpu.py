@@ -175,7 +175,8 @@ def test_a_section_takes_no_other_along(
     ends: list[str],
 ) -> None:
     """The processes are fakes, one after another."""
-    figures, waiting = tmp_path / "figures.jsonl", iter(bodies)
+    figures = tmp_path / "figures.jsonl"
+    waiting = iter(bodies)
     head = (
         "import json, os, time\n"
         f"def note(**x): open({str(figures)!r}, 'a').write(json.dumps(x) + chr(10))\n"

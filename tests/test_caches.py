@@ -59,7 +59,8 @@ def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
 
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa"])
 def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str) -> None:
-    target, random = tiny_target(kind), Random(3)
+    target = tiny_target(kind)
+    random = Random(3)
     text = random_prompt(30, 1)
     kv = FullKV(target.kv_shape, 300)
     prefill(target, text, kv)
@@ -100,7 +101,8 @@ class Growing:
     """A full cache that grows by tokens whose values say layer, head and position."""
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.full, self.generator = FullKV(SHAPE, capacity), torch.Generator().manual_seed(seed)
+        self.full = FullKV(SHAPE, capacity)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def grow(self, count: int) -> None:
         for layer in range(LAYERS):
@@ -154,9 +156,12 @@ def followed(
     Without a prompt there are no queries for the first call.
     """
     growing = Growing(prompt + sum(steps) + 1, seed)
-    full, partial = growing.full, PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
+    full = growing.full
+    partial = PartialKV(SHAPE, budget, sinks, POLICIES[policy], scratch=4)
     # the text's length when it was selected
-    since, selections, ranked = 0, 0, {head: list[int]() for head in ROWS}
+    since = 0
+    selections = 0
+    ranked = {head: list[int]() for head in ROWS}
     for number, new in enumerate([prompt, *steps]):
         growing.grow(new)
         partial.follow(
@@ -164,19 +169,19 @@ def followed(
             (lambda: growing.query(partial.policy.observes)) if prompt or number else None,
             most,
         )
-        text, rows = full.length, {head: held(partial, full, *head) for head in ROWS}
+        text = full.length
+        rows = {head: held(partial, full, *head) for head in ROWS}
         assert partial.copied == text
         if partial.selections > selections and partial.policy.score is not None:
             middle = range(min(sinks, text), text - min(partial.recent, text - min(sinks, text)))
             for layer, head in ROWS:
-                keys, group = (
-                    full.buffers[0][layer, :, middle.start : middle.stop],
-                    growing.queries.unflatten(1, (HEADS, -1)),
-                )
+                keys = full.buffers[0][layer, :, middle.start : middle.stop]
+                group = growing.queries.unflatten(1, (HEADS, -1))
                 score = partial.policy.score(keys, group[layer])[head].tolist() if middle else []
                 ranked[layer, head] = sorted(middle, key=lambda place: -score[place - middle.start])
         if partial.selections > selections:
-            since, selections = text, partial.selections
+            since = text
+            selections = partial.selections
         if partial.policy.renews:
             assert partial.room >= most
         for head, positions in rows.items():
@@ -232,7 +237,8 @@ def test_what_is_forwarded_over_it_is_forgotten(policy: str) -> None:
     partial, growing = followed("dynamic", 64, 4, 90, [3, 2])
     partial = PartialKV(SHAPE, 64, 4, POLICIES[policy], scratch=4)
     partial.follow(growing.full, lambda: growing.query(partial.policy.observes), 5)
-    length, kept = partial.length, [held(partial, growing.full, *head) for head in ROWS]
+    length = partial.length
+    kept = [held(partial, growing.full, *head) for head in ROWS]
     new = torch.ones(HEADS, 3, DIM, dtype=torch.float64)
     for layer in range(LAYERS):
         keys, _ = partial.write(layer, new, new)

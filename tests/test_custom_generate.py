@@ -103,7 +103,8 @@ def test_greedy_is_that_of_transformers(
         {"repetition_penalty": 3.0},
     ):
         settings["max_new_tokens"] = 60  # beyond the windows
-        expected, before = model.generate(**prompt, **settings), torch.random.get_rng_state()
+        expected = model.generate(**prompt, **settings)
+        before = torch.random.get_rng_state()
         for method in ("auto", "reuse"):
             found = exported(model, **prompt, **settings, tswift_method=method)
             assert found.dtype == torch.int64
@@ -198,7 +199,9 @@ class Recorder(BaseStreamer):
     """Notes what it is given, and calls back."""
 
     def __init__(self, seen: Callable[[int], None] = lambda count: None) -> None:
-        self.puts, self.ended, self.seen = list[list[Any]](), False, seen
+        self.puts = list[list[Any]]()
+        self.ended = False
+        self.seen = seen
 
     def put(self, value: Tensor) -> None:
         assert not torch.is_inference_mode_enabled()
@@ -211,7 +214,8 @@ class Recorder(BaseStreamer):
 
 class StopsAt(StoppingCriteria):
     def __init__(self, length: int) -> None:
-        self.length, self.texts = length, list[list[int]]()
+        self.length = length
+        self.texts = list[list[int]]()
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         assert scores is None
@@ -224,7 +228,8 @@ def test_streamers_and_criteria_see_every_token(
     model: PreTrainedModel, prompt: BatchEncoding, exported
 ) -> None:
     (start,) = prompt["input_ids"].tolist()
-    streamer, criterion = Recorder(), StopsAt(len(start) + 33)
+    streamer = Recorder()
+    criterion = StopsAt(len(start) + 33)
     criteria = StoppingCriteriaList([criterion])
     out = exported(
         model, **prompt, max_new_tokens=200, streamer=streamer, stopping_criteria=criteria
@@ -242,10 +247,8 @@ def test_where_texts_end(
     model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported
 ) -> None:
     """Lengths, ends of text, stop strings and the first token, as without ``custom_generate``."""
-    tokenizer, start = (
-        AutoTokenizer.from_pretrained(folders[KINDS[0]]),
-        prompt["input_ids"].shape[1],
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folders[KINDS[0]])
+    start = prompt["input_ids"].shape[1]
     whole = model.generate(**prompt, max_new_tokens=60)[0].tolist()
     pad = {"pad_token_id": whole[3]}
     for settings in (
@@ -271,7 +274,8 @@ def test_where_texts_end(
         {"attention_mask": None, **pad, "eos_token_id": whole[3]},
         {"attention_mask": prompt["input_ids"] * 0 + 1, **pad},
     ):
-        found, cache = exported(model, **{**prompt, **settings}), settings.get("past_key_values")
+        found = exported(model, **{**prompt, **settings})
+        cache = settings.get("past_key_values")
         assert cache is None or cache.get_seq_length() == 0
         assert torch.equal(found, model.generate(**{**prompt, **settings})), settings
     first = {"bos_token_id": 7, "max_new_tokens": 9}
@@ -338,7 +342,8 @@ def test_no_field_of_the_configuration_is_ignored(model: PreTrainedModel) -> Non
     """Every field is served, named here as of no matter,
     or refused with any value that is not its default.
     """
-    known, fields = custom_generate._SERVED, {*vars(GenerationConfig())}
+    known = custom_generate._SERVED
+    fields = {*vars(GenerationConfig())}
     assert known < fields
     for name in sorted(fields - known):
         config, _ = model._prepare_generation_config(GenerationConfig(max_new_tokens=3))
@@ -375,7 +380,9 @@ def test_the_model_is_left_as_it_was(
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
-    before, within, logits = snapshot(model), [], model(**prompt).logits
+    before = snapshot(model)
+    within = []
+    logits = model(**prompt).logits
 
     def seen(count: int) -> None:
         within.append(snapshot(model)[:-2])
@@ -408,9 +415,11 @@ def test_changes_of_the_model_are_seen(
             model.model.layers[0].mlp.down_proj.weight.mul_(-2)
 
     def shorten() -> None:
-        model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+        model.model.layers = model.model.layers[:1]
+        model.config.num_hidden_layers = 1
 
-    texts, kept = [], None
+    texts = []
+    kept = None
     for change in (
         lambda: None,
         multiply,
@@ -436,7 +445,8 @@ def test_changes_of_the_model_are_seen(
 
 
 def test_only_one_thread_is_in_a_step() -> None:
-    inside, most = [0], list[int]()
+    inside = [0]
+    most = list[int]()
 
     def steps() -> Iterator[Step]:
         for token in range(20):
@@ -446,7 +456,8 @@ def test_only_one_thread_is_in_a_step() -> None:
             inside[0] -= 1
             yield Step((token,), 0, "", 1, 0.0)
 
-    run, turn = SimpleNamespace(steps=steps), threading.Lock()
+    run = SimpleNamespace(steps=steps)
+    turn = threading.Lock()
     with ThreadPoolExecutor(3) as pool:
         drawn = [*pool.map(lambda _: [*custom_generate._drawn(run, turn)], range(3))]  # type: ignore[arg-type]
     assert drawn == [[*range(20)]] * 3

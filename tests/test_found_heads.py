@@ -46,7 +46,8 @@ def heads_file(path: Path, hidden_size: int) -> Path:
 def test_installed_heads_are_found_by_the_weights_alone(
     tiny: Tiny, tmp_path: Path, cache: Path
 ) -> None:
-    made, name = heads_file(tmp_path / "heads.safetensors", 32), str(tiny.model)
+    made = heads_file(tmp_path / "heads.safetensors", 32)
+    name = str(tiny.model)
     assert load(name).heads is None
     installed = install_heads(name, made)
     assert installed.parent == cache

@@ -244,7 +244,9 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
     if DRY and (nodes > 18 or prefix == 20_000):
         pytest.skip("interpreted kernels are slow")
     if DRY:
-        kv_heads, size, prefix = 1, 16, prefix // 500
+        kv_heads = 1
+        size = 16
+        prefix = prefix // 500
     assert (
         error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
         < TRITON_TOLERANCE[dtype]
@@ -318,7 +320,8 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
     target = Target(deepcopy(tiny_llama("gqa", dtype)).to(DEVICE))
     heads = deepcopy(tiny_heads(dtype)).to(DEVICE)
     draft = Target(deepcopy(tiny_llama("mqa", dtype, layers=1)).to(DEVICE))
-    params, options = SamplingParams(window=20, min_p=0.02), DraftOptions(budget=64)
+    params = SamplingParams(window=20, min_p=0.02)
+    options = DraftOptions(budget=64)
     texts = [
         tokens_of(
             decode_steps(

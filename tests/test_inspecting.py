@@ -43,7 +43,8 @@ def bytes_of(module: torch.nn.Module | None) -> int:
 )
 def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> None:
     model = str(make_checkpoint(tmp_path / "m", **changes))
-    seen, loaded = inspect_model(ModelConfig(model=model, dtype=dtype)), load(model, dtype=dtype)
+    seen = inspect_model(ModelConfig(model=model, dtype=dtype))
+    loaded = load(model, dtype=dtype)
     target = loaded.target
     assert seen.device == target.device
     assert (seen.max_positions, seen.vocab_size) == (target.max_positions, target.vocab_size)
@@ -56,10 +57,8 @@ def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> Non
 @pytest.mark.parametrize("heads", [None, *HEAD_TYPES])
 def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
     for model in ("shape:tiny", "shape:tied"):
-        seen, loaded = (
-            inspect_model(ModelConfig(model=model, heads=heads)),
-            load(model, heads=heads),
-        )
+        seen = inspect_model(ModelConfig(model=model, heads=heads))
+        loaded = load(model, heads=heads)
         assert seen.loaded["weights"] == bytes_of(loaded.target.model)
         assert (seen.heads, seen.loaded["heads"]) == (loaded.heads.count, bytes_of(loaded.heads))
         assert loaded.heads.count == shapes.HEADS

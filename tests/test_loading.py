@@ -139,9 +139,11 @@ def test_close_names_are_suggested(
 
 
 def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Path) -> None:
-    model, own = changed(checkpoint, tmp_path / "m"), tmp_path / "m" / "heads.safetensors"
+    model = changed(checkpoint, tmp_path / "m")
+    own = tmp_path / "m" / "heads.safetensors"
     ConditionedHeads(32, 2).save(tmp_path / "m" / "heads-conditioned.safetensors")
-    conditioned, default = load(model, heads="conditioned").heads, load(model).heads
+    conditioned = load(model, heads="conditioned").heads
+    default = load(model).heads
     assert conditioned is not None
     assert (conditioned.kind, conditioned.count) == ("conditioned", 2)
     assert default is not None
@@ -170,7 +172,8 @@ def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
 def test_a_tokenizer_with_another_limit(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, path = changed(checkpoint, tmp_path / "m"), tmp_path / "m" / "tokenizer_config.json"
+    model = changed(checkpoint, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_max_length": 4}))
     loaded = load(model)
@@ -262,7 +265,8 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_that_cannot_be_reached_is_not_tried_again(
     online: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    verbosity, began = hub_logging.get_verbosity(), time.monotonic()
+    verbosity = hub_logging.get_verbosity()
+    began = time.monotonic()
     with hub():
         assert is_offline_mode()
         assert hub_logging.get_verbosity() == logging.CRITICAL

@@ -126,7 +126,8 @@ def test_content_is_on_the_disk_before_it_has_its_name(
 ) -> None:
     """Otherwise a power cut leaves the name with half a library, which crashes who runs it."""
     synced: set[int] = set()
-    sync, replace = os.fsync, Path.replace
+    sync = os.fsync
+    replace = Path.replace
 
     def noted(descriptor: int) -> None:
         synced.add(os.fstat(descriptor).st_ino)
@@ -242,7 +243,8 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(
     monkeypatch, tmp_path: Path, broken: bool
 ) -> None:
     """And no other; where that fails it is told, and not found out in a pass."""
-    built, compiled = [], native_build._compile
+    built = []
+    compiled = native_build._compile
 
     def noted(command: list[str]) -> None:
         built.extend(word for word in command if "WIDTH" in word)

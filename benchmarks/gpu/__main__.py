@@ -88,7 +88,8 @@ class Session:
 
 def archive(target: Path, root: Path, paths: Any) -> None:
     """Pack the files among some paths, the smallest first, as long as they fit."""
-    new, room = target.with_suffix(".new"), LARGEST - LARGEST // 16
+    new = target.with_suffix(".new")
+    room = LARGEST - LARGEST // 16
     files = [(path.stat().st_size, path) for path in paths if path.is_file()]
     with tarfile.open(new, "w:gz", compresslevel=6) as tar:
         for _, path in sorted(files):
@@ -218,7 +219,8 @@ def run_probes(session: Session) -> str:
 
     A failed capture may spoil a process: then another asks the rest.
     """
-    until, failed = time.time() + min(SECTIONS[FIRST], session.left()), []
+    until = time.time() + min(SECTIONS[FIRST], session.left())
+    failed = []
     for name, (seconds, processes) in PROBES.items():
         left = min(2, processes) if session.dry else processes
         while left:

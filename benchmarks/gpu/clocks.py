@@ -89,7 +89,8 @@ def covered(intervals: Iterable[tuple[float, float]], bridge: float = _BRIDGE) -
     """Length of what the intervals cover together,
     and of the gaps of at most ``bridge`` between them.
     """
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(intervals):
         begin = reached if start - reached <= bridge else start
         total += max(0.0, end - begin)

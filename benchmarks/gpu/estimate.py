@@ -288,7 +288,9 @@ def taken_up(shape: Shape, design: Design, start: int, stop: int, nodes: int) ->
     """Seconds of forwarding what was generated, with the bits that it was generated with."""
     if not design.wide_text:
         return forwarded(shape, design, start, stop, nodes)
-    rows, middle, heads = PROMPT_ROWS, (start + stop) / 2, shape.query_heads * shape.head_dim
+    rows = PROMPT_ROWS
+    middle = (start + stop) / 2
+    heads = shape.query_heads * shape.head_dim
     groups = shape.query_heads // shape.kv_heads
     tile = triton.configuration(
         MAX_WIDTH * groups, triton.head_width(shape.head_dim), shape.itemsize, 9

@@ -117,8 +117,10 @@ def _set_element(places: Tensor) -> Callable[[], None]:
 @_on_cuda
 def poison(asked: Asked) -> None:
     """What is broken in a process after one failed capture?"""
-    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    current, ones = torch.cuda.current_stream(), torch.ones(8, device="cuda")
+    stream = torch.cuda.Stream()
+    pool = torch.cuda.graph_pool_handle()
+    current = torch.cuda.current_stream()
+    ones = torch.ones(8, device="cuda")
     how = {"pool": pool, "stream": stream}
     for what, run in (
         ("it", lambda: _capture(lambda: ones.sum().item(), **how)),
@@ -180,7 +182,8 @@ def products(asked: Asked) -> None:
             for whose, multiply in (("", _multiply), (", ours", _multiply_ours)):
                 seconds = replayed(partial(multiply, given, weights), asked.device)
                 rates[f"{rows} rows{whose}, TB/s"] = 2 * out * width * count / seconds / 1e12
-        given, outs = torch.randn(32, width, **made), []
+        given = torch.randn(32, width, **made)
+        outs = []
         for allowed in (True, False):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
             outs.append(linear(given, weights[0]))

@@ -70,10 +70,8 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
     contexts = tuple(context for context in contexts if context + most <= slots)
     if not contexts:
         return run.note("left out", why=f"{name}: too little memory for any cache")
-    full, part = (
-        FullKV(target.kv_shape, max(contexts) + most),
-        PartialKV(target.kv_shape, run.scale.budget),
-    )
+    full = FullKV(target.kv_shape, max(contexts) + most)
+    part = PartialKV(target.kv_shape, run.scale.budget)
     loose = FullKV(target.kv_shape, contexts[0] + most)
     started = time.perf_counter()
     for kv, limit in ((full, most), (part, 1), (loose, most)):
@@ -111,7 +109,8 @@ def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ..
 
 def steps(run: Run) -> None:
     """A prompt, real steps at several contexts, and what they come to over the whole text."""
-    model, contexts = run.model(run.scale.main), run.scale.contexts
+    model = run.model(run.scale.main)
+    contexts = run.scale.contexts
     begun = min(contexts)
     for exact, written in ((True, False), (False, False), (True, True)):
         _prompt(run, model.target, begun, exact, written)
@@ -200,14 +199,18 @@ def integrated(per_token: Mapping[int, float], prefill: int, tokens: int) -> flo
 
 def simulated(run: Run) -> None:
     """A text with simulated acceptance, step by step, as far as it comes."""
-    length, prefill = run.scale.text, min(run.scale.contexts)
+    length = run.scale.text
+    prefill = min(run.scale.contexts)
     steps = at_context(run.model(run.scale.main), "tokenswift", prefill, length).steps()
-    started, tokens, shown = time.perf_counter(), 0, 0
+    started = time.perf_counter()
+    tokens = 0
+    shown = 0
     for count, step in enumerate(steps, 1):
         tokens += len(step.tokens)
         last = tokens >= length or run.late()
         if last or tokens - shown >= length // 10:
-            shown, seconds = tokens, time.perf_counter() - started
+            shown = tokens
+            seconds = time.perf_counter() - started
             run.note(
                 "simulated",
                 alpha=ALPHA,
@@ -224,7 +227,8 @@ def generate(run: Run) -> None:
     """Our greedy plain decoding, then transformers' own generate, unmodified and not compiled,
     at the same context.
     """
-    name, context = SHAPE_PREFIX + run.scale.main, run.scale.peer
+    name = SHAPE_PREFIX + run.scale.main
+    context = run.scale.peer
     decode = at_context(
         run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY
     )
@@ -273,11 +277,13 @@ def main() -> int:
     for name in args.sections:
         if args.until - time.time() < LEAST:
             break
-        run.section, run.until = name, min(args.until, time.time() + SECONDS[name])
+        run.section = name
+        run.until = min(args.until, time.time() + SECONDS[name])
         # it hangs then
         faulthandler.dump_traceback_later(run.until - time.time() + GRACE, exit=True)
         run.note("begun")
-        started, state = time.time(), "done"
+        started = time.time()
+        state = "done"
         try:
             SECTIONS[name](run)
         except Exception as error:

@@ -80,7 +80,8 @@ def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[
 
 def idle(run: Run) -> None:
     """How much of a real step the device has nothing to do."""
-    model, count = run.model(run.scale.main), run.scale.steps
+    model = run.model(run.scale.main)
+    count = run.scale.steps
     context = sorted(run.scale.contexts)[len(run.scale.contexts) // 2]
     for method in ("tokenswift", "ar"):
         steps = at_context(model, method, context, 24 * count).steps()
@@ -110,7 +111,8 @@ def _take(steps: Iterator[Any], count: int) -> None:
 def by_kernel(run: Run) -> None:
     """What a pass consists of: microseconds by kernel."""
     target = run.model(run.scale.main).target
-    few, many = min(run.scale.contexts), max(run.scale.contexts)
+    few = min(run.scale.contexts)
+    many = max(run.scale.contexts)
     kv = FullKV(target.kv_shape, many + run.scale.tree)
     noisy(kv)
     target.prepare(kv, run.scale.tree)
@@ -154,7 +156,8 @@ def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] 
     from tswift.attention import triton as backend
 
     config = shape_config(SHAPE_PREFIX + run.scale.main)
-    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    heads = config.num_key_value_heads
+    size = config.hidden_size // config.num_attention_heads
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
     contexts = (

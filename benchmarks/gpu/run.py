@@ -93,7 +93,9 @@ class Run:
 
     def __init__(self, folder: Path, scale: Scale, device: torch.device) -> None:
         self.folder, self.scale, self.device = folder, scale, device
-        self.section, self.until, self.machine = "about", 0.0, Machine(1.0, 1.0)
+        self.section = "about"
+        self.until = 0.0
+        self.machine = Machine(1.0, 1.0)
         self._model: LoadedModel | None = None
 
     def late(self, seconds: float = 0.0) -> bool:

@@ -32,9 +32,14 @@ def dense(query, keys, values, ancestors, scale, spec=NOTHING, places=None, posi
     text keys and nodes are; by default the keys are in order, and a node is as far behind them as
     it has ancestors.
     """
-    nodes, kv_heads, group = query.shape[1], len(keys), len(query) // len(keys)
-    query, keys, values = query.double(), keys.double(), values.double()
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    nodes = query.shape[1]
+    kv_heads = len(keys)
+    group = len(query) // len(keys)
+    query = query.double()
+    keys = keys.double()
+    values = values.double()
+    keys = keys.repeat_interleave(group, 0)
+    values = values.repeat_interleave(group, 0)
     ancestors = chain(nodes, query.device) if ancestors is None else ancestors
     prefix = keys.shape[1] - nodes
     scores = query @ keys.transpose(1, 2) * scale
@@ -78,7 +83,8 @@ def tree_of(nodes: int, reach: int, seed: int) -> torch.Tensor:
     """Ancestors in a tree whose parents are at most ``reach`` nodes before their children;
     1 is a chain.
     """
-    random, ancestors = Random(seed), torch.eye(nodes, dtype=torch.bool)
+    random = Random(seed)
+    ancestors = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         ancestors[node] |= ancestors[max(0, node - random.randint(1, reach))]
     return ancestors
@@ -130,13 +136,15 @@ def odd_nodes(
     """
     count = ancestors if isinstance(ancestors, int) else len(ancestors)
     query, keys, values, _, scale = made(*shape, prefix, count, dtype, prefix, sharp)
-    end, empty = prefix + count, torch.nan if keys.is_floating_point() else 0
+    end = prefix + count
+    empty = torch.nan if keys.is_floating_point() else 0
     wholes = keys.new_full((2, len(keys), end + 300, keys.shape[2]), empty)
     wholes[0, :, :end], wholes[1, :, :end] = keys, values
     if spec.window is not None:
         wholes[:, :, : max(0, prefix - spec.window + 1) // tile * tile] = empty
     told = None if isinstance(ancestors, int) else ancestors.to(keys.device)
-    out, found = attend(query, *wholes, told, scale, spec, prefix), []
+    out = attend(query, *wholes, told, scale, spec, prefix)
+    found = []
     assert out.isfinite().all()
     lines = chain(count) if told is None else ancestors
     for node in range(count) if nodes is None else nodes:

@@ -182,11 +182,10 @@ class Wanting(LengthOnDevice):
 
     def __init__(self, layout, prefix, nodes, ancestors) -> None:
         super().__init__(layout, prefix, nodes, ancestors)
-        self.prefix, self.static = int(prefix), isinstance(prefix, torch.Tensor)
-        self.ancestors, self.tree = (
-            chain(nodes) if ancestors is None else ancestors,
-            ancestors is not None,
-        )
+        self.prefix = int(prefix)
+        self.static = isinstance(prefix, torch.Tensor)
+        self.ancestors = chain(nodes) if ancestors is None else ancestors
+        self.tree = ancestors is not None
 
     def understood(self, spec: AttentionSpec) -> AttentionSpec:
         return spec
@@ -194,7 +193,8 @@ class Wanting(LengthOnDevice):
     def __call__(self, query, keys, values, scale, spec=NOTHING):
         if not spec:
             return super().__call__(query, keys, values, scale)
-        keys, values = keys[:, : self._end], values[:, : self._end]
+        keys = keys[:, : self._end]
+        values = values[:, : self._end]
         return dense(query, keys, values, self.ancestors, scale, self.understood(spec)).to(
             query.dtype
         )

@@ -98,7 +98,8 @@ def test_a_long_chain_is_cut_into_passes() -> None:
 def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
     for prefix, window in ((30, None), (230, 9), (230, None)):
         query, keys, values, _, scale = case(1, 2, 16, prefix, 9, torch.float32)
-        ancestors, spec = tree_of(9, 3, 9), AttentionSpec(window)
+        ancestors = tree_of(9, 3, 9)
+        spec = AttentionSpec(window)
         ancestors[-1, 1:-1] = False
         before = attend(query, keys, values, ancestors, scale, spec)
         keys[:, -1], values[:, -1] = torch.nan, torch.nan

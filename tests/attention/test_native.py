@@ -250,7 +250,8 @@ def test_a_long_windows_bits_far_into_a_text() -> None:
 @pytest.mark.usefixtures("never_stock")
 def test_the_result_is_the_same_with_any_number_of_threads() -> None:
     query, keys, values, ancestors, scale = case(2, 1, 64, 3000, 9, torch.float32)
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
@@ -339,7 +340,8 @@ def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
         ancestors = tree_of(nodes, 3, nodes)
         ancestors[-1, 1:-1] = False
         before = attend(query, keys, values, ancestors, scale)
-        keys, values = keys.clone(), values.clone()
+        keys = keys.clone()
+        values = values.clone()
         keys[:, -1, 0] = values[:, -1, 0] = bad
         after = attend(query, keys, values, ancestors, scale)
         assert torch.equal(before[:, :-1], after[:, :-1])
@@ -419,7 +421,9 @@ REGION = ctypes.CFUNCTYPE(None, WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_u
 
 def share(tasks: int, threads: int) -> tuple[list[int], set[int]]:
     """Which tasks were done, in order, and by which threads."""
-    left, done, who = list(range(tasks))[::-1], list[int](), set[int]()
+    left = list(range(tasks))[::-1]
+    done = list[int]()
+    who = set[int]()
 
     @WORK
     def work(given: object) -> None:

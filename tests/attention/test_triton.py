@@ -231,10 +231,8 @@ def comb(nodes: int) -> torch.Tensor:
     return ancestors
 
 
-RANDOM, FILLED = (
-    random_tree(7, Random(5)).ancestors(),
-    torch.block_diag(comb(4), torch.eye(3)).bool(),
-)
+RANDOM = random_tree(7, Random(5)).ancestors()
+FILLED = torch.block_diag(comb(4), torch.eye(3)).bool()
 SHAPE = 1, GROUP, 64
 
 
@@ -347,14 +345,14 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
     """By the kernel as by PyTorch."""
-    full, own = (
-        torch.randn(2, 3, 2, 60, 80).bfloat16().unbind(),
-        torch.randn(2, 3, 2, 20, 80).bfloat16(),
-    )
-    places, slots = torch.arange(31, 35), torch.tensor([17, 4, 18, 5])
+    full = torch.randn(2, 3, 2, 60, 80).bfloat16().unbind()
+    own = torch.randn(2, 3, 2, 20, 80).bfloat16()
+    places = torch.arange(31, 35)
+    slots = torch.tensor([17, 4, 18, 5])
     left = []
     for attention in (backend.TritonAttention, Attention):
-        mine, length = own.clone(), torch.tensor(17, dtype=torch.int32)
+        mine = own.clone()
+        length = torch.tensor(17, dtype=torch.int32)
         attention.append(mine.unbind(), full, places, slots, torch.tensor([count]), length)
         left.append((mine, length))
     assert torch.equal(left[0][0], left[1][0])

@@ -378,7 +378,8 @@ RECORDS = sorted(
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path) -> None:
-    content, record = json.loads(path.read_text()), read(path, "against")
+    content = json.loads(path.read_text())
+    record = read(path, "against")
     written = to_json(record)
     if isinstance(record, Measurement):
         # an integer stays one

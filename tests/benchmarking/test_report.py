@@ -94,7 +94,8 @@ def test_values_that_are_missing_do_not_count() -> None:
 def test_cells_are_ordered_whatever_the_samples_are() -> None:
     measurement = make_measurement(prefills=(4096, 1024), prompts=("a", "bb"))
     random.Random(0).shuffle(measurement["samples"])
-    cells, methods = summarise(typed(measurement)), ["ar", "medusa", "tokenswift"]
+    cells = summarise(typed(measurement))
+    methods = ["ar", "medusa", "tokenswift"]
     places = [
         (method, prefill, n) for prefill in (1024, 4096) for n in (500, 1000) for method in methods
     ]

@@ -146,7 +146,8 @@ def test_what_each_method_reads_while_drafting(
             {}, {"methods": methods, "budget": 128, "model": str(checkpoint), "exact": False}
         )
     )
-    floor, heads = floor_of(config, RATES), config.model.heads
+    floor = floor_of(config, RATES)
+    heads = config.model.heads
     assert floor is not None
     assert heads is not None
     read = sum(weight.nbytes for weight in heads.parameters())

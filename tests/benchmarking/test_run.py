@@ -76,10 +76,8 @@ def options(checkpoint, *methods: str, trees=None, **changes) -> BenchOptions:
 
 
 def run_of(method: str, length: int, seed: int = 3) -> Run:
-    target, drafting = (
-        tiny_target(),
-        DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None),
-    )
+    target = tiny_target()
+    drafting = DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
     drafter = drafter_of(method, target, drafting)
     decoding = Decoding(target, random_prompt(40), PLAIN, seed, drafter, length)
     run = Run(
@@ -130,7 +128,8 @@ def test_a_differing_token_is_found_at_its_index():
 def made_up(label: str, **stats) -> Run:
     """A run that has ended, with one mark."""
     run = Run(label, label, None)
-    run.tokens, run.marks = list(range(20)), [DecodeStats(4, **stats)]
+    run.tokens = list(range(20))
+    run.marks = [DecodeStats(4, **stats)]
     return run
 
 
@@ -302,10 +301,8 @@ def test_texts_that_end_by_themselves_are_recorded_as_long_as_they_are(checkpoin
 
 
 def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint):
-    config, plan = (
-        configure(options(checkpoint, "reuse")),
-        Plan((4,), (20, 60, 90), (1, 2), warmup=0),
-    )
+    config = configure(options(checkpoint, "reuse"))
+    plan = Plan((4,), (20, 60, 90), (1, 2), warmup=0)
 
     def press(number, trials, case, run):
         if number == 1 and run.label == "reuse" and run.stats.tokens > 70:
@@ -356,7 +353,8 @@ def test_a_text_that_differs_is_audited(checkpoint, monkeypatch):
 
 def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
     config = configure(options(checkpoint))
-    plan, about = Plan((4,), (5,), warmup=0), config.model.about()
+    plan = Plan((4,), (5,), warmup=0)
+    about = config.model.about()
     assert "exact" not in to_json(begin_measurement(config, PROMPTS, plan, ["tswift"]).workload)
     monkeypatch.setattr(
         type(config.model), "about", lambda self: {**about, "exact": {"width": 8, "bits": "x"}}
@@ -415,7 +413,8 @@ def test_a_simulated_acceptance_is_compared_with_nothing(checkpoint, monkeypatch
 
 
 def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
-    config, plan = configure(options(checkpoint, "tokenswift")), Plan((4,), (30, 60), warmup=4)
+    config = configure(options(checkpoint, "tokenswift"))
+    plan = Plan((4,), (30, 60), warmup=4)
     plain, drafts = config.contenders
     narrow = Contender(
         "narrow", "tokenswift", dataclasses.replace(drafts.options, tree=(1,), ngrams=0)

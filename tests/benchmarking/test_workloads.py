@@ -148,7 +148,8 @@ def test_a_table_by_kind() -> None:
 
 def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
     class Model:
-        name, tokenizer = "m", None
+        name = "m"
+        tokenizer = None
 
         def encode(self, text: str, bare: bool = False) -> list[int]:
             return [int(bare)] * len(text)

@@ -57,7 +57,8 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     import tswift.models.devices
     from tswift import loading
 
-    real, remembered = loading.load_model, functools.cache(loading.load_model)
+    real = loading.load_model
+    remembered = functools.cache(loading.load_model)
 
     def cached(*arguments: Any, **named: Any) -> LoadedModel:
         try:

@@ -116,7 +116,8 @@ def counted(folder: str | Path) -> list:
 
 def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
     """Let cells after some be stopped on their way."""
-    advance, cells = run_module.Run.advance, []
+    advance = run_module.Run.advance
+    cells = []
     open_runs = run_module.open_runs
 
     def opened(*arguments, **named):
@@ -161,10 +162,8 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
         result = tswift("bench", "--resume", "b")  # nothing has to be said again
     assert result.code == 0, result.err
     assert counted("b") == whole(words)
-    again, sessions = (
-        read("b"),
-        [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))],
-    )
+    again = read("b")
+    sessions = [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))]
     assert sessions == [[1, 3], [0, 4]][: len(parts(again))]
     assert len(opened) == len(parts(again)) + sum(each[1] for each in sessions)
     done = kept if words is WORDS else kept["groups"][0]["measurement"]

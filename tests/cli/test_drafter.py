@@ -27,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    folder, changes = tmp_path_factory.mktemp("drafters"), {"vocab_size": vocab}
+    folder = tmp_path_factory.mktemp("drafters")
+    changes = {"vocab_size": vocab}
     inverse = {"t2d": torch.zeros(vocab, dtype=torch.bool)}
     return {
         "block": drafter_folder(folder / "block", "dflash", changes),

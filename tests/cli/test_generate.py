@@ -92,7 +92,8 @@ def test_all_methods_make_the_same_files(
         result = tswift(*words, *FLOAT64, "--method", method, *ending, "--out", out)
         assert "ended at" in result.err
         assert result.out.decode() == (out / "text.txt").read_text() == whole[: whole.index(stop)]
-        run, tokens = record_of(out), tokens_in(out)
+        run = record_of(out)
+        tokens = tokens_in(out)
         assert (run["end"], run["state"]) == ({"reason": "stop", "string": stop}, "finished")
         assert (run["options"]["stop"], run["options"]["logprobs"]) == (["never", stop], 3)
         assert stop in decoded(checkpoint, tokens)
@@ -129,7 +130,8 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
         [0],
     )
     assert (run["drafting"]["tree"], run["drafting"]["nodes"]) == ([1, 2], 8)
-    model, why = run["model"], ", as its heads are of a size that native attention does not take"
+    model = run["model"]
+    why = ", as its heads are of a size that native attention does not take"
     assert len(model.pop("weights")) == len(model.pop("config")) == 64
     assert model == {
         "name": str(checkpoint),
@@ -235,7 +237,8 @@ def test_ctrl_c_keeps_what_was_made(
     assert "Traceback" not in err
     assert "stopped by SIGINT; " in err
     assert "tokens are saved in" in err
-    tokens, run = tokens_in(out), record_of(out)
+    tokens = tokens_in(out)
+    run = record_of(out)
     assert run["state"] == "interrupted"
     assert run["figures"]["tokens"] == len(tokens) < 4000
     assert (
@@ -561,11 +564,13 @@ def test_weights_that_are_not_finite(
     place = next(
         at for at in range(10, 59) if tokens[at] not in [*prompted, *tokens[:at], *range(8)]
     )
-    broken, at = Path(shutil.copytree(checkpoint, tmp_path / "broken")), len(prompted) + place
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    at = len(prompted) + place
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][tokens[place]] = torch.nan
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    words[2], again = broken, tmp_path / "again"
+    words[2] = broken
+    again = tmp_path / "again"
     result = tswift(*words, "--method", "tokenswift", "--out", again)
     first = (
         "are NaN; the first output that is not finite is that of model.embed_tokens at position "

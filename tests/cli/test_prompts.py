@@ -109,7 +109,9 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(
     """Before any change of a file: while a folder is begun, while a text is made,
     while all are put together.
     """
-    whole, out, random = tmp_path / "whole", tmp_path / "out", Random(kills)
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
+    random = Random(kills)
     assert tswift(*words, whole).code == 0
     out.mkdir()
     (out / f"{BATCH}.new").write_text("{")  # as of a kill

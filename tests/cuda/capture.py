@@ -74,7 +74,8 @@ class _Recorder(TorchDispatchMode):
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
         if name in WAITS:
             refuse(name)
         given = tensors(args, kwargs)
@@ -114,10 +115,8 @@ class Graph:
 
     def captured(self, trace: _Recorder, pool: object) -> None:
         """Take what was recorded; its memory holds nothing as yet."""
-        self._trace, self._pool = (
-            trace,
-            self._pools.setdefault(pool, []) if pool is not None else [],
-        )
+        self._trace = trace
+        self._pool = self._pools.setdefault(pool, []) if pool is not None else []
         self._pool.append(self)
         for tensor in trace.own.values():
             poison(tensor)
@@ -127,7 +126,8 @@ class Graph:
         trace = self._trace
         assert trace is not None
         LOG.launches += LOG.on
-        on, LOG.on = LOG.on, False
+        on = LOG.on
+        LOG.on = False
         with torch.inference_mode(), _disable_current_modes():
             for other in self._pool:
                 if other is not self:
@@ -161,13 +161,15 @@ class Capture:
         self._graph, self._pool = graph, pool
 
     def __enter__(self) -> None:
-        self._on, LOG.on = LOG.on, False
+        self._on = LOG.on
+        LOG.on = False
         self._recorder = _Recorder.now = _Recorder()
         self._recorder.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._recorder.__exit__(kind, error, trace)
-        _Recorder.now, LOG.on = None, self._on
+        _Recorder.now = None
+        LOG.on = self._on
         with torch.inference_mode():
             self._recorder.trim_to()
         if error is not None:  # as PyTorch does: ending the capture fails, too
@@ -283,7 +285,9 @@ def under_way(source: Tensor, destination: Tensor) -> None:
     Until then the host reads nothing that makes sense from where it goes, and must not write to
     where it comes from.
     """
-    place, source, destination = site(), held(source), held(destination)
+    place = site()
+    source = held(source)
+    destination = held(destination)
     with _disable_current_modes(), torch.inference_mode():
         if address(source) in PINNED:
             before = source.clone()
@@ -367,7 +371,10 @@ class StaticAttention:
     in place of Triton's.
     """
 
-    STATIC, MAX_NODES, EXACT, PADDED = True, 128, False, False
+    STATIC = True
+    MAX_NODES = 128
+    EXACT = False
+    PADDED = False
     append = staticmethod(Attention.append)
 
     def __init__(
@@ -377,7 +384,8 @@ class StaticAttention:
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""
-        count, slots = self._nodes, torch.arange(keys.shape[1], device=keys.device)
+        count = self._nodes
+        slots = torch.arange(keys.shape[1], device=keys.device)
         node = slots - self._prefix  # the node whose slot it is
         seen = torch.ones(count, count, dtype=torch.bool, device=keys.device).tril()
         seen = seen if self._ancestors is None else self._ancestors

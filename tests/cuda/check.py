@@ -44,7 +44,8 @@ def _answers(device: torch.Tensor) -> tuple[bool, bool]:
     """Whether a copy to page-locked memory is there before and after a wait."""
     answer = torch.zeros(3, pin_memory=True)
     answer.copy_(device, non_blocking=True)
-    before, event = answer.tolist(), torch.cuda.Event()
+    before = answer.tolist()
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream())
     event.synchronize()
     return before == device.elem.tolist(), answer.tolist() == device.elem.tolist()
@@ -104,7 +105,8 @@ def main() -> None:
                 True,
             ),
         ):
-            graphs.failure, graphs.spoiled = "", False
+            graphs.failure = ""
+            graphs.spoiled = False
             graphs.capture(run)
             if words not in graphs.failure or graphs.spoiled != spoiled:
                 print(f"{what} while a graph is captured: {graphs.failure}")

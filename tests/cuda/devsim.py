@@ -191,17 +191,13 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     out = func(*mapped(plain, args), **mapped(plain, kwargs))
     if name == "copy_":
-        there, blocking = (
-            isinstance(args[0], Device),
-            not (args[2] if len(args) > 2 else kwargs.get("non_blocking")),
-        )
+        there = isinstance(args[0], Device)
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         crosses = there != isinstance(args[1], Device)
     else:
         there = _there(device) if device is not None else bool(ours)
-        crosses, blocking = (
-            name == "_to_copy" and there != bool(ours),
-            not kwargs.get("non_blocking"),
-        )
+        crosses = name == "_to_copy" and there != bool(ours)
+        blocking = not kwargs.get("non_blocking")
     if crosses:
         (sent if there else fetched)(blocking)
         if not blocking:

@@ -93,7 +93,9 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
 
 def measure(method: str, kind: str, steps: int, nodes: int | None = None) -> dict[str, Any]:
     """What single steps do, the text they write, and where they wait and copy."""
-    rows, tokens, places = [], [], {name: set[str]() for name in COUNTS[:3]}
+    rows = []
+    tokens = []
+    places = {name: set[str]() for name in COUNTS[:3]}
     with Simulator(), torch.no_grad():
         decoding = _decoding(method, kind, steps, nodes, simulated=True)
         running = decoding.steps()

@@ -204,8 +204,10 @@ def test_a_model_with_states_writes_the_same_text(
 
 def test_states_of_a_replayed_pass_go_on_by_what_the_host_accepts(on_a_device, monkeypatch) -> None:
     """As in the audit: one program serves every pass, and the host commits."""
-    target, text = on_a_device(RECURRENT), of_states_on_the_host(RECURRENT)
-    commits, step = [], capture.StaticStates.step_path
+    target = on_a_device(RECURRENT)
+    text = of_states_on_the_host(RECURRENT)
+    commits = []
+    step = capture.StaticStates.step_path
     noted = lambda *given: commits.append(given[-1]) or step(*given)  # noqa: E731
     monkeypatch.setattr(capture.StaticStates, "step_path", staticmethod(noted))
     assert audit(target, random_prompt(50), text, PARAMS, 3).ok
@@ -297,7 +299,8 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
     """Nothing is captured after that, as PyTorch may refuse it in this process;
     the program runs as it is.
     """
-    shared, runs = graphs(), []
+    shared = graphs()
+    runs = []
 
     def broken() -> int:
         runs.append("broken")
@@ -316,7 +319,8 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
 
 def test_what_waits_is_found_before_a_capture(graphs) -> None:
     """So that the process is sound, and other programs are captured."""
-    shared, tensor = graphs(), torch.ones(3)
+    shared = graphs()
+    tensor = torch.ones(3)
 
     def waits() -> None:
         if torch.cuda.get_sync_debug_mode() == "error":
@@ -341,7 +345,8 @@ def captured(graphs, run):
 
 
 def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
-    shared, given = graphs(), torch.tensor([1.0])
+    shared = graphs()
+    given = torch.tensor([1.0])
     one, first = captured(shared, lambda: given * 2)
     two, second = captured(shared, lambda: given.long() + 3)
     alone, apart = captured(graphs(), lambda: given * 7)
@@ -379,7 +384,8 @@ def test_what_waits_cannot_be_captured(graphs, wait) -> None:
 )
 def test_drafting_passes_on_a_copy(graphs, method: str, kv: str | None) -> None:
     """A copy of the model with other weights has graphs of its own, beside the model's."""
-    options, prompt = dataclasses.replace(OPTIONS, kv=kv), random_prompt(90)
+    options = dataclasses.replace(OPTIONS, kv=kv)
+    prompt = random_prompt(90)
     found = []
     for asked in (None, graphs):
         target, copied, draft = (

@@ -224,12 +224,10 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
     """With nothing in the cache, passes of all widths may round alike: here they do,
     up to the middle of the prompt.
     """
-    target, prompt, params, right = (
-        tiny_target(),
-        random_prompt(90),
-        SamplingParams(),
-        Target.forward,
-    )
+    target = tiny_target()
+    prompt = random_prompt(90)
+    params = SamplingParams()
+    right = Target.forward
     tokens = decode_method("ar", target, prompt, params, 4, 100)
     assert audit(target, prompt, tokens, params, 4).measured < 1e-9
 
@@ -281,7 +279,8 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
         for token in step.tokens
     ]
     token = next(token for token in tokens if tokens.count(token) == 1)
-    index, other = tokens.index(token), 1
+    index = tokens.index(token)
+    other = 1
     assert other not in {*tokens, *model.eos_ids}
     with near_tie(model.target.model, token, other, rows=model.target.width):
         found = audit(model.target, prompt, tokens, greedy, 0)
@@ -299,7 +298,8 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
 
 @pytest.mark.slow
 def test_lengths_about_those_of_chunks_and_stretches() -> None:
-    target, prompt = tiny_target(), random_prompt(30)
+    target = tiny_target()
+    prompt = random_prompt(30)
     params = parameters(temperature=0.7, penalty=1.3, window=7)
     tokens = decode_method("ar", target, prompt, params, 3, 520)
     for length in (1, 31, 32, 33, 257, 520):
@@ -308,7 +308,9 @@ def test_lengths_about_those_of_chunks_and_stretches() -> None:
 
 @pytest.mark.slow
 def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompt, params = tiny_target(), random_prompt(20), parameters(penalty=1.5, window=5)
+    target = tiny_target()
+    prompt = random_prompt(20)
+    params = parameters(penalty=1.5, window=5)
     tokens = decode_method("ar", target, prompt, params, 3, 300)
     tokens[150] = (tokens[150] + 1) % 97
     whole = audit(target, prompt, tokens, params, 3)
@@ -320,7 +322,9 @@ def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_leads() -> None:
-    target, prompt, params = tiny_target(), random_prompt(9), parameters(temperature=0)
+    target = tiny_target()
+    prompt = random_prompt(9)
+    params = parameters(temperature=0)
     tokens = decode_method("ar", target, prompt, params, 3, 80)
     best = logits_of(target, [*prompt, *tokens[:-1]])[8:].topk(2).values
     found = audit(target, prompt, tokens, params, 3)
@@ -365,7 +369,8 @@ def check(
 
 
 def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompt = tiny_target(), random_prompt(60)
+    target = tiny_target()
+    prompt = random_prompt(60)
     tokens = decode_method("ar", target, prompt, parameters(), 3, 200)
     assert audit(target, prompt, tokens, parameters(), 3).ok
     right = Target.forward
@@ -392,7 +397,8 @@ def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     ids=["a penalty", "a longer window", "no penalty"],
 )
 def test_other_parameters(made: tuple[float, float, int], asked: tuple[float, float, int]) -> None:
-    target, prompt = tiny_target(), random_prompt(50, 1)
+    target = tiny_target()
+    prompt = random_prompt(50, 1)
     params = [
         parameters(heat, penalty=penalty, window=window) for heat, penalty, window in (made, asked)
     ]
@@ -401,7 +407,9 @@ def test_other_parameters(made: tuple[float, float, int], asked: tuple[float, fl
 
 
 def test_another_seed_and_the_limit_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompt, params = tiny_target(), random_prompt(50, 1), parameters()
+    target = tiny_target()
+    prompt = random_prompt(50, 1)
+    params = parameters()
     tokens = decode_method("ar", target, prompt, params, 5, 100)
     whole = check(target, prompt, tokens, params, 6)
     assert len(whole.violations) > 60
@@ -421,7 +429,8 @@ def test_an_exact_tie_is_within_rounding() -> None:
     network = tiny_llama("gqa", torch.float32)
     with torch.no_grad():
         tokens = decode_method("ar", Target(network), [1, 2], parameters(temperature=0), 1, 60)
-        first, second = tokens[30], next(token for token in range(97) if token not in tokens)
+        first = tokens[30]
+        second = next(token for token in range(97) if token not in tokens)
         for layer in (network.get_input_embeddings(), network.get_output_embeddings()):
             layer.weight[second] = layer.weight[first]
     target = Target(network)
@@ -459,7 +468,8 @@ def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> Non
     """One pass keeps it and the other drops it: an infinite gap in the draw,
     a tiny one at the threshold.
     """
-    target, prompt = tiny_target(dtype=torch.float32), random_prompt(60, 4)
+    target = tiny_target(dtype=torch.float32)
+    prompt = random_prompt(60, 4)
     seed, token, share, other = at_the_edge(target, prompt)
     bound = audit(target, prompt, [token], parameters(0.7), seed).bound
     change = bounds * bound * (-1 if kept else 1)  # of the threshold, in the logarithm
@@ -477,7 +487,8 @@ def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> Non
 
 
 def test_a_banned_token_and_json() -> None:
-    target, prompt = tiny_target(), random_prompt(9)
+    target = tiny_target()
+    prompt = random_prompt(9)
     tokens = decode_method("ar", target, prompt, parameters(), 3, 40)
     params = parameters(banned=(tokens[20],))
     found = audit(target, prompt, tokens, params, 3)
@@ -496,7 +507,9 @@ def test_a_banned_token_and_json() -> None:
 @few
 @given(at=st.integers(0, 59), token=st.integers(0, 96))
 def test_whatever_is_altered_is_found_there_first(at: int, token: int) -> None:
-    target, prompt, params = tiny_target(), [3], parameters(penalty=1.2, window=10, min_p=0.05)
+    target = tiny_target()
+    prompt = [3]
+    params = parameters(penalty=1.2, window=10, min_p=0.05)
     tokens = decode_method("ar", target, prompt, params, 8, 60)
     altered = [*tokens[:at], token, *tokens[at + 1 :]]
     found = audit(target, prompt, altered, params, 8)

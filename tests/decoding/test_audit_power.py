@@ -34,7 +34,9 @@ class Text:
     """80 tokens that plain decoding drew, and all that decides them."""
 
     def __init__(self, seed: int, **arithmetic: Any) -> None:
-        self.model, self.seed, self.params = tswift.load(**arithmetic), seed, PARAMS
+        self.model = tswift.load(**arithmetic)
+        self.seed = seed
+        self.params = PARAMS
         self.prompt = self.model.encode(NOVEL.read_text())[seed * 256 :][:256]
         # with banned ids
         self.params = begin(self.model, Request(self.prompt, 80, method="ar", params=PARAMS)).params
@@ -59,19 +61,15 @@ class Text:
         """The logits that tokens were drawn from, ``[n, V]`` float64,
         and after the filters and with the noise.
         """
-        target, text, first, count = (
-            self.model.target,
-            [*self.prompt, *self.tokens],
-            len(self.prompt) - 1,
-            80,
-        )
+        target = self.model.target
+        text = [*self.prompt, *self.tokens]
+        first = len(self.prompt) - 1
+        count = 80
         with torch.inference_mode():
             kv = FullKV(target.kv_shape, len(text) + (target.width or 0))
             logits = read_logits(target, text, first, count, kv).double()
-        sampler, places = (
-            Sampler(self.params, self.seed, target.vocab_size, target.device),
-            torch.arange(count) + first,
-        )
+        sampler = Sampler(self.params, self.seed, target.vocab_size, target.device)
+        places = torch.arange(count) + first
         sampler.extend(self.prompt)
         seen = sampler.seen(
             torch.tensor(text[first:-1]), places, torch.ones(count, count).bool().tril()

@@ -54,7 +54,8 @@ def plainly(logits: torch.Tensor, generated: list[int], params: SamplingParams) 
 @pytest.mark.parametrize("seed", first(3, range(20)))
 def test_every_node_counts_its_own_path(seed: int) -> None:
     """And of the text what was generated; the prompt does not count."""
-    random, vocab = Random(seed), 9
+    random = Random(seed)
+    vocab = 9
     params = replace(BOTH, presence_penalty=0.7)
     prompt, generated = (
         [random.randrange(vocab) for _ in range(count)] for count in (12, random.randrange(6))

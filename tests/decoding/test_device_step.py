@@ -310,7 +310,8 @@ def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
     steps = decoding.steps()
     next(steps)
     network.lm_head.weight.data.fill_(float("nan"))
-    length, text = decoding._context.kv.length, list(decoding._context.text)
+    length = decoding._context.kv.length
+    text = list(decoding._context.text)
     with pytest.raises(NotFinite):
         list(steps)
     assert (decoding._context.kv.length, decoding._context.text) == (length, text)

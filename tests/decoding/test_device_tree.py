@@ -36,7 +36,8 @@ def test_larger_trees_are_left_to_pytorch() -> None:
 
 def test_random_trees_have_accepted_paths() -> None:
     """Else the comparison says little."""
-    lengths, sampler = [], Sampler(PARAMS, 0, 50, CPU)
+    lengths = []
+    sampler = Sampler(PARAMS, 0, 50, CPU)
     for seed in range(60):
         state, drawn, control = kernels.random_state(32, 4, Random(seed), CPU)
         path = device_tree.Path(5, torch.zeros(12, dtype=torch.int64))

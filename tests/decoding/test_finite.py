@@ -64,7 +64,8 @@ FILTERS = {
 
 @every_row("name", FILTERS)
 def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
-    params, vocab = FILTERS[name], 700 if "top-p" in name or name == "all" else 40
+    params = FILTERS[name]
+    vocab = 700 if "top-p" in name or name == "all" else 40
     fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
     seen = (
         torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3
@@ -134,11 +135,9 @@ PLACES = {
 
 @pytest.mark.parametrize(("name", "value"), zip(PLACES, (NAN, INF, NAN, INF, NAN), strict=True))
 def test_a_broken_weight_is_found(name: str, value: float) -> None:
-    target, prompt, params = (
-        broken_target(weight(name, value)),
-        random_prompt(20),
-        parameters(min_p=0.1, penalty=1.2),
-    )
+    target = broken_target(weight(name, value))
+    prompt = random_prompt(20)
+    params = parameters(min_p=0.1, penalty=1.2)
     for method in ("ar", "tokenswift", "magicdec"):
         run = Decoding(target, prompt, params, 1, drafter_of(method, target, PAPER), 30)
         with pytest.raises(NotFinite) as caught:
@@ -174,7 +173,9 @@ class Bad:
     """A hook after which a layer gives NaN: from its n-th pass over few nodes on, or once."""
 
     def __init__(self, after: int, once: bool = False) -> None:
-        self.calls, self._after, self._once = 0, after, once
+        self.calls = 0
+        self._after = after
+        self._once = once
 
     def __call__(self, module: nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -194,7 +195,8 @@ def run_until_broken(run: Decoding) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize("method", first(1, ["tokenswift", "ar", "reuse", "magicdec"]))
 def test_what_was_written_before_stays(method: str) -> None:
-    prompt, params = random_prompt(20), parameters(temperature=0.5, penalty=1.2, window=9)
+    prompt = random_prompt(20)
+    params = parameters(temperature=0.5, penalty=1.2, window=9)
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
     broken = 41 if method in CHAINS else 21  # a chain takes many passes
     target = broken_target(lambda model: model.model.layers[1].register_forward_hook(Bad(broken)))
@@ -218,7 +220,8 @@ def test_what_was_written_before_stays(method: str) -> None:
 
 
 def test_a_fault_that_does_not_come_again() -> None:
-    prompt, params = random_prompt(20), parameters(temperature=0.5, penalty=1.2, window=9)
+    prompt = random_prompt(20)
+    params = parameters(temperature=0.5, penalty=1.2, window=9)
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
 
     def once(method: str) -> Decoding:
@@ -250,9 +253,11 @@ def test_a_fault_that_does_not_come_again() -> None:
 
 def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
     """Plain decoding would never have come there."""
-    prompt, params = random_prompt(20), parameters()
+    prompt = random_prompt(20)
+    params = parameters()
     plain = decode_method("ar", tiny_target(), prompt, params, 5, 40)
-    right, calls = Target.logits, []
+    right = Target.logits
+    calls = []
 
     class Poisoned(Target):
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -271,7 +276,8 @@ def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
 
 def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
     """What is masked still counts where it is NaN: nothing times NaN is NaN."""
-    prompt, params = [token for token in random_prompt(20) if token != 11], parameters(banned=(11,))
+    prompt = [token for token in random_prompt(20) if token != 11]
+    params = parameters(banned=(11,))
     target = broken_target(weight("model.embed_tokens.weight", NAN, row=11))
     plain = decode_method("ar", target, prompt, params, 5, 40)
     done = len(prompt)
@@ -283,10 +289,8 @@ def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
 
 
 def test_parameters_that_leave_nothing_to_draw() -> None:
-    target, says = (
-        tiny_target(),
-        r"^there is nothing to draw at position 9: the logits are finite; temperature ",
-    )
+    target = tiny_target()
+    says = r"^there is nothing to draw at position 9: the logits are finite; temperature "
     with pytest.raises(NotFinite, match=says):
         decode_method("ar", target, random_prompt(9), parameters(banned=tuple(range(VOCAB))), 1, 5)
 
@@ -304,7 +308,9 @@ def broken_heads(value: float, kind: str) -> Heads:
 
 @pytest.mark.parametrize(("kind", "value"), [("chained", NAN), ("conditioned", INF)])
 def test_broken_heads_change_nothing(value: float, kind: str) -> None:
-    target, prompt, heads = tiny_target(), random_prompt(70), broken_heads(value, kind)
+    target = tiny_target()
+    prompt = random_prompt(70)
+    heads = broken_heads(value, kind)
     params = parameters(0.7, top_p=0.9, top_k=30, min_p=0.05, penalty=1.3)
     plain = decode_method("ar", target, prompt, params, 8, 60)
     for method, options in (("medusa", BLIND), ("tokenswift", PAPER)):
@@ -314,9 +320,11 @@ def test_broken_heads_change_nothing(value: float, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_broken_drafting_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, params = random_prompt(70), parameters(top_p=0.9, penalty=1.2, window=30)
+    prompt = random_prompt(70)
+    params = parameters(top_p=0.9, penalty=1.2, window=30)
     plain = decode_method("ar", tiny_target(), prompt, params, 3, 90)
-    right, broken = Target.forward, []
+    right = Target.forward
+    broken = []
 
     def forward(self, tokens, positions, kv, ancestors):
         if not isinstance(kv, PartialKV):

@@ -69,7 +69,8 @@ def test_every_method_says_what_it_uses() -> None:
 def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "m")
     (folder / "heads.safetensors").unlink()
-    model, others = load(str(folder)), ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
+    model = load(str(folder))
+    others = ["ar", "cascade", "recall", "reuse", "magicdec", "auto"]
     message = (
         f"method: {{}} drafts with heads and the model has none; without heads there are "
         f"{', '.join(others)}"
@@ -90,7 +91,8 @@ def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
-    dtype, kind = "float64" if method == "medusa" else "float32", METHODS[method]
+    dtype = "float64" if method == "medusa" else "float32"
+    kind = METHODS[method]
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
     draft = str(checkpoint) if kind.draft or kind.may_draft else None
     ahead = preflight(
@@ -99,7 +101,8 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     )
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
     run = begin(model, Request([1, 2, 3], 50, method=method, options=options))
-    need, token_bytes = run.need, model.target.kv_shape.bytes_per_token
+    need = run.need
+    token_bytes = model.target.kv_shape.bytes_per_token
     numbers = sum(weight.numel() for _, weight in named_weights(model.target.model))
     weights = numbers * model.target.dtype.itemsize
     heads = 0 if model.heads is None else sum(weight.nbytes for weight in model.heads.parameters())
@@ -123,7 +126,8 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
         ModelConfig(model=str(checkpoint)),
         Demand(3, 2000, "tokenswift", DraftOptions(budget=1000)),
     )
-    loaded, need = load(str(checkpoint)), preflight(*asked)
+    loaded = load(str(checkpoint))
+    need = preflight(*asked)
     there = begin(loaded, Request([1, 2, 3], 50, method="ar")).need
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     for free in (need.total_bytes, None):

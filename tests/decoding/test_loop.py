@@ -137,7 +137,8 @@ SYSTEMS = [
 @pytest.mark.parametrize(("name", "dtype"), [*first(3, CASES[:-1]), CASES[-1]], ids=str)
 def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
     params, options, seed, prompt_length, length, kind = TEXTS[name]
-    target, prompt = tiny_target(kind, dtype), random_prompt(prompt_length, seed % 1000)
+    target = tiny_target(kind, dtype)
+    prompt = random_prompt(prompt_length, seed % 1000)
     plain = decode_method("ar", target, prompt, params, seed, length)
     assert len(plain) == length
     number = list(TEXTS).index(name)
@@ -167,7 +168,8 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
 
 @pytest.mark.slow
 def test_a_long_prompt() -> None:
-    target, prompt = tiny_target("gqa"), random_prompt(2200)
+    target = tiny_target("gqa")
+    prompt = random_prompt(2200)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
     plain = decode_method("ar", target, prompt, params, 21, 60)
     budgets = (
@@ -202,7 +204,8 @@ def test_no_draft_changes_the_text_however_it_lies() -> None:
     """Long accepted paths among lies: the true continuation, cut at random, with siblings,
     repeated, out of order.
     """
-    target, prompt = tiny_target(), random_prompt(20, 3)
+    target = tiny_target()
+    prompt = random_prompt(20, 3)
     random = Random(1)
     for params in (
         parameters(penalty=1.4, window=1),
@@ -251,7 +254,9 @@ def knowing(plain: list[int], prompt: list[int], depth: int) -> Drafter:
 
 
 def test_the_length_is_exact_in_the_middle_of_an_accepted_path() -> None:
-    target, prompt, params = tiny_target(), [1, 2], parameters()
+    target = tiny_target()
+    prompt = [1, 2]
+    params = parameters()
     plain = decode_method("ar", target, prompt, params, 4, 40)
     for length in (1, 4, 5, 6, 11, 20):
         steps = decode_steps(target, knowing(plain, prompt, 4), prompt, params, 4, length)
@@ -265,7 +270,9 @@ def test_the_length_is_exact_in_the_middle_of_an_accepted_path() -> None:
 
 
 def test_a_stop_token_is_the_last_one() -> None:
-    target, prompt, params = tiny_target(), [1, 2], parameters()
+    target = tiny_target()
+    prompt = [1, 2]
+    params = parameters()
     plain = decode_method("ar", target, prompt, params, 4, 40)
     for at in (0, 1, 4, 5, 13):
         stop = plain[at]
@@ -279,7 +286,9 @@ def test_a_stop_token_is_the_last_one() -> None:
 
 
 def test_the_same_decode_twice_and_no_global_random_state() -> None:
-    target, prompt, params = tiny_target(), random_prompt(9), parameters(penalty=1.2, window=8)
+    target = tiny_target()
+    prompt = random_prompt(9)
+    params = parameters(penalty=1.2, window=8)
     torch.manual_seed(1)
     first = decode_method("tokenswift", target, prompt, params, 8, 40)
     torch.manual_seed(2)
@@ -307,7 +316,8 @@ CUTS = {  # sampling parameters, draft options, seed, prompt length, tokens
 @pytest.mark.parametrize("name", first(1, list(CUTS)[:2]))
 def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
     params, options, seed, prompt_length, length = CUTS[name]
-    target, prompt = tiny_target(), random_prompt(prompt_length, seed)
+    target = tiny_target()
+    prompt = random_prompt(prompt_length, seed)
     whole = decode_method("ar", target, prompt, params, seed, length)
     random = Random(name)
     for method, cut in [
@@ -328,7 +338,9 @@ def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
 
 
 def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
-    target, prompt, params = tiny_target(), [1, 2], parameters()
+    target = tiny_target()
+    prompt = [1, 2]
+    params = parameters()
     plain = decode_method("ar", target, prompt, params, 4, 40)
     stop = plain[13]
     until = plain.index(stop)
@@ -412,7 +424,8 @@ def joint_p_value(params: SamplingParams, paths, texts: int = 700, length: int =
         sum(exact[text] for text in rare) * texts
     ]
     if expected[-1] < 1e-9:
-        observed, expected = observed[:-1], expected[:-1]
+        observed = observed[:-1]
+        expected = expected[:-1]
     return float(stats.chisquare(observed, expected, sum_check=False).pvalue)
 
 
@@ -438,7 +451,8 @@ RECALL = DraftOptions(costs="nominal")  # the same trees whatever the clock says
 
 @needs_program
 def test_decodes_of_the_same_text_are_prefilled_together() -> None:
-    target, prompt = tiny_target(), random_prompt(50, 2)
+    target = tiny_target()
+    prompt = random_prompt(50, 2)
     wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)
     options = {"tokenswift": DraftOptions(budget=64), "medusa": DraftOptions(), "recall": RECALL}
     first, *others = (

@@ -192,9 +192,12 @@ def test_logprobs_are_those_of_transformers(
     """Recomputed from dense logits of the whole text in float64,
     with the warpers of transformers.
     """
-    params, top = SAMPLINGS[name], 4
+    params = SAMPLINGS[name]
+    top = 4
     steps = steps_of(model, "tokenswift", params, logprobs=top)
-    tokens, prompt, rows = tokens_of(steps), model.encode(PROMPT), rows_of(steps)
+    tokens = tokens_of(steps)
+    prompt = model.encode(PROMPT)
+    rows = rows_of(steps)
     assert rows.dtype == row_type(top)
     assert max(len(step.tokens) for step in steps) > 1
     assert all(len(step.logprobs) == len(step.tokens) for step in steps)

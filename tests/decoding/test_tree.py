@@ -72,7 +72,8 @@ def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) 
 def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(
     limit: int, all_paths, seed: int
 ) -> None:
-    tree, random = grown(0, limit, all_paths), Random(seed)
+    tree = grown(0, limit, all_paths)
+    random = Random(seed)
     drawn = [random.randrange(5) for _ in range(len(tree))]
     path = tree.walk(drawn)
     assert path[0] == 0

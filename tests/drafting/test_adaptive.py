@@ -54,19 +54,19 @@ class World:
     def __init__(
         self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1
     ) -> None:
-        self.paces, self.every, self.random = paces, every, Random(seed)
+        self.paces = paces
+        self.every = every
+        self.random = Random(seed)
 
     def run(self, length: int) -> tuple[float, float, Counter[int]]:
         """Seconds that a text took, those of whoever is the fastest at each token,
         and who took how many steps.
         """
-        bandit, tokens, seconds, fastest, took = (
-            Bandit(len(self.paces[0])),
-            0.0,
-            0.0,
-            0.0,
-            Counter[int](),
-        )
+        bandit = Bandit(len(self.paces[0]))
+        tokens = 0.0
+        seconds = 0.0
+        fastest = 0.0
+        took = Counter[int]()
         while tokens < length:
             pace = self.paces[int(tokens) // self.every % len(self.paces)]
             step_s, mean = pace[bandit.chosen]
@@ -163,7 +163,8 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
     class Noted(Drafter):
         def __init__(self) -> None:
             super().__init__()
-            self.kept_up, self.learned = [], 0
+            self.kept_up = []
+            self.learned = 0
 
         def keep_up(self, context: Context, most: int) -> None:
             self.kept_up.append(len(context.text))
@@ -172,11 +173,9 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
             self.learned += 1
 
     arms = {name: Noted() for name in ("ar", "one", "two")}
-    drafter, context, took = (
-        AdaptiveDrafter(depth=9, limit=9, arms=arms),
-        context_of([1], PARAMS),
-        [],
-    )
+    drafter = AdaptiveDrafter(depth=9, limit=9, arms=arms)
+    context = context_of([1], PARAMS)
+    took = []
     drafter.committed(context)
     for _ in range(200):
         drafter.propose(context, 100)
@@ -271,7 +270,9 @@ def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
 
 def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where passes are replayed: the host makes the other arms' trees, and the text is the same."""
-    target, launched, turn = static_target(), [], itertools.count()
+    target = static_target()
+    launched = []
+    turn = itertools.count()
     drafter = make_drafter("auto", target, tiny_heads(), DraftOptions(costs="nominal", nodes=12))
     assert isinstance(drafter, AdaptiveDrafter)
 

@@ -60,14 +60,10 @@ def proposed(source: ChainSource, context: Context, wanted: int = 100) -> list[i
 @pytest.mark.parametrize(("temperature", "shared"), [(0.0, True), (0.8, True), (0.8, False)])
 def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bool) -> None:
     """With the same noise, or without any."""
-    params, prompt = (
-        SamplingParams(temperature=temperature, min_p=0, penalty=1.3, window=5),
-        random_prompt(300, 2),
-    )
-    context, source = (
-        prefilled(prompt, params),
-        ChainSource("it", own_level(), 7, Drafter(), shared),
-    )
+    params = SamplingParams(temperature=temperature, min_p=0, penalty=1.3, window=5)
+    prompt = random_prompt(300, 2)
+    context = prefilled(prompt, params)
+    source = ChainSource("it", own_level(), 7, Drafter(), shared)
     likeliest = SamplingParams(temperature=0, min_p=0, penalty=1.3, window=5)
     wanted = decode_method("ar", tiny_draft(), prompt, params if shared else likeliest, 3, 7)
     held = context.kv.length
@@ -94,12 +90,12 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
 
 
 def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> None:
-    prompt, level, passes = random_prompt(150, 5), own_level(), list[int]()
-    text, context, source = (
-        list(prompt),
-        prefilled(prompt, PLAIN),
-        ChainSource("it", level, 6, Drafter(), True),
-    )
+    prompt = random_prompt(150, 5)
+    level = own_level()
+    passes = list[int]()
+    text = list(prompt)
+    context = prefilled(prompt, PLAIN)
+    source = ChainSource("it", level, 6, Drafter(), True)
     right = level.target.forward
 
     def forward(tokens, *rest):
@@ -124,7 +120,9 @@ def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> Non
 
 
 def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
-    context, level, calls = prefilled(random_prompt(20)), own_level(), []
+    context = prefilled(random_prompt(20))
+    level = own_level()
+    calls = []
     right = level.target.logits
 
     def broken(hidden):
@@ -177,7 +175,8 @@ def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(
     ],
 )
 def test_the_target_over_its_own_cache(kv: str) -> None:
-    prompt, options = random_prompt(80, 6), DraftOptions(kv=kv, budget=64, gamma=5)
+    prompt = random_prompt(80, 6)
+    options = DraftOptions(kv=kv, budget=64, gamma=5)
     drafter = make_drafter("magicdec", tiny_target(), None, options)
     steps = decode_steps(tiny_target(), drafter, prompt, PARAMS, 1, 90)
     assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, 1, 90)
@@ -199,7 +198,10 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(
     """Of committed tokens alone, in their order, though trees bring others:
     seen by plain passes over the text.
     """
-    target, prompt, given, select = tiny_target(), random_prompt(80, 6), [], PartialKV.select
+    target = tiny_target()
+    prompt = random_prompt(80, 6)
+    given = []
+    select = PartialKV.select
 
     def seen(self, full, queries) -> None:
         given.append((full.length, queries))

@@ -39,7 +39,8 @@ def test_more_keys_cost_more() -> None:
 
 
 def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
-    taken, own = [], costs.decode_step
+    taken = []
+    own = costs.decode_step
 
     def noted(*given):
         step = own(*given)
@@ -79,7 +80,8 @@ def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch) -
 
 
 def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> None:
-    target, busy = tiny_target(), replace(NOMINAL, spread=1.4)
+    target = tiny_target()
+    busy = replace(NOMINAL, spread=1.4)
     monkeypatch.setattr(costs, "measure", lambda *given: busy)
     assert costs_of(target, None) is busy
     assert not folder().exists()
@@ -93,7 +95,8 @@ def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> N
 
 @pytest.mark.slow
 def test_busy_moments_are_seen(monkeypatch) -> None:
-    own, count = costs.decode_step, 0
+    own = costs.decode_step
+    count = 0
 
     def slow(share: float):
         def step(*given):
@@ -120,7 +123,8 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
 @pytest.mark.slow
 def test_what_was_measured_is_remembered(monkeypatch) -> None:
     monkeypatch.setattr(passes, "_STEADY", 1e9)
-    target, heads = tiny_target(), tiny_heads()
+    target = tiny_target()
+    heads = tiny_heads()
     first = costs_of(target, heads)
     assert [json.loads(file.read_text())["base"] for file in folder().iterdir()] == [
         list(first.base)

@@ -56,7 +56,8 @@ def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
     sketch = CandidateTree(7, 4, AcceptanceEstimator())
     for node, token, source, chance in offers:
         sketch.propose(node % len(sketch), token, source, chance, chance)
-    probs, best = sketch.path_prob, sketch.likeliest(limit)
+    probs = sketch.path_prob
+    best = sketch.likeliest(limit)
     assert all(
         probs[node] <= probs[sketch.parents[node]] * (1 + 1e-9) for node in range(1, len(sketch))
     )
@@ -231,7 +232,9 @@ def test_a_cascade_decodes_more_where_its_passes_cost_less(
     heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tree that it is verified in costs what it did."""
-    passes, found, right = list[int](), [], chains.decode_step
+    passes = list[int]()
+    found = []
+    right = chains.decode_step
     monkeypatch.setattr(
         chains, "decode_step", lambda *given, **how: passes.append(1) or right(*given, **how)
     )

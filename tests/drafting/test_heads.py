@@ -67,11 +67,9 @@ def proposed(source: HeadSource, context: Context, limit: int = 128) -> DraftTre
 def test_every_level_holds_its_best_candidates_and_all_their_combinations(
     shared_noise: bool,
 ) -> None:
-    params, text, widths = (
-        SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4),
-        random_prompt(9),
-        (2, 3, 1),
-    )
+    params = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4)
+    text = random_prompt(9)
+    widths = (2, 3, 1)
     tree = proposed(from_states(widths, shared_noise), context_of(text, params))
     logits = tiny_target().logits(random_states(3)) / 0.8
     for token in set(text[-4:]):
@@ -97,10 +95,8 @@ def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
 def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
     few = SamplingParams(top_k=2, min_p=0, penalty=1)
     assert len(proposed(from_states((3, 3), True), context_of([1], few))) == 1 + 2 + 4
-    tree, best = (
-        proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999),
-        random_states(2),
-    )
+    tree = proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999)
+    best = random_states(2)
     assert tree.depths.count(1) == VOCAB
     likeliest = tiny_target().logits(best)[1].topk(2).indices.tolist()
     assert {tree.tokens[node] for node in range(len(tree)) if tree.depths[node] == 2} == {
@@ -112,17 +108,19 @@ def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
 def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_candidate_before(
     limit: int,
 ) -> None:
-    target, heads, context = (
-        tiny_target(),
-        tiny_heads(kind="conditioned"),
-        context_of([7, 8, 9], PLAIN),
-    )
+    target = tiny_target()
+    heads = tiny_heads(kind="conditioned")
+    context = context_of([7, 8, 9], PLAIN)
     source = HeadSource(target, heads, None, (2, 1, 3), True)
     assert len(proposed(source, context)) == 1  # there has been no pass
-    context.last, context.path = prefill(target, [7, 8], FullKV(target.kv_shape, 8)), [1]
+    context.last = prefill(target, [7, 8], FullKV(target.kv_shape, 8))
+    context.path = [1]
     assert source.read(context) == (context.last, 1)
     tree = proposed(source, context, limit)
-    state, token, spine, others = context.last.hidden[1], 9, [], []
+    state = context.last.hidden[1]
+    token = 9
+    spine = []
+    others = []
     for level, width in enumerate((2, 1, 3)):
         state, out = heads.step(level, state, target.model.get_input_embeddings().weight[token])
         best = (
@@ -145,9 +143,12 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
 
 
 def test_levels_that_did_not_pay_of_late_are_left_out_but_for_now_and_then() -> None:
-    target, heads, context = tiny_target(), tiny_heads(kind="conditioned"), context_of([7], PLAIN)
+    target = tiny_target()
+    heads = tiny_heads(kind="conditioned")
+    context = context_of([7], PLAIN)
     context.text += [8, 9]
-    context.last, context.path = prefill(target, [7, 8], FullKV(target.kv_shape, 8)), [1]
+    context.last = prefill(target, [7, 8], FullKV(target.kv_shape, 8))
+    context.path = [1]
     drafted = {}
     for least in (0.0, 0.95):
         source = HeadTreeSource(target, heads, None, (2, 2, 2), True)
@@ -172,7 +173,8 @@ def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) ->
     """While the partial cache holds everything, the first level guesses every draw:
     at most a step per two tokens.
     """
-    target, params = tiny_target(), SamplingParams(min_p=0, penalty=1.2, window=16)
+    target = tiny_target()
+    params = SamplingParams(min_p=0, penalty=1.2, window=16)
     options = DraftOptions(tree=(1, 1), nodes=3, budget=budget, ngrams=0)
     steps = decode_steps(
         target, drafter_of("tokenswift", target, options), random_prompt(10), params, 6, 40
@@ -185,7 +187,9 @@ def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) ->
 def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(
     kind: str, method: str
 ) -> None:
-    target, params, prompt = tiny_target(), SamplingParams(min_p=0, penalty=1.1), random_prompt(10)
+    target = tiny_target()
+    params = SamplingParams(min_p=0, penalty=1.1)
+    prompt = random_prompt(10)
     heads = copy.deepcopy(tiny_heads(kind=kind))
     heads.draft_ids = torch.arange(1, VOCAB, 7, dtype=torch.int32)
     wanted = decode_method("ar", target, prompt, params, 6, 200)

@@ -43,7 +43,8 @@ def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (70_000, 6 * 64 + 4)])
 def test_a_text_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
-    recall, context = history(vocab), context_of([0], PLAIN, vocab=vocab)
+    recall = history(vocab)
+    context = context_of([0], PLAIN, vocab=vocab)
     for _ in range(32):
         recall.prefilled(context, Forwarded(torch.zeros(64, vocab), []))
     assert (
@@ -84,8 +85,10 @@ def recalled(
     """What is recalled of a text that came in pieces, and its sampler;
     a prompt is prefilled in two chunks.
     """
-    vocab, known = logits.shape[1], pieces[0] - 1
-    recall, context = history(vocab, kept, noise), context_of(text[: pieces[0]], params, 7, vocab)
+    vocab = logits.shape[1]
+    known = pieces[0] - 1
+    recall = history(vocab, kept, noise)
+    context = context_of(text[: pieces[0]], params, 7, vocab)
     recall._index.reach = reach
     for chunk in (logits[: known // 2], logits[known // 2 : known]):
         recall.prefilled(context, Forwarded(chunk, []))
@@ -98,7 +101,8 @@ def recalled(
             [logits[done - 1 : done], torch.full((1, vocab), 99.0), logits[done : done + piece - 1]]
         )
         context.path = [0, *range(2, piece + 1)]
-        context.last, context.logits = Forwarded(rows, []), rows
+        context.last = Forwarded(rows, [])
+        context.logits = rows
         recall.committed(context)
     assert context.text == text
     assert len(recall) == len(text) - 1
@@ -111,12 +115,14 @@ def test_repeats_of_late_are_counted_and_logits_kept_where_they_pay() -> None:
     shares, kept = {}, {}
     for name, text in texts.items():
         for costs in (None, NOMINAL):
-            recall, context = history(VOCAB), context_of(text[:1], PLAIN, vocab=VOCAB)
+            recall = history(VOCAB)
+            context = context_of(text[:1], PLAIN, vocab=VOCAB)
             recall.costs = costs
             for token in text[1:]:
                 recall.committed(context)
                 context.text.append(token)
-                context.logits, context.path = torch.zeros(1, VOCAB), [0]
+                context.logits = torch.zeros(1, VOCAB)
+                context.path = [0]
             recall.committed(context)
             shares[name] = recall.repeats
             kept[name, costs is None] = int(
@@ -143,13 +149,15 @@ def expected(
             matches.append((length, end))
     matches = sorted(matches, reverse=True)[:4] or [(0, -1)]
     weights = torch.tensor([2.0 * length for length, _ in matches], dtype=torch.float64).softmax(0)
-    mean, scale = torch.zeros(logits.shape[1], dtype=torch.float64), 0.0
+    mean = torch.zeros(logits.shape[1], dtype=torch.float64)
+    scale = 0.0
     for weight, (length, end) in zip(weights, matches, strict=True):
         if length:
             probs = logits[end].softmax(-1)
             mean += weight * probs.where(probs >= probs.topk(kept).values[-1], 0.0)
             scale += float(weight * logits[end].logsumexp(-1))
-    row, seen = (mean.log() + scale).unsqueeze(0), None
+    row = (mean.log() + scale).unsqueeze(0)
+    seen = None
     if params.penalises:
         seen = torch.zeros(row.shape, dtype=torch.bool)
         seen[0, whole[-params.window :]] = True
@@ -210,11 +218,14 @@ def test_any_text_in_any_pieces_is_recalled_by_its_longest_and_then_latest_match
 
 
 def test_banned_tokens_and_impossible_ones_are_not_guessed() -> None:
-    text, logits = words(60), thoughts(60)
+    text = words(60)
+    logits = thoughts(60)
     clean = logits.clone()
     clean[:, [11, 12, 13]] = -math.inf
     # nothing of a banned token is looked at
-    logits[:, 11], logits[:, 12], logits[:, 13] = 50.0, math.nan, -math.inf
+    logits[:, 11] = 50.0
+    logits[:, 12] = math.nan
+    logits[:, 13] = -math.inf
     params = SamplingParams(min_p=0.0, penalty=1.0, banned=(11, 12))
     check_guesses(text, logits, [2, *[2] * 29], [[], [1]], params, clean=clean)
     recall, _ = recalled(text, logits.nan_to_num(), [60], PLAIN)
@@ -238,11 +249,13 @@ def test_of_many_matches_the_latest_are_looked_at_also_where_tables_grew() -> No
 
 def test_what_nobody_recorded_is_known_by_the_token_that_came() -> None:
     text = words(40)
-    recall, context = history(VOCAB), context_of(text[:5], PLAIN)
+    recall = history(VOCAB)
+    context = context_of(text[:5], PLAIN)
     recall.prefilled(context, Forwarded(thoughts(4), []))
     recall.committed(context)
     context.text += text[5:]  # by other drafters; of the last pass two rows are known
-    context.logits, context.path = thoughts(2, 9), [0, 1]
+    context.logits = thoughts(2, 9)
+    context.path = [0, 1]
     recall.committed(context)
     assert recall._tables["ids"][4:37, 0].tolist() == text[5:38]
     assert recall._tables["logs"][4:37, :2].tolist() == [[0, -math.inf]] * 33
@@ -266,7 +279,9 @@ class Known:
     """Says what it was told, and remembers what it was asked."""
 
     def __init__(self, guesses: dict[tuple[int, ...], Candidates], length: int) -> None:
-        self.guesses, self.asked, self.length = guesses, list[tuple[int, ...]](), length
+        self.guesses = guesses
+        self.asked = list[tuple[int, ...]]()
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -278,11 +293,9 @@ class Known:
 
 def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), limit: int = 64):
     """A tree of guesses, of which those pay that are this likely."""
-    sketch, known, budget = (
-        CandidateTree(text[-1], depth, AcceptanceEstimator()),
-        Known(guesses, len(text) - 1),
-        None,
-    )
+    sketch = CandidateTree(text[-1], depth, AcceptanceEstimator())
+    known = Known(guesses, len(text) - 1)
+    budget = None
     for path in before:
         sketch.add(path, "heads")
     budget = TreeBudget()
@@ -318,7 +331,8 @@ def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
 
 
 def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
-    before, guesses = [[2, 7], [3]], {(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}
+    before = [[2, 7], [3]]
+    guesses = {(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}
     (both, known), (plain, _), (alone, _) = (
         sketched(given, 0.05, before=offered)
         for given, offered in ((guesses, before), ({}, before), (guesses, ()))
@@ -352,14 +366,14 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
 
 
 def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding() -> None:
-    target, params, prompt = (
-        tiny_target(),
-        SamplingParams(min_p=0.02, penalty=1.2, window=40),
-        [3, 1, 4, 1, 5],
-    )
-    written, steps = list[int](), []
+    target = tiny_target()
+    params = SamplingParams(min_p=0.02, penalty=1.2, window=40)
+    prompt = [3, 1, 4, 1, 5]
+    written = list[int]()
+    steps = []
     for piece in (40, 80, 120):  # each with less to recall
-        budget, memory = TreeBudget(), LogitHistory(target, True)
+        budget = TreeBudget()
+        memory = LogitHistory(target, True)
         drafter = DynamicTreeDrafter([HistorySource(memory, budget, 16)], 8, 16, [memory], budget)
         for step in Decoding(target, prompt, params, 5, drafter, piece, written=written).steps():
             written += step.tokens
@@ -373,7 +387,9 @@ class Counted:
     """What an n-gram table is to be, by sorting everything all the time."""
 
     def __init__(self, k: int, most: int = 1 << 18) -> None:
-        self.k, self.most, self.now = k, most, 0
+        self.k = k
+        self.most = most
+        self.now = 0
         self.counts: dict[tuple[int, ...], tuple[int, int]] = {}  # how often, and when last
 
     def count(self, gram: tuple[int, ...]) -> None:
@@ -401,7 +417,8 @@ texts = st.lists(token, min_size=60, max_size=200)  # else they would be of five
 def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(
     text, n: int, k: int, most: int
 ) -> None:
-    table, wanted = NgramTable(n, k, most), Counted(k, most)
+    table = NgramTable(n, k, most)
+    wanted = Counted(k, most)
     for start in range(len(text) - n + 1):
         table.count(text[start : start + n])
         wanted.count(tuple(text[start : start + n]))
@@ -419,11 +436,11 @@ def test_only_what_left_the_penalty_window_is_counted(
     text, pieces, window, recent, penalises
 ) -> None:
     """Counting as the text grows, in any pieces, equals counting at once."""
-    table, context = (
-        NgramTable(4, 5),
-        context_of([], SamplingParams(penalty=1.3 if penalises else 1.0, window=window)),
-    )
-    source, wanted, end = ReuseSource(table, 0, recent), Counted(5), 4
+    table = NgramTable(4, 5)
+    context = context_of([], SamplingParams(penalty=1.3 if penalises else 1.0, window=window))
+    source = ReuseSource(table, 0, recent)
+    wanted = Counted(5)
+    end = 4
     for piece in [*pieces, len(text)]:
         context.text += text[len(context.text) : len(context.text) + piece]
         source.start(context)
@@ -439,7 +456,8 @@ def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
         (0, {(2, 3, 0), (3, 3, 0)}),
         (1, {(3, 0, 1, 3), (3, 3, 0, 1), (2, 3, 0, 1)}),
     ):
-        source, tree = ReuseSource(NgramTable(4, 20), below, False), DraftTree(1, 64)
+        source = ReuseSource(NgramTable(4, 20), below, False)
+        tree = DraftTree(1, 64)
         source.start(context)
         for drafted in (3, 2) if below else ():
             tree.add([drafted], "heads")

@@ -198,8 +198,10 @@ def copy_of(target: Target, how) -> Target:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafting_passes_run_on_a_copy_and_others_do_not(method: str) -> None:
-    target, copied = tiny_target(), copy_of(tiny_target(), garbage)
-    options, draft = DraftOptions(budget=64), tiny_draft()
+    target = tiny_target()
+    copied = copy_of(tiny_target(), garbage)
+    options = DraftOptions(budget=64)
+    draft = tiny_draft()
     costs = replace(NOMINAL, level=1.0)
     drafter: Any = make_drafter(
         method, target, tiny_heads(), options, draft, drafting=copied, draft_costs=costs
@@ -222,12 +224,10 @@ DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.partial]
 def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(
     method: str, how, monkeypatch
 ) -> None:
-    target, prompt, params, passes = (
-        tiny_target(),
-        random_prompt(80, 6),
-        SamplingParams(min_p=0.02),
-        [],
-    )
+    target = tiny_target()
+    prompt = random_prompt(80, 6)
+    params = SamplingParams(min_p=0.02)
+    passes = []
     copied = copy_of(target, how)
     monkeypatch.setattr(
         copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given)

@@ -74,7 +74,8 @@ TWICE = [*zip(LAYOUTS * 2, [*TREES] * 3, strict=False)]
 
 @pytest.mark.parametrize(("layout", "tree"), first(2, TWICE))
 def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
-    target, params = drafted(layout), PENALISED if tree in ("alone", "chain") else SAMPLED
+    target = drafted(layout)
+    params = PENALISED if tree in ("alone", "chain") else SAMPLED
     drafter: Any = drafter_of(layout, target, tree)
     steps = decode_steps(target, drafter, PROMPT, params, 3, 40)
     assert tokens_of(steps) == plain(params)
@@ -107,7 +108,8 @@ def test_a_host_counts_the_seconds_of_the_last_round(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("layout", first(1, KINDS))
 def test_any_prompt_and_what_was_written_before(layout: str) -> None:
-    target, whole = drafted(layout), plain(SAMPLED)
+    target = drafted(layout)
+    whole = plain(SAMPLED)
     rest = Decoding(
         target, PROMPT, SAMPLED, 3, drafter_of(layout, target, "auto"), 40, written=whole[:23]
     ).steps()
@@ -156,14 +158,18 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
     drafter: Any = make_drafter(
         method_of(layout), target, None, options_of(tree=(4, 3, 4), nodes=40, costs=None)
     )
-    source, dense, random, checked = drafter.sources[0], Dense(layout, qwen3()), Random(4), []
+    source = drafter.sources[0]
+    dense = Dense(layout, qwen3())
+    random = Random(4)
+    checked = []
     propose = source.propose
 
     def seen(tree, context) -> None:  # type: ignore[no-untyped-def]
         propose(tree, context)
         if len(context.text) % 3:
             return
-        text, sampler = list(context.text), context.sampler
+        text = list(context.text)
+        sampler = context.sampler
         window = dense.window(len(text) - 1, 64, 4)
         block = None if "eagle" in layout else dense.block(text, window)
         for node in {tree.parents[node] for node in range(1, len(tree))}:
@@ -173,7 +179,8 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
                 if block is None
                 else dense.biased(block, [text[-1], *path])
             )
-            logits, before = logits.clamp(min=-1e4), None
+            logits = logits.clamp(min=-1e4)
+            before = None
             if params.penalises:
                 before = torch.zeros(1, VOCAB, dtype=torch.bool)
                 # the window of the root serves all levels

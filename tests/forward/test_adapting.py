@@ -211,7 +211,8 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
     )
     network = shapes.random_weights(config, torch.bfloat16, torch.device("cpu"), "random")
     narrow, wide = Target(deepcopy(network)), Target(network.float())
-    places, hidden = torch.arange(80), []
+    places = torch.arange(80)
+    hidden = []
     for target in (narrow, wide):
         kv = FullKV(target.kv_shape, len(places))
         hidden.append(target.forward(places, places, kv, None).hidden.double())

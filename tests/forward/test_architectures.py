@@ -67,11 +67,9 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     model = load(folder, weights=weights)
     assert (model.layers, model.quantization) == (PROGRAM, weights)
     assert may_serve(model.target.model.config)
-    params, prompt, length = (
-        SamplingParams(min_p=0.02),
-        model.encode(SENTENCES[0]),
-        LENGTHS[weights],
-    )
+    params = SamplingParams(min_p=0.02)
+    prompt = model.encode(SENTENCES[0])
+    length = LENGTHS[weights]
 
     def text(model: LoadedModel, method: str, written: Sequence[int] = ()) -> list[int]:
         options = options_for(method, **FIELDS)

@@ -146,7 +146,8 @@ def test_products_are_near(bias: bool) -> None:
     cheap = Float8Linear(whole)
     for shape in ((1, 1), (1, 17), (3, 2)):
         rows = torch.randn(*shape, 256).bfloat16() * 3
-        expected, found = whole(rows), cheap(rows)
+        expected = whole(rows)
+        found = cheap(rows)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert (found - expected).norm() < 0.05 * expected.norm()
 
@@ -176,7 +177,8 @@ def test_all_but_the_decoders_linear_layers_is_shared(
 ) -> None:
     model = load(str(make_checkpoint(tmp_path / "m", **changes)), draft_weights="fp8", **HALF)
     assert model.drafting is not None
-    whole, copied = model.target.model, model.drafting.model
+    whole = model.target.model
+    copied = model.drafting.model
     own, theirs = pointers(whole), pointers(copied)
     linear = {
         f"model.{name}" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)
@@ -213,7 +215,8 @@ def test_joined_layers_stay_joined(checkpoint: Path) -> None:
     single = cheaper_copy(network)
     ids = torch.arange(9).unsqueeze(0)
     with torch.inference_mode():
-        before, expected = network(ids).logits, single(ids).logits
+        before = network(ids).logits
+        expected = single(ids).logits
         join(network)
         joined = cheaper_copy(network)
         kinds = [

@@ -32,7 +32,8 @@ def test_weights_come_back_as_they_were_packed(
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).to(dtype)
     for given in (weight, weight.float()):
-        packed, wanted = PackedFloats(given), torch.tensor([[0, outputs - 1], [outputs // 2, 0]])
+        packed = PackedFloats(given)
+        wanted = torch.tensor([[0, outputs - 1], [outputs // 2, 0]])
         assert packed.kind == dtype
         assert torch.equal(packed.rows(torch.arange(outputs)), weight.float())
         assert torch.equal(packed.rows(wanted), weight.float()[wanted])

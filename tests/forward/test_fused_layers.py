@@ -207,16 +207,12 @@ def test_rows_among_many_have_the_bits_that_they_have_among_few(
     """Products of a wide pass are those of passes of a width,
     whose parts are added where they are read.
     """
-    given, weights = (
-        random(1, rows, inputs, dtype=dtype),
-        random(2, outputs, inputs, dtype=dtype) / 16,
-    )
+    given = random(1, rows, inputs, dtype=dtype)
+    weights = random(2, outputs, inputs, dtype=dtype) / 16
     bias = random(3, outputs, dtype=dtype)
     assert kernels.product_parts(inputs, outputs) == inputs // 64
-    made, active = (
-        kernels.multiply(given, weights, None, bias),
-        kernels.multiply_silu(given, weights),
-    )
+    made = kernels.multiply(given, weights, None, bias)
+    active = kernels.multiply_silu(given, weights)
     assert made.shape == (1, rows, outputs)
     few = given.split(32)
     products = [whole(kernels.multiply(each, weights, None, bias), dtype) for each in few]
@@ -454,7 +450,8 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
     narrow: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = forward_target.CHUNK
-    text, found = [(7 * at + 3) % 97 for at in range(2 * wide + 2)], []
+    text = [(7 * at + 3) % 97 for at in range(2 * wide + 2)]
+    found = []
     passes = Counter[int]()
     right = narrow._compute
     monkeypatch.setattr(
@@ -528,10 +525,8 @@ def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
     which may be asked for another one.
     """
     target = wrapped("Llama, GQA", torch.float32)
-    norm, hidden = (
-        target.model.get_decoder().layers[0].following[0],
-        random(1, 1, 2, 32, dtype=torch.float32),
-    )
+    norm = target.model.get_decoder().layers[0].following[0]
+    hidden = random(1, 1, 2, 32, dtype=torch.float32)
     with torch.no_grad():
         expected = norm(hidden)
         norm.handed = (hidden + 1, hidden)
@@ -566,13 +561,12 @@ def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(
     """A resumed text is forwarded by such passes,
     and has to have the bits that it was decoded with.
     """
-    target, made = wrapped("Llama, MQA", torch.bfloat16, 1), Counter[str]()
+    target = wrapped("Llama, MQA", torch.bfloat16, 1)
+    made = Counter[str]()
     monkeypatch.setattr(kernels, "add_norm", counted(made, "add_norm", kernels.add_norm))
-    kv, length, ids = (
-        FullKV(target.kv_shape, 20),
-        torch.full((), 5, dtype=torch.int32),
-        torch.arange(2),
-    )
+    kv = FullKV(target.kv_shape, 20)
+    length = torch.full((), 5, dtype=torch.int32)
+    ids = torch.arange(2)
     assert torch.is_grad_enabled()
     target.compute_static(ids, ids + 5, kv, length, None)
     assert made["add_norm"] == 3
@@ -587,9 +581,11 @@ def test_few_operators_surround_the_layers() -> None:
     layer = target.model.get_decoder().layers[0]
     layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", False))
     layer.register_forward_hook(lambda *given: setattr(operators, "on", True))
-    kv, length = FullKV(target.kv_shape, 20), torch.full((), 5, dtype=torch.int32)
+    kv = FullKV(target.kv_shape, 20)
+    length = torch.full((), 5, dtype=torch.int32)
     for nodes, most in ((8, 4), (1, 6)):
-        ids, places = torch.arange(nodes), torch.arange(nodes) + 5
+        ids = torch.arange(nodes)
+        places = torch.arange(nodes) + 5
         operators.seen.clear()
         with torch.inference_mode(), operators:
             operators.on = True
@@ -603,7 +599,8 @@ def test_few_operators_surround_the_layers() -> None:
 
 @pytest.mark.slow
 def test_a_call_without_our_cache_goes_the_old_way() -> None:
-    made, ids = network("Qwen3"), torch.arange(7).unsqueeze(0)
+    made = network("Qwen3")
+    ids = torch.arange(7).unsqueeze(0)
     expected = made(ids).logits
     target = wrap_model(made, "tiny", "triton")
     made.set_attn_implementation("sdpa")
@@ -625,7 +622,8 @@ def test_a_copy_is_fused_for_itself() -> None:
 
 @pytest.mark.slow
 def test_taps_see_what_they_saw() -> None:
-    target, eager = wrapped("Llama, GQA", torch.float32), Target(network("Llama, GQA"))
+    target = wrapped("Llama, GQA", torch.float32)
+    eager = Target(network("Llama, GQA"))
     for each in (target, eager):
         each.tap()
         each.tap([0, 1])
@@ -721,10 +719,12 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on, self.seen = False, Counter[str]()
+        self.on = False
+        self.seen = Counter[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, out = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
         view = name == "reshape" and out.data_ptr() == args[0].data_ptr()
         if self.on and name not in self.FREE and not view:
             self.seen["product" if name in ("mm", "addmm", "linear") else name] += 1
@@ -734,7 +734,8 @@ class Operators(TorchDispatchMode):
         """A launcher that counts as one, whatever the interpreter does for it."""
 
         def counted(*given: Any, **named: Any) -> Any:
-            before, self.on = self.on, False
+            before = self.on
+            self.on = False
             out = launch(*given, **named)
             self.on = before
             self.seen[name] += before
@@ -759,11 +760,9 @@ def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits
     layer = target.model.get_decoder().layers[1]
     layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", True))
     layer.register_forward_hook(lambda *given: setattr(operators, "on", False))
-    kv, ids, length = (
-        FullKV(target.kv_shape, 20),
-        torch.arange(3),
-        torch.full((), 5, dtype=torch.int32),
-    )
+    kv = FullKV(target.kv_shape, 20)
+    ids = torch.arange(3)
+    length = torch.full((), 5, dtype=torch.int32)
     with torch.inference_mode(), operators:
         target.compute_static(ids, ids + 5, kv, length, None)
     wanted = {"product": 4, "attention": 1, "add_norm": 2, "rotate": 1, "silu_mul": 1}

@@ -92,7 +92,8 @@ def test_codes_come_back_as_they_were_packed(
         assert torch.equal(getattr(back, name), getattr(codes, name))
     size = (2 if half else 4) * (1 if centre else 2)  # of an output's scale and minimum
     assert layer.packed.bytes.nbytes == -(-outputs // 16) * 16 * blocks * (block * bits // 8 + size)
-    embeddings, tokens = PackedEmbedding(layer.packed), torch.randint(outputs, (2, 3))
+    embeddings = PackedEmbedding(layer.packed)
+    tokens = torch.randint(outputs, (2, 3))
     assert torch.equal(embeddings(tokens), codes.dequantized()[tokens])
 
 
@@ -112,7 +113,8 @@ def test_weights_are_rounded_to_the_nearest_code(bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "apart"), [(8, 2e-2), (16, 1e-4)])
 def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apart: float) -> None:
-    codes, rows = codes_of(200, 1536, 4), rows_of(8, 1536)
+    codes = codes_of(200, 1536, 4)
+    rows = rows_of(8, 1536)
     wanted = rows.double() @ codes.dequantized().double().T
     found = multiply_plainly(rows, codes, bits)
     assert ((found - wanted).norm() / wanted.norm()) < apart
@@ -126,7 +128,8 @@ def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apar
 def test_sums_are_rounded_once() -> None:
     """As the C library's own fused operation does, near ties and everywhere."""
     fused = ctypes.CDLL("libm.so.6").fmaf
-    fused.argtypes, fused.restype = [ctypes.c_float] * 3, ctypes.c_float
+    fused.argtypes = [ctypes.c_float] * 3
+    fused.restype = ctypes.c_float
     x, y, z = (torch.randn(30_000) * torch.randint(-9, 9, (30_000,)).exp2() for _ in range(3))
     z[:10_000] = -(x * y)[:10_000]
     x[10_000:20_000] = x[10_000:20_000].half().float()
@@ -157,7 +160,8 @@ def test_a_product_has_the_bits_of_its_definition(
     options, needed = INSTRUCTIONS[instructions]
     if needed not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"this processor has no {instructions}")
-    program, before = build(products._SOURCE, options=options), torch.get_num_threads()
+    program = build(products._SOURCE, options=options)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for size, held in (
@@ -197,7 +201,8 @@ def test_a_rows_bits_are_its_own(input_bits: int) -> None:
 
 
 def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, rows = PackedLinear(codes_of(40, 64, 4), torch.randn(40)), torch.randn(2, 3, 64)
+    layer = PackedLinear(codes_of(40, 64, 4), torch.randn(40))
+    rows = torch.randn(2, 3, 64)
     found = layer(rows)
 
     def unbuilt(*given: object) -> Tensor:
@@ -208,7 +213,8 @@ def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gradients_flow_through_it() -> None:
-    layer, rows = PackedLinear(codes_of(40, 64, 8)), torch.randn(3, 64, requires_grad=True)
+    layer = PackedLinear(codes_of(40, 64, 8))
+    rows = torch.randn(3, 64, requires_grad=True)
     layer(rows).sum().backward()
     assert torch.allclose(rows.grad, layer.weight.sum(0).expand(3, -1), atol=1e-4)
 
@@ -268,11 +274,14 @@ def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
     assert target.program is not None
     with finely_rounded(made):
         target = wrap_model(made, kind, "native")
-        prompt, tree = [*range(90)], random_tree(23, Random(3), VOCAB)
+        prompt = [*range(90)]
+        tree = random_tree(23, Random(3), VOCAB)
         nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 90, tree.ancestors()
-        kv, passes = filled(target, prompt, 23), []
+        kv = filled(target, prompt, 23)
+        passes = []
         for program in (target.program, None):
-            kept, target.program = target.program, program
+            kept = target.program
+            target.program = program
             hidden = target.forward(*nodes[:2], kv, nodes[2]).hidden
             passes.append((hidden, target.logits(hidden)))
             target.program = kept
@@ -289,7 +298,8 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
     target = target_of("qwen3", 4, input_bits=input_bits)
     assert fingerprint(target) == fingerprint(target)
     text = torch.randint(VOCAB, (700,), generator=torch.Generator().manual_seed(2)).tolist()
-    whole, slow = filled(target, text, 0), FullKV(target.kv_shape, 700)
+    whole = filled(target, text, 0)
+    slow = FullKV(target.kv_shape, 700)
     start = 0
     for size in (3, 64, 200, 1, 300, 131, 1):
         last = prefill(target, text[start : start + size], slow)
@@ -306,7 +316,8 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
 @pytest.mark.parametrize("kind", first(1, KINDS))
 def test_every_method_writes_plain_decodings_text(kind: str) -> None:
     target = target_of(kind, 8 if kind == "qwen2" else 4)
-    params, prompt = SamplingParams(penalty=1.05), [*range(1, 60), *range(20, 50)]
+    params = SamplingParams(penalty=1.05)
+    prompt = [*range(1, 60), *range(20, 50)]
     wanted = decode_method("ar", target, prompt, params, 3, 400)
     assert len({*wanted}) > 20
     heads = HEAD_TYPES["conditioned"](64, 3).requires_grad_(False)

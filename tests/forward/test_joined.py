@@ -81,22 +81,28 @@ def held(network: nn.Module) -> int:
     ("dtype", "count", "bias"), [(torch.float64, 7, True), (torch.bfloat16, 1, False)]
 )
 def test_the_same_products_of_the_same_weights(dtype: torch.dtype, count: int, bias: bool) -> None:
-    block, given = Block(dtype, bias), rows(count, dtype)
-    wanted, before, state = block(given), held(block), deepcopy(block.state_dict())
+    block = Block(dtype, bias)
+    given = rows(count, dtype)
+    wanted = block(given)
+    before = held(block)
+    state = deepcopy(block.state_dict())
     join(block)
     assert (len(block.joined()), len(products(block)), held(block)) == (5, 2, before)
     near(block(given), wanted)
     assert all(layer.handed is None for layer in joined_layers(block))
     assert list(block.state_dict()) == list(state)
     assert all(torch.equal(weight, state[name]) for name, weight in block.state_dict().items())
-    changed, plain = {name: weight * 2 for name, weight in state.items()}, Block(dtype, bias)
+    changed = {name: weight * 2 for name, weight in state.items()}
+    plain = Block(dtype, bias)
     for each in (block, plain):  # in place
         each.load_state_dict(changed)
     near(block(given), plain(given))
 
 
 def test_layers_that_are_called_otherwise_compute_by_themselves() -> None:
-    block, given, other = Block(), rows(3), rows(4)
+    block = Block()
+    given = rows(3)
+    other = rows(4)
     plain = deepcopy(block)
     join(block)
     for name in ("k_proj", "v_proj", "up_proj"):  # nothing came before
@@ -125,9 +131,11 @@ def test_weights_that_are_converted_are_no_longer_joined(part: str) -> None:
 
 
 def test_a_copy_is_plain_and_goes_by_its_own_weights() -> None:
-    block, given = Block(), rows(3)
+    block = Block()
+    given = rows(3)
     join(block)
-    wanted, other = block(given), deepcopy(block)
+    wanted = block(given)
+    other = deepcopy(block)
     assert [type(layer) for layer in other.children()] == [nn.Linear] * 5
     assert held(other) == held(block)
     near(other(given), wanted)
@@ -188,7 +196,8 @@ def test_architectures_are_served_with_joined_products(name: str, tmp_path: Path
     ]
     assert texts[0] == texts[1]
     target.model.save_pretrained(tmp_path)
-    saved, state = load_file(tmp_path / "model.safetensors"), plain.state_dict()
+    saved = load_file(tmp_path / "model.safetensors")
+    state = plain.state_dict()
     assert saved
     assert all(torch.equal(weight, state[name]) for name, weight in saved.items())
 

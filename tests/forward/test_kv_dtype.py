@@ -47,7 +47,8 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
     """In float64, where all that rounds is the cache: every method's text is plain decoding's,
     and it does round.
     """
-    params, prompt = SamplingParams(penalty=1.1), random_prompt(100)
+    params = SamplingParams(penalty=1.1)
+    prompt = random_prompt(100)
     states = []
     for kind in (kv_dtype, torch.float64):
         target = wrap_model(tiny_llama("gqa", torch.float64), "tiny", "sdpa", kv_dtype=kind)

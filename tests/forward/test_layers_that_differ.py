@@ -36,10 +36,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", first(2, [*KINDS]))
 def test_what_layers_keep_is_known_before_they_are_loaded(kind: str, tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES[kind], tmp_path)
-    target, spec = (
-        load(str(tmp_path)).target,
-        inspect_model(ModelConfig(model=str(tmp_path), kv_dtype="float32")),
-    )
+    target = load(str(tmp_path)).target
+    spec = inspect_model(ModelConfig(model=str(tmp_path), kv_dtype="float32"))
     kept = [LayerKV(*layer) for layer in KINDS[kind]]
     assert (list(target.kv_shape.by_layer), list(spec.kv_shape.by_layer)) == (kept, kept)
     numbers = sum(

@@ -39,7 +39,8 @@ OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
 class LengthOnDevice(TreeAttention):
     """Attention that may be told the length by a tensor, as the one by Triton is."""
 
-    STATIC, MAX_NODES = True, 128
+    STATIC = True
+    MAX_NODES = 128
 
     def __init__(self, layout, prefix, nodes, ancestors) -> None:
         self._end = int(prefix) + nodes
@@ -104,7 +105,8 @@ def test_passes_go_with_their_cache() -> None:
 @pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens", "positions", None])
 def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
     """And what is left in place from the pass before shows."""
-    target, kv = static_target(), FullKV(tiny_target().kv_shape, 60)
+    target = static_target()
+    kv = FullKV(tiny_target().kv_shape, 60)
     prefill(target, random_prompt(20), kv)
     target.prepare(kv, 8)
     trees = [random_tree(8, Random(seed)) for seed in (1, 2)]
@@ -116,7 +118,8 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
         kv.length += 1
         if mistake:
             for static in target.passes[kv]:
-                name, run = f"_{mistake}", static._run
+                name = f"_{mistake}"
+                run = static._run
                 kept = getattr(static, name).clone()
                 static._run = lambda static=static, name=name, kept=kept, run=run: (
                     getattr(static, name).copy_(kept),
@@ -147,10 +150,8 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
     assert target.attention_features
     assert target.replays
     heads = ChainedHeads(target.hidden_size, 2)
-    options, prompt = (
-        DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64),
-        random_prompt(12),
-    )
+    options = DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64)
+    prompt = random_prompt(12)
     texts = []
     for each in (target, Target(network)):
         drafter = make_drafter(

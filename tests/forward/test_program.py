@@ -187,12 +187,15 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     assert target.program is not None
     assert execution_note(target) == PROGRAM
     for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
-        tree, kv, passes = tree_of(nodes, held), filled(target, held, nodes), []
+        tree = tree_of(nodes, held)
+        kv = filled(target, held, nodes)
+        passes = []
         untapped = target.forward(*tree[:2], kv, tree[2])
         target.tap()
         target.tap([1, 0, 1])
         for program in (target.program, None):
-            kept, target.program = target.program, program
+            kept = target.program
+            target.program = program
             out = target.forward(*tree[:2], kv, tree[2])
             queries = torch.stack([query[:, :nodes] for query in out.queries])
             cache = kv.buffers[0].clone(), kv.buffers[1].clone()
@@ -218,12 +221,16 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     [*(("llama", kv_dtype) for kv_dtype in KINDS_OF_KV), ("qwen3.5", torch.int16)],
 )
 def test_a_row_has_the_same_bits_in_every_pass(kind: str, kv_dtype: torch.dtype) -> None:
-    target, held, nodes = target_of(kind, kv_dtype=kv_dtype), 150, 29
-    tokens, positions = torch.arange(nodes) % VOCAB, torch.arange(held, held + nodes)
+    target = target_of(kind, kv_dtype=kv_dtype)
+    held = 150
+    nodes = 29
+    tokens = torch.arange(nodes) % VOCAB
+    positions = torch.arange(held, held + nodes)
     kv = filled(target, held, nodes)
     before = kv.mark()
     whole = target.forward(tokens, positions, kv, None)
-    logits, keys = target.logits(whole.hidden), kv.buffers[0].clone()
+    logits = target.logits(whole.hidden)
+    keys = kv.buffers[0].clone()
     for size in (1, 2, 5, 6, 7, 13):
         kv.rewind(before)
         for start in range(0, nodes, size):
@@ -270,7 +277,8 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
     written, caches = [], []
     for kind in (torch.float32, kv_dtype):
         target = target_of(kv_dtype=kind)
-        kv, tree = filled(target, 3, 40), tree_of(40, 3)
+        kv = filled(target, 3, 40)
+        tree = tree_of(40, 3)
         target.forward(*tree[:2], kv, tree[2])
         caches.append(kv)
         assert kv.shape.dtype == kind
@@ -291,7 +299,8 @@ def test_integers_show_what_is_broken() -> None:
     and no number that the weights can give is too large.
     """
     target = target_of("qwen3", kv_dtype=torch.int16)
-    shape, kv = target.kv_shape, filled(target, 0, 9)
+    shape = target.kv_shape
+    kv = filled(target, 0, 9)
     made = torch.randn(shape.heads, 3, shape.head_dim)
     made[0, 1, 5], made[1, 2, 3], made[1, 0, 0] = torch.nan, torch.inf, -torch.inf
     kept = shape.narrowed(made, 1, 0)
@@ -299,7 +308,8 @@ def test_integers_show_what_is_broken() -> None:
     assert torch.equal(shape.broken(kept), ~made.isfinite())
     # "qwen2" and "llama" have biases, OLMo has no norm before attention
     for kind in ("qwen3", "qwen2", "llama", "olmo2", "olmo3"):
-        largest, steps = target_of(kind), target_of(kind, kv_dtype=torch.int16).kv_shape.steps
+        largest = target_of(kind)
+        steps = target_of(kind, kv_dtype=torch.int16).kv_shape.steps
         wide = filled(largest, 0, 40)
         largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
         assert steps is not None
@@ -330,7 +340,8 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Integers of a few steps would all be as good as 0; and nothing is filled up."""
-    target, held = target_of(kv_dtype=torch.int16), list[Tensor]()
+    target = target_of(kv_dtype=torch.int16)
+    held = list[Tensor]()
     compiled_pass = PassProgram.__call__
 
     def watched(
@@ -343,7 +354,8 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
     target.width = 16
     assert fingerprint(target) == fingerprint(target)
     assert 0.9 < held[0].std() < 1.1
-    tree, kv = tree_of(17, 0), filled(target, 0, 17)
+    tree = tree_of(17, 0)
+    kv = filled(target, 0, 17)
     with pytest.raises(ValueError, match="does not fit"):
         target.forward(*tree[:2], kv, tree[2])
 
@@ -360,7 +372,8 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
 )
 def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
-    target, params = target_of(kv_dtype=kv_dtype), SamplingParams(penalty=1.1)
+    target = target_of(kv_dtype=kv_dtype)
+    params = SamplingParams(penalty=1.1)
     prompt = [*range(1, 60), *range(20, 50)]
     assert target.program is not None
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
@@ -380,7 +393,8 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
 def test_a_product(inputs: int, outputs: int, threads: int) -> None:
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, outputs, bias=inputs != 48).requires_grad_(False)
-    product, before = PackedLinear(layer.weight, layer.bias), torch.get_num_threads()
+    product = PackedLinear(layer.weight, layer.bias)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         rows = torch.randn(2, 9, inputs)
@@ -474,7 +488,8 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
 def test_all_levels_at_once_are_those_one_by_one(
     direct: bool, params: SamplingParams, drafted: range | None
 ) -> None:
-    target, random = target_of(), torch.Generator().manual_seed(4)
+    target = target_of()
+    random = torch.Generator().manual_seed(4)
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_(std=0.3, generator=random)
@@ -513,7 +528,8 @@ def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
 
 @pytest.mark.parametrize("program", [True, False])
 def test_changed_weights_bound_integers_anew(program: bool) -> None:
-    target, prompt = target_of("qwen2", kv_dtype=torch.int16), [*range(1, 60)]
+    target = target_of("qwen2", kv_dtype=torch.int16)
+    prompt = [*range(1, 60)]
     if not program:
         target.program = None
     with torch.no_grad():
@@ -530,7 +546,8 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
 
 
 def test_changed_weights_are_packed_anew() -> None:
-    target, prompt = target_of(), [*range(1, 60)]
+    target = target_of()
+    prompt = [*range(1, 60)]
     before = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
     with torch.no_grad():
         for weight in target.model.parameters():

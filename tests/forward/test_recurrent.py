@@ -113,7 +113,8 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     """
     if compiled and recurrent._library() is None:
         pytest.skip("no compiler")
-    count, source = 30, torch.Generator().manual_seed(keys)
+    count = 30
+    source = torch.Generator().manual_seed(keys)
     sizes = {
         "queries": (2, keys),
         "keys": (2, keys),
@@ -137,7 +138,8 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
         path = [leaf]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
-        chain, single = torch.empty_like(state), state.clone()
+        chain = torch.empty_like(state)
+        single = state.clone()
         found = step_states(rows, state, path, range(-1, len(path) - 1), chain)
         singly = torch.cat([step_states(rows, single, [node], [-1], single) for node in path])
         assert torch.equal(found, tree[path])
@@ -202,7 +204,8 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
 
     That is vLLM's #52942; llama.cpp's #26695 needs a second rejection in a row.
     """
-    target, prompt = target_of(kind, dtype), random_prompt(21, 3, WRONG)
+    target = target_of(kind, dtype)
+    prompt = random_prompt(21, 3, WRONG)
     wanted = plain(target, prompt)
     assert len({*wanted}) > 10
     taken = []
@@ -225,7 +228,8 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
 )
 def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
     """After a rejection, after all of a draft was accepted, and before anything was generated."""
-    target, prompt = target_of(kind, torch.bfloat16), random_prompt(21, 3, WRONG)
+    target = target_of(kind, torch.bfloat16)
+    prompt = random_prompt(21, 3, WRONG)
     wanted = plain(target, prompt)
     ends = [0]
     for step in decode_steps(target, scripted(wanted, len(prompt)), prompt, SAMPLED, 4, LENGTH)[

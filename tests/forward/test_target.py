@@ -45,7 +45,9 @@ def test_logits_are_those_of_the_stock_model(kind: str, attention: str, toleranc
 
 
 def test_a_tree_pass_gives_every_path_its_own_logits() -> None:
-    target, stock, text = tiny_target(), tiny_llama("gqa", torch.float64), random_prompt(40, 3)
+    target = tiny_target()
+    stock = tiny_llama("gqa", torch.float64)
+    text = random_prompt(40, 3)
     kv = FullKV(target.kv_shape, 60)
     prefill(target, text[:-1], kv)
     tokens, parents = [text[-1], 5, 6, 5, 5, 9], [-1, 0, 0, 1, 2, 4]

@@ -29,7 +29,10 @@ class FaultyOs:
     CHANGING = ("open", "write", "fsync", "ftruncate", "replace", "unlink")
 
     def __init__(self, at: int, fault: str = "kill") -> None:
-        self.at, self.fault, self.calls, self.dead = at, fault, 0, False
+        self.at = at
+        self.fault = fault
+        self.calls = 0
+        self.dead = False
         self.written: dict[int, int] = {}  # by inode: bytes that are on the disk for certain
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +78,8 @@ def power_cut(folder: Path, written: dict[int, int], random: Random) -> None:
         if not path.exists():
             continue
         about = path.stat()
-        size, sure = about.st_size, written.get(about.st_ino, 0)
+        size = about.st_size
+        sure = written.get(about.st_ino, 0)
         kept = random.randint(min(sure, size), size)
         with path.open("r+b") as file:
             file.truncate(kept)

@@ -29,7 +29,8 @@ class Process:
     """
 
     def __init__(self, words: Sequence[object], output: Path, closed: Sequence[int] = ()) -> None:
-        self.output, self.errors = output, output.with_suffix(".err")
+        self.output = output
+        self.errors = output.with_suffix(".err")
         self._process = _CONTEXT.Process(target=self._run, args=(words, closed), daemon=True)
         self._process.start()
         self.pid = self._process.pid

@@ -200,7 +200,8 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
 @pytest.mark.slow
 def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None) -> None:
     methods = ("ar", "medusa", "magicdec")
-    prompt, plan = Prompt("p", tuple(range(1, 9))), Plan(prefills=(8,), lens=(20,), warmup=0)
+    prompt = Prompt("p", tuple(range(1, 9)))
+    plan = Plan(prefills=(8,), lens=(20,), warmup=0)
     asked = {"methods": methods, "model": str(checkpoint), "device": "cpu"}
     entry = BenchOptions.of(
         {}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "fp8"}

@@ -106,7 +106,8 @@ def failures(
 
 @pytest.mark.parametrize("calls", [BEGINNING, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
-    path, wanted = asked.out, whole(asked)
+    path = asked.out
+    wanted = whole(asked)
 
     def after() -> None:
         if (path / RECORD).exists():
@@ -132,7 +133,8 @@ def test_a_run_that_goes_on(
     asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]
 ) -> None:
     """One that was killed, and one that is finished and made longer."""
-    path, before = asked.out, tmp_path / "before"
+    path = asked.out
+    before = tmp_path / "before"
     if length == LENGTH:
         assert killed_before(45, lambda: run(start(asked, [])))
         path.rename(before)

@@ -245,7 +245,8 @@ def test_anything_can_be_read(content: bytes) -> None:
     ],
 )
 def test_a_line_that_says_nothing_or_does_not_rise_is_broken(text: bytes) -> None:
-    line, good = b"%s\t%08x\n" % (text, crc32(text)), Checkpoint(5, 1).line()
+    line = b"%s\t%08x\n" % (text, crc32(text))
+    good = Checkpoint(5, 1).line()
     assert parse_journal(good + line).truncated
     assert parse_journal(good + line + Checkpoint(9, 3).line()).broken == 2
 

@@ -143,7 +143,8 @@ def killed_at(moment: int, job: Job | None, faulty: Faulty) -> FaultyOs:
 def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, method: str) -> None:
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
     asked = with_method(asked, method)
-    count, random = calls_of(asked, faulty), Random(method)
+    count = calls_of(asked, faulty)
+    random = Random(method)
     folder = asked.out
     for number, moment in enumerate(
         random.sample(range(1, count + 1), min(count, MOMENTS // len(METHODS) + 1))
@@ -173,9 +174,11 @@ def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Fau
     asked = replace(asked, stop=("never", stop), logprobs=2)
     plain = with_method(asked, "ar", out=folder.with_name("plain"))
     run(start(plain, []))
-    tokens, rows = in_folder(plain.out)[0], np.fromfile(plain.out / "logprobs.bin", row_type(2))
+    tokens = in_folder(plain.out)[0]
+    rows = np.fromfile(plain.out / "logprobs.bin", row_type(2))
     assert 16 < len(tokens) == len(rows) < LENGTH
-    count, random = calls_of(asked, faulty), Random(1)
+    count = calls_of(asked, faulty)
+    random = Random(1)
     for moment in (*random.sample(range(count // 3, count), 6), count - 2, count - 1, count):
         faulty(0)
         assert killed_at(moment, start(asked, []), faulty).dead
@@ -194,7 +197,8 @@ def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Fau
 def test_killed_while_the_prompt_is_prefilled(
     asked: RunConfig, whole: Files, faulty: Faulty
 ) -> None:
-    job, system = start(asked, []), faulty(0)
+    job = start(asked, [])
+    system = faulty(0)
 
     def kill(done: int, total: int) -> None:
         system.dead = True
@@ -262,7 +266,8 @@ def interrupted(asked: RunConfig) -> Path:
 
 def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None:
     folder = interrupted(replace(asked, logprobs=0))
-    made, path = in_folder(folder)[0], folder / "logprobs.bin"
+    made = in_folder(folder)[0]
+    path = folder / "logprobs.bin"
     path.write_bytes(path.read_bytes()[:320])
     for other in ({"logprobs": 1}, {"stop": ("x",)}):
         with pytest.raises(InputError, match=r"the run was made with"):
@@ -285,7 +290,8 @@ def test_a_changed_bit_of_log_probabilities_is_damage(
     """
     folder = interrupted(replace(asked, logprobs=2))
     path, journal = folder / "logprobs.bin", folder / "journal"
-    content, kind = path.read_bytes(), row_type(2)
+    content = path.read_bytes()
+    kind = row_type(2)
     if old:
         checkpoints = files.parse_journal(journal.read_bytes()).checkpoints
         journal.write_bytes(b"".join(replace(each, rows_crc32=None).line() for each in checkpoints))
@@ -445,7 +451,9 @@ def test_what_breaks_in_a_step(
     What was made is saved.
     """
     job = start(asked, [])
-    target, real, calls = job.model.target, type(job.model.target).forward, []
+    target = job.model.target
+    real = type(job.model.target).forward
+    calls = []
 
     def forward(*arguments: Any) -> Any:
         calls.append(1)
@@ -467,8 +475,10 @@ def test_what_breaks_in_a_step(
 def test_a_signal_lets_the_step_under_way_finish(
     asked: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, made = start(asked, []), list[int]()
-    target, real = job.model.target, type(job.model.target).forward
+    job = start(asked, [])
+    made = list[int]()
+    target = job.model.target
+    real = type(job.model.target).forward
 
     def forward(*arguments: Any) -> Any:
         if len(job.tokens) > 20 and not made:

@@ -97,7 +97,9 @@ def test_the_text_ends_before_the_first_stop_string(
     ]
     stop = [each for each in stop if each and "\ufffd" not in each]
     text, each, count = _ended(used, tokens, stop)
-    stream, pieces, step = TextStream(used, stop), [], data.draw(st.integers(1, 4))
+    stream = TextStream(used, stop)
+    pieces = []
+    step = data.draw(st.integers(1, 4))
     for begin in range(0, len(tokens), step):
         assert stream.stopped is None or begin >= count
         pieces.append(stream.add(tokens[begin : begin + step]))
@@ -129,7 +131,8 @@ def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
         (tokenizer, lambda: byte[0]),
         (merging, lambda: rng.randrange(len(merging))),
     ):
-        stream, longest = TextStream(used), 0
+        stream = TextStream(used)
+        longest = 0
         for _ in range(3000):
             stream.add([draw()])
             longest = max(longest, len(stream._before) + len(stream._held))

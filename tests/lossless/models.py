@@ -90,7 +90,8 @@ def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV
     """A cache with room for ``slots``, of which ``held`` have random keys and values:
     a prompt in no time.
     """
-    kv, random = FullKV(target.kv_shape, slots), torch.Generator().manual_seed(seed)
+    kv = FullKV(target.kv_shape, slots)
+    random = torch.Generator().manual_seed(seed)
     for buffer in kv.buffers:
         buffer.fill_(float("nan"))  # what is not there must not be read
         shape = buffer[:, :, :held].shape
@@ -125,11 +126,14 @@ def by_trees(
     """As :func:`plainly`, by passes over random trees that have a piece of the text on one path,
     scattered.
     """
-    hidden, logits, at = [], [], 0
+    hidden = []
+    logits = []
+    at = 0
     while at < len(text):
         nodes = random.randint(1, size)
         piece = text[at : at + random.randint(1, nodes)]
-        tree, path = DraftTree(piece[0], nodes), [0]
+        tree = DraftTree(piece[0], nodes)
+        path = [0]
         while len(tree) < nodes or len(path) < len(piece):
             left = nodes - len(tree), len(piece) - len(path)
             if random.randrange(left[0]) < left[1]:
@@ -152,7 +156,8 @@ def by_chunks(
     target: Target, text: Sequence[int], kv: FullKV, random: Random, size: int
 ) -> tuple[Tensor, Tensor]:
     """As :func:`plainly`, by chunks of random sizes."""
-    hidden, at = [], 0
+    hidden = []
+    at = 0
     while at < len(text):
         chunk = text[at : at + random.randint(1, size)]
         hidden += [forwarded.hidden for forwarded in chunks(target, chunk, kv)]

@@ -54,7 +54,8 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
     Where ``prepared`` is not 0, passes over up to so many nodes are replayed, if the attention can
     be.
     """
-    text, found = random_prompt(length, seed, WRONG), []
+    text = random_prompt(length, seed, WRONG)
+    found = []
     for way in (plainly, by_trees, by_chunks):
         kv = cache_of(target, held + length + 64, held, seed)
         if prepared and way is not by_chunks:
@@ -150,7 +151,8 @@ def large_chunks(patch: Patch) -> None:
     right = module.chunks
 
     def chunks(target, tokens, kv, *given):
-        width, target.width = target.width, None
+        width = target.width
+        target.width = None
         target.forward_eager = partial(unpadded, target)
         try:
             yield from right(target, tokens, kv)

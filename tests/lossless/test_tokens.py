@@ -93,7 +93,8 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
     ],
 )
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
-    model, prompt = demo(dtype), novel(90)
+    model = demo(dtype)
+    prompt = novel(90)
     plain = text_of(model, prompt, 40, "ar", params, seed)
     for method in NAMES:
         assert text_of(model, prompt, 40, method, params, seed, trees.get(method)) == plain, method
@@ -104,7 +105,8 @@ def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
     """So the equality above is none that would hold anyway: it is one ulp, and one drawn token,
     from failing.
     """
-    model, greedy = demo("bfloat16", exact), SamplingParams(temperature=0, penalty=1)
+    model = demo("bfloat16", exact)
+    greedy = SamplingParams(temperature=0, penalty=1)
     token = text_of(model, novel(90), 20, "ar", greedy)[-1]
     other = next(
         each
@@ -120,7 +122,10 @@ def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
 
 def test_a_text_cut_anywhere_goes_on_the_same() -> None:
     """By another method even, as no token depends on it."""
-    model, prompt, random, params = demo("bfloat16"), novel(70), Random(1), SamplingParams()
+    model = demo("bfloat16")
+    prompt = novel(70)
+    random = Random(1)
+    params = SamplingParams()
     plain = text_of(model, prompt, 90, "ar", params)
     for method in NAMES:
         cut = random.randrange(1, 80)
@@ -138,11 +143,9 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
     """Where it is cut into prompt and text decides nothing,
     although it is then prefilled or decoded.
     """
-    target, params, prompt = (
-        exact_target(kind, dtype),
-        SamplingParams(min_p=0.02, window=24),
-        random_prompt(9),
-    )
+    target = exact_target(kind, dtype)
+    params = SamplingParams(min_p=0.02, window=24)
+    prompt = random_prompt(9)
     whole = [
         *prompt,
         *decode(target, drafter_of("ar", target, DraftOptions()), prompt, params, 4, 90),
@@ -164,7 +167,9 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
 )
 def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
     """The same tokens, keys and values as one by one by the host."""
-    prompt, params, found = random_prompt(50, 3), SamplingParams(min_p=0.02, window=24), []
+    prompt = random_prompt(50, 3)
+    params = SamplingParams(min_p=0.02, window=24)
+    found = []
     for attention, method in (
         (BatchInvariantAttention, "ar"),
         (ExactOnDevice, "ar"),
@@ -186,11 +191,9 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> None:
-    model, prompt, params = (
-        demo("bfloat16"),
-        novel(90),
-        SamplingParams(window=30, logit_bias={261: 2.0}),
-    )
+    model = demo("bfloat16")
+    prompt = novel(90)
+    params = SamplingParams(window=30, logit_bias={261: 2.0})
     asked = {"params": params, "seed": 5, "logprobs": 3}
     plain = list(begin(model, Request(prompt, 40, method="ar", **asked)).steps())
     tokens, rows = [step.tokens[0] for step in plain], [step.logprobs.tobytes() for step in plain]
@@ -215,7 +218,8 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
     for part in target.model.modules():
         if isinstance(part, torch.nn.Linear):
             part.register_forward_hook(lambda part, given, out: out * (1 + out.shape[-2] / 4096))
-    target.width, target.wide_prompts = 16, True
+    target.width = 16
+    target.wide_prompts = True
     return target
 
 
@@ -227,11 +231,9 @@ def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
     """And what was generated has the width however long it is:
     a resumed run is the undisturbed one, bit for bit.
     """
-    target, params, prompt = (
-        wide_target(attention),
-        SamplingParams(min_p=0.02, window=24),
-        random_prompt(LONG),
-    )
+    target = wide_target(attention)
+    params = SamplingParams(min_p=0.02, window=24)
+    prompt = random_prompt(LONG)
     assert [len(part.hidden) for part in chunks(target, prompt, FullKV(target.kv_shape, LONG))] == [
         512,
         LONG - 512,
@@ -257,7 +259,9 @@ def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -
     """Where passes can be replayed, those over what was generated are, all but the last;
     the bits are the same.
     """
-    target, text, found = wide_target(ExactOnDevice), random_prompt(LONG), []
+    target = wide_target(ExactOnDevice)
+    text = random_prompt(LONG)
+    found = []
     captured: list[object] = []
     eager: list[int] = []
     monkeypatch.setattr(target, "capture", lambda run: captured.append(run) or run)

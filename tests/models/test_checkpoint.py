@@ -157,7 +157,8 @@ def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
 def test_heads_remember_their_base_model(
     checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None
 ) -> None:
-    path, other = tmp_path / "mine.safetensors", make_checkpoint(tmp_path / "other")
+    path = tmp_path / "mine.safetensors"
+    other = make_checkpoint(tmp_path / "other")
     # trained otherwise
     tensors(lambda weights: weights["model.layers.0.mlp.up_proj.weight"].mul_(-1))(other)
     base = fingerprint_in_any_dtype(load(str(checkpoint), dtype="float32").target.model)

@@ -43,7 +43,8 @@ def decode(
     run = begin(
         model, Request(prompt, length, method=method, params=params, seed=5, options=options)
     )
-    stats, tokens = DecodeStats(run.depth), []
+    stats = DecodeStats(run.depth)
+    tokens = []
     for step in run.steps():
         stats.add(step)
         tokens += step.tokens
@@ -85,10 +86,8 @@ def test_every_method_writes_the_text_of_plain_decoding(
     demo = load(**options, draft_model=DEMO_DRAFT)
     assert demo.heads is not None
     assert demo.heads.kind == options.get("heads", "conditioned")
-    prompt, drafting = (
-        demo.encode(NOVEL.read_text())[:prefill],
-        DraftOptions(budget=64, reuse_recent=True),
-    )
+    prompt = demo.encode(NOVEL.read_text())[:prefill]
+    drafting = DraftOptions(budget=64, reuse_recent=True)
     # chains take long
     lengths = {name: 120 if method.gamma is None else 30 for name, method in METHODS.items()}
     runs = {

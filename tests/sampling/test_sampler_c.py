@@ -107,7 +107,9 @@ def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(seed: int) -> None:
     tokens that some are drawn again.
     """
     params = SamplingParams(penalty=1.0, min_p=0.0, presence_penalty=-0.7, frequency_penalty=0.9)
-    vocab, depth, random = 4, 6, Random(seed)
+    vocab = 4
+    depth = 6
+    random = Random(seed)
     sampler = Sampler(params, seed, vocab, CPU, prompt=1)
     sampler.extend([random.randrange(vocab) for _ in range(5)])
     logits = rows("flat", 1 + 2 * depth, vocab, seed, torch.float32)
@@ -130,7 +132,8 @@ def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(seed: int) -> None:
 
 
 def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None:
-    sampler, tree = Sampler(SamplingParams(temperature=0, penalty=1), 1, 6, CPU), DraftTree(0, 8)
+    sampler = Sampler(SamplingParams(temperature=0, penalty=1), 1, 6, CPU)
+    tree = DraftTree(0, 8)
     sampler.extend([0])
     for path in ([3, 4], [4]):
         tree.add(path, "it")
@@ -144,7 +147,8 @@ def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None
 @settings(max_examples=100, deadline=None)
 @given(PARAMS, st.integers(1, 16), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) -> None:
-    vocab, places = 60, [7, 8, 9]
+    vocab = 60
+    places = [7, 8, 9]
     logits = rows("usual", 3, vocab, seed, torch.float32)
     seen = (
         torch.rand(1 if one_row else 3, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
@@ -162,7 +166,9 @@ def test_near_ties_are_left_to_pytorch() -> None:
     """Logits made such that two scores tie but for the rounding of a float32:
     the program has to say so.
     """
-    params, vocab, seed = SamplingParams(min_p=0.0, penalty=1.0), 8, 3
+    params = SamplingParams(min_p=0.0, penalty=1.0)
+    vocab = 8
+    seed = 3
     program = c_sampler(params, seed_stream(seed), vocab)
     assert program is not None
     noise = gumbel(seed, range(100_000), torch.arange(vocab))
@@ -187,7 +193,8 @@ def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed() -> None:
     """What is left out may be among the best by no means: flat logits,
     where noise alone decides.
     """
-    params, vocab = SamplingParams(min_p=0.0, penalty=1.0), 5_000
+    params = SamplingParams(min_p=0.0, penalty=1.0)
+    vocab = 5_000
     sampler = Sampler(params, 11, vocab, CPU)
     logits = rows("flat", 64, vocab, 2, torch.float32)
     assert sampler.draw(logits, None, range(64)) == by_torch(sampler, logits, None, range(64))
@@ -224,7 +231,8 @@ def test_float64_is_left_to_pytorch(monkeypatch) -> None:
 
 
 def test_threads_draw_what_one_does() -> None:
-    before, logits = torch.get_num_threads(), rows("usual", 16, 2048, 3, torch.float32)
+    before = torch.get_num_threads()
+    logits = rows("usual", 16, 2048, 3, torch.float32)
     drawn = []
     try:
         for threads in (1, 3):

@@ -157,7 +157,8 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
         )
 
     monkeypatch.setattr(fused.TritonSampler, "draw", blind)
-    params, random = SamplingParams(penalty=1.3), Random(1)
+    params = SamplingParams(penalty=1.3)
+    random = Random(1)
     assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
 
 
@@ -214,14 +215,16 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
     one.fuse(torch.float32, candidates=3, interpreted=True)
     assert one.fault is None
-    calls, ranking = [], fused.TritonSampler.candidates
+    calls = []
+    ranking = fused.TritonSampler.candidates
     monkeypatch.setattr(
         fused.TritonSampler,
         "candidates",
         lambda self, *given: calls.append(given[3]) or ranking(self, *given),
     )
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    places, seen = torch.tensor([4, 5]), torch.arange(100).view(2, 50) % 3 == 0
+    places = torch.tensor([4, 5])
+    seen = torch.arange(100).view(2, 50) % 3 == 0
     for mask, positions in ((None, places), (seen[:1], None), (seen, places)):
         expected = plain.candidates(logits, mask, positions, 3)
         found = one.candidates(logits, mask, positions, 3)
@@ -240,8 +243,11 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_decode_with_the_kernels_is_one_without(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, options = SamplingParams(min_p=0.02, window=24), DraftOptions(nodes=20, budget=64)
-    fuse, faults, steps = Sampler.fuse, [], []
+    params = SamplingParams(min_p=0.02, window=24)
+    options = DraftOptions(nodes=20, budget=64)
+    fuse = Sampler.fuse
+    faults = []
+    steps = []
 
     def interpreted(self, dtype, candidates=0):
         fuse(self, dtype, max(1, candidates), interpreted=True)
@@ -275,7 +281,8 @@ def sampler(params: SamplingParams, vocab: int = 50) -> Sampler:
 
 @pytest.mark.usefixtures("tried_anew")
 def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, call = [], fused.TritonSampler.draw
+    calls = []
+    call = fused.TritonSampler.draw
     monkeypatch.setattr(
         fused.TritonSampler,
         "draw",

@@ -39,7 +39,8 @@ class Server:
     """
 
     def __init__(self, folder: Path, *words: object) -> None:
-        self.runs, count = folder / "runs", len(list(folder.glob("server-*.out")))
+        self.runs = folder / "runs"
+        count = len(list(folder.glob("server-*.out")))
         self.process = Process(
             ["serve", *(() if "--port" in words else ("--port", 0)), "--runs", self.runs, *words],
             folder / f"server-{count}.out",

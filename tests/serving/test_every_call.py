@@ -33,7 +33,9 @@ def test_a_server(
     """While it makes a request's text, and, where ``again``,
     while another one takes up what was left of it.
     """
-    model, runs, before = load(str(checkpoint)), tmp_path / "runs", tmp_path / "before"
+    model = load(str(checkpoint))
+    runs = tmp_path / "runs"
+    before = tmp_path / "before"
     accepted = tmp_path / "accepted"
     monkeypatch.setattr(files, "_TOKENS", 5)
     monkeypatch.setattr(files, "_SECONDS", 3600.0)

@@ -35,12 +35,10 @@ class Stream:
         self.connection.request(method, path, None if body is None else json.dumps(body), headers)
         self.answer = self.connection.getresponse()
         assert self.answer.status == 200, self.answer.read()
-        self.id, self.text, self.last, self.done = (
-            str(self.answer.headers["X-Run-Id"]),
-            "",
-            last,
-            False,
-        )
+        self.id = str(self.answer.headers["X-Run-Id"])
+        self.text = ""
+        self.last = last
+        self.done = False
 
     def read(self, characters: int = 1 << 40) -> str:
         """Read until there are so many characters, or it ends."""
@@ -156,7 +154,9 @@ def test_fifty_bad_clients_while_a_job_runs(checkpoint: Path, tmp_path: Path) ->
     job = {**ASKED, "max_tokens": 3000, "method": "ar"}
     whole = Stream(server.url, "POST", "/v1/completions", job).read()
     host, port = server.url.removeprefix("http://").split(":")
-    address, clients, choice = (host, int(port)), list[socket.socket](), random.Random(0)
+    address = (host, int(port))
+    clients = list[socket.socket]()
+    choice = random.Random(0)
     before = server.memory()
     main = Stream(server.url, "POST", "/v1/completions", job)
     main.read(10)

@@ -94,7 +94,8 @@ def asked(
     """Status, headers and content of an answer, of a service or an application;
     a client may leave at once.
     """
-    app, sent = Api(to, ServeConfig(), False).app if isinstance(to, Service) else to, list[Any]()
+    app = Api(to, ServeConfig(), False).app if isinstance(to, Service) else to
+    sent = list[Any]()
     data = b"" if body is None else json.dumps(body).encode()
     given = {
         "host": "127.0.0.1",
@@ -206,10 +207,8 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
 ) -> None:
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
     for cancel, stream in ((False, True), (True, True), (True, False)):
-        state, body = (
-            ("finished", "cancelled")[cancel],
-            {"cancel_on_disconnect": cancel, "stream": stream},
-        )
+        state = ("finished", "cancelled")[cancel]
+        body = {"cancel_on_disconnect": cancel, "stream": stream}
         body = {**asked_for, **body}
         _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
         assert ended(service, service.find(headers["x-run-id"])).state == state
@@ -233,7 +232,8 @@ def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
 
 def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(two_ends, tmp_path) as service:
-        first, waiting = begun(service.accept(LONG, False)), service.accept(LONG, False)
+        first = begun(service.accept(LONG, False))
+        waiting = service.accept(LONG, False)
         assert refusal(service, first, {"max_tokens": 3001})[:2] == (409, "max_tokens")
         for run in (waiting, first):
             service.cancel(run)
@@ -271,10 +271,8 @@ def test_runs_of_another_model_are_left_alone(
     model: LoadedModel, two_ends: LoadedModel, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path) as service:
-        first, waiting = (
-            begun(service.accept({**LONG, "max_tokens": 600}, False)),
-            service.accept(SHORT, False),
-        )
+        first = begun(service.accept({**LONG, "max_tokens": 600}, False))
+        waiting = service.accept(SHORT, False)
     SAID.clear()
     with serving(two_ends, tmp_path) as service:
         for run in (first, waiting):
@@ -382,7 +380,8 @@ def test_cancel_and_resume_at_the_same_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes last decides what the file says."""
-    write, threads = runs.write_whole, list[threading.Thread]()
+    write = runs.write_whole
+    threads = list[threading.Thread]()
 
     def slow(path: Path, content: bytes) -> None:
         if b'"state": "cancelled"' in content and not threads:
@@ -426,7 +425,8 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = uvicorn.Config(
             app, http=routes._Protocol, ws="none", lifespan="off", log_config=None
         )
-        server, listening = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(settings)
+        listening = socket.create_server(("127.0.0.1", 0))
         task = asyncio.create_task(server.serve([listening]))
         with socket.create_connection(listening.getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -471,7 +471,9 @@ def test_what_is_shown_of_a_text(
     job: Any = SimpleNamespace(
         config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING
     )
-    job.generation, job.end, job.rows = SimpleNamespace(stop=(7,)), lambda: {"reason": end}, b""
+    job.generation = SimpleNamespace(stop=(7,))
+    job.end = lambda: {"reason": end}
+    job.rows = b""
     show = run.follow(job, {7: "</s>"}.__getitem__)
     job.tokens += [3]
     show(pieces[0], DecodeStats(0, tokens=1))
@@ -489,16 +491,21 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runs, "_MAX_TEXT", 5)
-    run, words = Run(Path("run"), RunConfig()), ["Café ", "größer", "", " 夜が明けた", "."]
+    run = Run(Path("run"), RunConfig())
+    words = ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None
     for number, word in enumerate(words, 1):
         run.grow(word, number)
     for have in (0, 6, len("Café größer".encode())):
-        text, tokens, start = "", 0, have
+        text = ""
+        tokens = 0
+        start = have
         while (piece := run.read(tokens, start)) is not None:
             assert piece[1] >= tokens
             assert start < piece[2] <= start + 5
-            text, tokens, start = text + piece[0], piece[1], piece[2]
+            text = text + piece[0]
+            tokens = piece[1]
+            start = piece[2]
         assert text.encode() == "".join(words).encode()[have:]
         assert tokens == 5
     # one who was told more by a server that was killed waits, and is told no less later

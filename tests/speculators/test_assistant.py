@@ -103,10 +103,12 @@ def test_logits_are_those_of_transformers_own_class(
     kind: str, clusters: bool, tmp_path: Path
 ) -> None:
     model, stock, assistant = written(kind, tmp_path, clusters)
-    target, network = model.target, model.target.speculator
+    target = model.target
+    network = model.target.speculator
     assert isinstance(network, AssistantSpeculator)
     text = random_prompt(40, 3, target.vocab_size)
-    full, count = FullKV(target.kv_shape, 64), len(text) - 1
+    full = FullKV(target.kv_shape, 64)
+    count = len(text) - 1
     hidden = torch.cat([each.hidden for each in chunks(target, text[:-1], full, count)])
     kv = WindowKV(network.spec.kv_shape(target.dtype, target.device), 64, 4, 8)
     places = torch.arange(count)
@@ -133,7 +135,8 @@ def test_logits_are_those_of_transformers_own_class(
 @pytest.mark.parametrize("kind", first(1, KINDS))
 def test_texts_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     model, *_ = written(kind, tmp_path, True)
-    prompt, params = random_prompt(100, 4, model.target.vocab_size), SamplingParams(min_p=0.0)
+    prompt = random_prompt(100, 4, model.target.vocab_size)
+    params = SamplingParams(min_p=0.0)
     options = DraftOptions(budget=64, costs="nominal")
     texts = []
     for method in ("ar", "eagle"):

@@ -25,7 +25,8 @@ def states(width: int, dtype: torch.dtype) -> Tensor:
 def check(target: Target, ids: Tensor, bound: float) -> Tensor:
     """The logits of a draft vocabulary, which are the model's but for a share of their size."""
     hidden = states(target.hidden_size, target.dtype)
-    wanted, found = target.logits(hidden), DraftHead(target, ids)(hidden)
+    wanted = target.logits(hidden)
+    found = DraftHead(target, ids)(hidden)
     assert found.shape == wanted.shape
     drafted = torch.zeros(target.vocab_size, dtype=torch.bool)
     drafted[ids.long()] = True
@@ -53,7 +54,8 @@ def test_by_pytorch(change: str) -> None:
 
 
 def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, hidden = tiny_target(), states(HIDDEN, torch.float64)
+    target = tiny_target()
+    hidden = states(HIDDEN, torch.float64)
     plain = DraftHead(target, IDS)(hidden)
     for rule, wanted in (((0.5, 0.0), plain * 0.5), ((0.0, 2.0), torch.tanh(plain / 2) * 2)):
         monkeypatch.setattr("tswift.forward.hf.output_rule", lambda config, rule=rule: rule)
@@ -77,12 +79,14 @@ def test_by_codes(bits: int, scale: float, cap: float) -> None:
 
 
 def test_of_all_tokens_it_is_the_models_own() -> None:
-    target, hidden = tiny_target(), states(HIDDEN, torch.float64)
+    target = tiny_target()
+    hidden = states(HIDDEN, torch.float64)
     assert torch.equal(DraftHead(target, None)(hidden), target.logits(hidden))
 
 
 def test_heads_make_it_once_for_a_model_and_a_vocabulary() -> None:
-    heads, target = copy.deepcopy(tiny_heads()), tiny_target()
+    heads = copy.deepcopy(tiny_heads())
+    target = tiny_target()
     first = heads.draft_head(target)
     assert heads.draft_head(target) is first
     assert copy.deepcopy(heads)._draft_head is None

@@ -86,7 +86,8 @@ def first_guesses(model: LoadedModel, method: str, text: list[int]) -> list[list
 
 def layers_of(published: dict[str, Tensor], start: Tensor, lm_head: Tensor) -> list[Tensor]:
     """TokenSwift's heads in plain torch: logits of each."""
-    found, state = [], start
+    found = []
+    state = start
     for head in range(COUNT):
         at = f"model.medusa_layers.{head}"
         state = state + published[f"{at}.linear.weight"].double() @ norm(
@@ -151,7 +152,8 @@ def test_every_method_writes_the_text_of_plain_decoding(
 
 
 def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
-    target, text = Target(tiny_llama("gqa", torch.float64), LengthOnDevice), list(range(9))
+    target = Target(tiny_llama("gqa", torch.float64), LengthOnDevice)
+    text = list(range(9))
     heads = medusa_heads()
     heads.pre_norm = True
     target.tap()
@@ -301,7 +303,8 @@ def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused("there are no heads in", tmp_path / "empty")
     refused("there are no heads in", base)
-    folder, lone = tokenswift_model(base, tmp_path / "m"), tmp_path / "lone"
+    folder = tokenswift_model(base, tmp_path / "m")
+    lone = tmp_path / "lone"
     lone.mkdir()
     shutil.copy(folder / "model-extra.safetensors", lone)
     refused("has no rms_norm_eps in the configuration beside it", lone / "model-extra.safetensors")
@@ -315,7 +318,8 @@ def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_final_norm_that_is_known(base: Path, tmp_path: Path) -> None:
-    opt, heads = ARCHITECTURES["OPT"], tokenswift_model(base, tmp_path / "t")
+    opt = ARCHITECTURES["OPT"]
+    heads = tokenswift_model(base, tmp_path / "t")
     checkpoint(
         replace(opt, settings={**opt.settings, "do_layer_norm_before": False}), tmp_path / "m"
     )

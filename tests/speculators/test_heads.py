@@ -35,7 +35,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tens
 
 
 def test_each_chained_head_refines_the_state_of_the_one_before() -> None:
-    heads, hidden = tiny_heads(), states(5)
+    heads = tiny_heads()
+    hidden = states(5)
     out = heads(hidden)
     assert out.shape == (3, 5, HIDDEN)
     for index, head in enumerate(heads.heads):
@@ -44,7 +45,9 @@ def test_each_chained_head_refines_the_state_of_the_one_before() -> None:
 
 
 def test_a_conditioned_head_reads_the_token_before() -> None:
-    heads, hidden, before = tiny_heads(kind="conditioned"), states(5), states(3, 5)
+    heads = tiny_heads(kind="conditioned")
+    hidden = states(5)
+    before = states(3, 5)
     out = heads(hidden, before)
     for index, head in enumerate(heads.heads):
         read = [
@@ -58,7 +61,9 @@ def test_a_conditioned_head_reads_the_token_before() -> None:
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
 def test_medusa_heads_side_by_side(layers: int) -> None:
-    heads, start, expected = medusa_heads(layers=layers), states(), []
+    heads = medusa_heads(layers=layers)
+    start = states()
+    expected = []
     for head in heads.heads:
         state = start
         for block in head.blocks:
@@ -139,7 +144,8 @@ def test_a_header_that_says_something_impossible_is_refused(
 
 
 def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
-    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(tiny_heads(kind="conditioned"))
+    path = tmp_path / "heads.safetensors"
+    heads = copy.deepcopy(tiny_heads(kind="conditioned"))
     weights = heads.state_dict().keys()
     assert "draft_vocabulary" not in heads.about()
     heads.draft_ids = torch.tensor([1, 4, VOCAB - 1], dtype=torch.int32)
@@ -191,7 +197,8 @@ def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
 def test_a_broken_draft_vocabulary_is_refused(
     tmp_path: Path, ids: torch.Tensor | None, said: str
 ) -> None:
-    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(tiny_heads())
+    path = tmp_path / "heads.safetensors"
+    heads = copy.deepcopy(tiny_heads())
     heads.draft_ids = torch.arange(3, dtype=torch.int32)
     heads.save(path)
     with safe_open(path, "pt") as file:
@@ -207,7 +214,8 @@ def test_a_broken_draft_vocabulary_is_refused(
 
 
 def test_heads_with_lm_heads_of_their_own_have_no_draft_vocabulary(tmp_path: Path) -> None:
-    path, heads = tmp_path / "heads.safetensors", copy.deepcopy(medusa_heads())
+    path = tmp_path / "heads.safetensors"
+    heads = copy.deepcopy(medusa_heads())
     heads.draft_ids = torch.arange(3, dtype=torch.int32)
     heads.save(path)
     with pytest.raises(InputError, match="its draft_vocabulary is 3"):

@@ -54,7 +54,8 @@ def model(made: tuple[Path, PreTrainedModel, StockHead]) -> LoadedModel:
 def test_it_computes_what_layers_of_transformers_do(made) -> None:
     folder, stock, head = made
     model = load(str(folder), device="cpu", dtype="float64", attention="sdpa")
-    target, network = model.target, model.target.speculator
+    target = model.target
+    network = model.target.speculator
     assert network is not None
     stock.set_attn_implementation("eager")
     text = torch.tensor(random_prompt(20, 2, target.vocab_size))

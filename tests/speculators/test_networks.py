@@ -49,7 +49,8 @@ def load(folder: Path) -> DraftNetwork:
 
 def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
     """Taps of a text, by passes of several sizes."""
-    kv, found = FullKV(target.kv_shape, len(text)), []
+    kv = FullKV(target.kv_shape, len(text))
+    found = []
     for start, end in ((0, 5), (5, 6), (6, len(text))):
         tokens = torch.tensor(text[start:end])
         found.append(target.forward(tokens, torch.arange(start, end), kv, None).layer_states)
@@ -98,8 +99,10 @@ def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:
 def test_logits_are_those_of_a_dense_recomputation(
     layout: str, budget: int, tmp_path: Path
 ) -> None:
-    network, text = load(drafter_folder(tmp_path, layout)), random_prompt(30, 3, VOCAB)
-    levels, beam = min(3, network.spec.count), 2
+    network = load(drafter_folder(tmp_path, layout))
+    text = random_prompt(30, 3, VOCAB)
+    levels = min(3, network.spec.count)
+    beam = 2
     kv = window(network, budget, network.spec.slots(levels, beam))
     state = remembered(network, text, tapped(network.target, text[:-1]), kv, range(len(text) - 1))
     with torch.inference_mode():
@@ -123,7 +126,8 @@ def test_logits_are_those_of_a_dense_recomputation(
             )
             inside = theirs > -torch.inf
             assert (ours[~inside] < -1000).all()
-            ours, theirs = ours[inside], theirs[inside]
+            ours = ours[inside]
+            theirs = theirs[inside]
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -150,7 +154,8 @@ def test_a_block_is_that_of_transformers_own_module() -> None:
     theirs.load_state_dict(
         {renamed.get(name, name): value.double() for name, value in tensors_of("dflash").items()}
     )
-    text, dense = random_prompt(20, 4, VOCAB), Dense("dflash", qwen3())
+    text = random_prompt(20, 4, VOCAB)
+    dense = Dense("dflash", qwen3())
     dense.block(text, torch.ones(len(text) - 1, dtype=torch.bool))
     embed = qwen3().get_input_embeddings().weight.detach()
     noise = embed[torch.tensor([text[-1]] + [96] * (BLOCK - 1))]
@@ -163,9 +168,11 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
     text = random_prompt(60, 5, VOCAB)
     for layout in ("dspark", "eagle-safeai"):
         network = load(drafter_folder(tmp_path / layout, layout))
-        taps, caches = tapped(network.target, text[:-1]), []
+        taps = tapped(network.target, text[:-1])
+        caches = []
         for sizes in ([59], [7, 1, 3, 2, 20, 1, 5, 1, 1, 4, 3, 11]):
-            kv, start = window(network, BUDGET, 8), 0
+            kv = window(network, BUDGET, 8)
+            start = 0
             for size in sizes:
                 remembered(network, text, taps, kv, range(start, start + size))
                 # what a round leaves is not looked at
@@ -174,7 +181,8 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
             assert start == 59
             caches.append(kv)
         for once, often in zip(*(kv.buffers for kv in caches), strict=True):
-            once, often = once[:, :, :BUDGET], often[:, :, :BUDGET]
+            once = once[:, :, :BUDGET]
+            often = often[:, :, :BUDGET]
             torch.testing.assert_close(once, often, rtol=1e-12, atol=1e-12)
         assert caches[0].held.tolist() == caches[1].held.tolist() == [True] * BUDGET + [False] * 9
 

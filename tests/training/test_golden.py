@@ -95,7 +95,8 @@ def test_what_is_written_and_every_loss(
             *SHORT.split(),
         ]
     )
-    found, golden = written(code), json.loads(GOLDEN.read_text())
+    found = written(code)
+    golden = json.loads(GOLDEN.read_text())
     if os.environ.get("TSWIFT_GOLDEN") == "write":
         golden[name] = dict(found)
         lines = ",\n".join(

@@ -50,7 +50,8 @@ def stock() -> LlamaForCausalLM:
 
 def changed(share: float, seed: int) -> LlamaForCausalLM:
     """The stock model with other weights."""
-    network, generator = tiny_llama("gqa", torch.float64), torch.Generator().manual_seed(seed)
+    network = tiny_llama("gqa", torch.float64)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in network.parameters():
             weight += (
@@ -94,14 +95,20 @@ def check(
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", HEAD_TYPES)
 def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> None:
-    heads, model, positions = heads_of(kind), stock(), None if kind == "chained" else JUMPING
+    heads = heads_of(kind)
+    model = stock()
+    positions = None if kind == "chained" else JUMPING
     hidden = model.model(IDS, position_ids=positions, use_cache=False).last_hidden_state
-    embedded, own = model.get_input_embeddings()(IDS), model.lm_head(hidden).softmax(-1)
-    losses, hits, state = [], [], hidden[:, :USED]
+    embedded = model.get_input_embeddings()(IDS)
+    own = model.lm_head(hidden).softmax(-1)
+    losses = []
+    hits = []
+    state = hidden[:, :USED]
     for index in range(COUNT):
         told = embedded[:, 1 + index : 1 + index + USED] if heads.conditioned else None
         state, out = heads.step(index, state, told)
-        logits, follows = model.lm_head(out), IDS[:, 2 + index : 2 + index + USED]
+        logits = model.lm_head(out)
+        follows = IDS[:, 2 + index : 2 + index + USED]
         goal = (
             F.one_hot(follows, VOCAB).double()
             if objective == "text"
@@ -127,7 +134,8 @@ def test_a_draft_model_learns_in_stretches_as_in_one_piece() -> None:
     network = changed(0.02, 3)
     network.set_attn_implementation(CAUSAL)
     found = network(input_ids=IDS, position_ids=JUMPING, use_cache=False)
-    logits, follows = found.logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+    logits = found.logits[:, :-1].flatten(0, 1)
+    follows = IDS[:, 1:].flatten()
     check(
         network,
         lambda most: DraftLoss(network, most)(IDS, JUMPING),
@@ -164,12 +172,14 @@ def test_no_more_logits_than_there_is_room_for(what: str) -> None:
         num_key_value_heads=1,
         max_position_embeddings=1024,
     )
-    target, most = Target(LlamaForCausalLM(config)), 40 * vocabulary
+    target = Target(LlamaForCausalLM(config))
+    most = 40 * vocabulary
     ids = torch.randint(vocabulary, (1, length))
     if what == "draft":
         network = LlamaForCausalLM(config)
         network.set_attn_implementation(CAUSAL)
-        loss, given = DraftLoss(network, most), (ids, None)
+        loss = DraftLoss(network, most)
+        given = (ids, None)
     else:
         loss = HeadsLoss(HEAD_TYPES["conditioned"](hidden, 1), target, what, most)
         given = teach(target, ids, count=64 * (what == "distill"))
@@ -229,7 +239,8 @@ def test_agreement_counts_tokens_that_both_draw(
 ) -> None:
     monkeypatch.setattr(tasks, "_ROWS", 7)
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
-    large, small = stock(), changed(0.3, 5)
+    large = stock()
+    small = changed(0.3, 5)
     text = torch.randint(VOCAB, (140,), generator=torch.Generator().manual_seed(5)).tolist()
     all_logits = [model(torch.tensor([text])).logits[0].float() for model in (large, small)]
     target, draft = Target(tiny_llama("gqa", torch.float64)), Target(small)

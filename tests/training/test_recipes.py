@@ -121,7 +121,8 @@ def test_the_recipe_makes_a_draft_model(
         str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu"
     )
     demo_draft.build(str(corpus), out, work, config, "Weather")
-    card, weights = (out / "README.md").read_text(), (out / "model.safetensors").read_bytes()
+    card = (out / "README.md").read_text()
+    weights = (out / "model.safetensors").read_bytes()
     assert "{" not in card
     assert "Weather: the 48 documents" in card
     assert re.search(r"^\| agreement, last 512 tokens \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.M)
@@ -154,7 +155,8 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
         head_dim=8,
         max_position_embeddings=4096,
     )
-    model, heads = LlamaForCausalLM(config), ChainedHeads(16, 2)
+    model = LlamaForCausalLM(config)
+    heads = ChainedHeads(16, 2)
     stream = np.tile(np.arange(17, dtype=np.uint16), 60)  # counting: easy to learn
     ids = torch.from_numpy(stream[:64].astype(np.int64)).unsqueeze(0)
 
@@ -176,7 +178,8 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
 
 def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
     model = tiny_llama("gqa", torch.float32).requires_grad_(False)
-    starts, lines = np.random.default_rng(1).integers(1, 97, size=(6, 4)), []
+    starts = np.random.default_rng(1).integers(1, 97, size=(6, 4))
+    lines = []
     text = write_text(model, starts, 64, SamplingParams(min_p=0.05), 3, lines.append)
     assert text.shape == (6, 64)
     assert (text[:, :4] == starts).all()

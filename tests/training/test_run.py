@@ -202,7 +202,8 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 def test_stopped_by_a_signal_and_gone_on_with(
     tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int
 ) -> None:
-    out, config = tmp_path / "out", config_of(kind, tiny)
+    out = tmp_path / "out"
+    config = config_of(kind, tiny)
     outcome = train(config, out, StopAt(3, number))
     assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
     assert json.loads((out / RECORD).read_text())["state"] == "interrupted"
@@ -220,7 +221,8 @@ def test_stopped_by_a_signal_and_gone_on_with(
 def test_stopped_within_a_step_and_gone_on_with(
     tiny: Tiny, whole: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, keys = Documents.batch, []
+    batch = Documents.batch
+    keys = []
 
     def interrupted(self: Documents, rows: int, length: int, key: tuple[int, ...]):
         if key == (0, 8) and key not in keys:
@@ -324,10 +326,8 @@ def test_a_model_and_a_corpus_that_were_moved(
 def test_another_model_or_corpus_or_damage_is_noticed(
     tiny: Tiny, out: Path, tmp_path: Path
 ) -> None:
-    record, changed = (
-        json.loads((out / RECORD).read_text()),
-        "the .* changed since the training in ",
-    )
+    record = json.loads((out / RECORD).read_text())
+    changed = "the .* changed since the training in "
     rows = [
         ({name: 7}, f"{option}: {changed}")
         for name, option in {

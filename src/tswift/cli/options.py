@@ -31,7 +31,7 @@ class Typed:
         return fields_of(kind, self.values)
 
     def make(self, kind: type[Config]) -> Config:
-        """A dataclass with what was typed of it, ``others``, and its defaults."""
+        """A dataclass with what was typed of it; the rest are its defaults."""
         return changed(kind(), self.values)
 
 

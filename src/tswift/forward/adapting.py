@@ -72,6 +72,15 @@ def try_graphs(target: Target) -> None:
         target.prepare(FullKV(target.kv_shape, 1), 1)
 
 
+_INSTEAD = {  # what is said of a part that something else stands in for, before the reason
+    "sampler": "sampler by PyTorch:",
+    "trees": "trees walked by PyTorch:",
+    "states": "states stepped by PyTorch:",
+    "cache": "the model",
+    "wide": "texts are forwarded in narrow passes:",
+}
+
+
 def execution_note(target: Target) -> str:
     """How layers run: ``fused``, ``one C program``, or ``eager``;
     and why what should be in use is not.
@@ -79,16 +88,9 @@ def execution_note(target: Target) -> str:
     words = _how_layers_run(target)
     if target.fallbacks.graph_fault is not None:
         words += f"; no CUDA graphs: {target.fallbacks.graph_fault}"
-    if "sampler" in target.fallbacks:
-        words += f"; sampler by PyTorch: {target.fallbacks['sampler']}"
-    if "trees" in target.fallbacks:
-        words += f"; trees walked by PyTorch: {target.fallbacks['trees']}"
-    if "states" in target.fallbacks:
-        words += f"; states stepped by PyTorch: {target.fallbacks['states']}"
-    if "cache" in target.fallbacks:
-        words += f"; the model {target.fallbacks['cache']}"
-    if "wide" in target.fallbacks:
-        words += f"; texts are forwarded in narrow passes: {target.fallbacks['wide']}"
+    for part, said in _INSTEAD.items():
+        if part in target.fallbacks:
+            words += f"; {said} {target.fallbacks[part]}"
     return words
 
 

@@ -158,7 +158,8 @@ def run(words: Sequence[object], here: Path) -> Refusal:
 
     before = os.getcwd()
     os.chdir(here)
-    code, raised = None, ""
+    code = None
+    raised = ""
     try:
         with _caught() as (out, err):
             try:
