@@ -169,6 +169,7 @@ _DELTA = {
     },
 }
 _LATENT = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+_ROUTED = {**_LATENT, "moe_intermediate_size": 16, "routed_scaling_factor": 1.5}
 _BIASES = {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, **_OF_16}
 _LAYERS_OF_3N = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _EMBEDDINGS_OF_3N = {
@@ -305,6 +306,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Falcon": ("FalconConfig", _UNGROUPED, _FIXED),
         "StableLM": ("StableLmConfig", {}, _KEPT),
         "StarCoder2 (sliding window)": ("Starcoder2Config", _WINDOWED),
+        "Mellum 2 (windows)": (
+            "MellumConfig",
+            {
+                **_TWO_KINDS,
+                **_EXPERTS_OF_QWEN,
+                "moe_intermediate_size": 16,
+                "num_nextn_predict_layers": 1,
+            },
+        ),
         "OLMo": ("OlmoConfig",),
         "OLMo 2": ("Olmo2Config",),
         "OLMo 3 (windows)": ("Olmo3Config", _WINDOWED),
@@ -321,6 +331,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         "SmolLM3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
         "GLM-4": ("Glm4Config", _OF_8),
+        "GLM-4.5 to 4.7 MoE": (
+            "Glm4MoeConfig",
+            {**_OF_8, **_ROUTED, "n_shared_experts": 1, "use_qk_norm": True},
+        ),
         "Nemotron": ("NemotronConfig", {}, _KEPT),
         "Helium": ("HeliumConfig", _OF_8),
         "EXAONE 4": ("Exaone4Config", {**_WINDOWED, "sliding_window_pattern": 2}),

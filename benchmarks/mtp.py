@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -43,22 +44,25 @@ class StockHead(nn.Module):
     """The head by transformers' own modules, as Qwen's checkpoints have it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
-
         super().__init__()
         config = model.config
         hidden = config.hidden_size
         attending = config.layer_types.index("full_attention")
+        decoder = model.get_decoder()
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
-            Qwen3_5RMSNorm(hidden) for _ in range(3)
+            type(decoder.norm)(hidden) for _ in range(3)
         )
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, attending)])
+        self.layers = nn.ModuleList([type(decoder.layers[attending])(config, attending)])
 
     def forward(self, model: PreTrainedModel, states: Tensor, tokens: Tensor) -> Tensor:
         """``[rows, n, V]`` logits of what follows ``tokens``,
         which follow those of the states ``[rows, n, H]``.
         """
+        return model.lm_head(self.after(model, states, tokens))
+
+    def after(self, model: PreTrainedModel, states: Tensor, tokens: Tensor) -> Tensor:
+        """``[rows, n, H]`` states of its own."""
         decoder = model.get_decoder()
         count = tokens.shape[1]
         parts = (
@@ -67,21 +71,22 @@ class StockHead(nn.Module):
         )
         rows = self.fc(torch.cat(parts, -1))
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        turns = decoder.rotary_emb(rows, torch.arange(count).expand(3, 1, -1))
-        return model.lm_head(
-            self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask))
-        )
+        turns = decoder.rotary_emb(rows, torch.arange(count)[None])
+        return self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask))
 
     def save(self, folder: Path) -> None:
         """Add it to a checkpoint of several files."""
-        tensors = {
-            f"mtp.{name}": weight.detach().clone() for name, weight in self.named_parameters()
-        }
-        save_file(tensors, folder / "mtp.safetensors", {"format": "pt"})
-        index = folder / "model.safetensors.index.json"
-        content = json.loads(index.read_text())
-        content["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
-        index.write_text(json.dumps(content))
+        add_tensors(folder, {f"mtp.{name}": each for name, each in self.named_parameters()})
+
+
+def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Add a file with more tensors to a checkpoint of several."""
+    stored = {name: each.detach().clone().contiguous() for name, each in tensors.items()}
+    save_file(stored, folder / "mtp.safetensors", {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] |= dict.fromkeys(stored, "mtp.safetensors")
+    index.write_text(json.dumps(content))
 
 
 def corpus() -> str:

@@ -58,6 +58,7 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 RECURRENT = "forward/test_recurrent.py"
+MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
 COUNTS, SAMPLER_C, MANY = (
     "decoding/test_counts.py",
@@ -184,10 +185,17 @@ FAULTS = [
     Fault("the gates of another row", "forward/recurrence.c", RECURRENT, "w->decays[rank]", "w->decays[head]"),
     Fault("the rows before a convolution are those forwarded last", "forward/recurrent.py", RECURRENT,
           "own[list(nodes)]", "own[: len(nodes)]"),
-    Fault("an MTP head's norms are what is stored", "speculators/formats.py", "speculators/test_mtp.py",
-          "part.weight.add_(1)", "part.weight.add_(0)"),
-    Fault("an MTP head turns all of its heads", "speculators/networks.py", "speculators/test_mtp.py",
-          "head_dim=self.rotated or self.head_dim", "head_dim=self.head_dim"),
+    Fault("an MTP head reads states before embeddings", "speculators/networks.py", MTP,
+          "self.eh_proj(torch.cat(parts, -1))", "self.eh_proj(torch.cat(parts[::-1], -1))"),
+    Fault("an MTP head sees beyond its window", "speculators/networks.py", MTP,
+          "seen & near(position, window, kv) if window else seen", "seen"),
+    Fault("an expert's gate is what it lets through", "speculators/formats.py", MTP,
+          '("gate_proj", "up_proj")', '("up_proj", "gate_proj")'),
+    Fault("an MTP head's last row does not see itself", "drafting/speculators.py", MTP,
+          """        slots = given["slots"][new]
+        self.kv.hold(slots)
+""", """        slots = given["slots"][new]
+"""),
     Fault("a state is not taken back", "caches.py", RECURRENT,
           "if self.states is not None and mark.states is not None:", "if False:"),
     Fault("weights that have no place are left out", "forward/parts.py", ARCHITECTURES,
@@ -617,7 +625,7 @@ FAULTS = [
     Fault("every epoch has its rows in the same order", "training/teacher.py", "training/test_teacher.py",
           "default_rng([self._seed, epoch])", "default_rng([self._seed])"),
     Fault("what EAGLE drafts stays at one place", "speculators/networks.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
-          "(position - 1 + level).expand", "(position - 1).expand"),
+          "used\n            places = (position - 1 + level).expand", "used\n            places = (position - 1).expand"),
     Fault("the draft vocabulary is not mapped", "speculators/networks.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
           "offsets + torch.arange", "torch.arange"),
     Fault("a drafter's window has no sinks", "caches.py", NETWORKS,

@@ -4,75 +4,221 @@ no text changes by it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
-from benchmarks.architectures import ARCHITECTURES, checkpoint
-from benchmarks.mtp import StockHead
-from tests.helpers import options_for, random_prompt, tokens_of
+from benchmarks.architectures import ARCHITECTURES, checkpoint, stock
+from benchmarks.mtp import StockHead, add_tensors
+from tests.helpers import first, options_for, random_prompt, tokens_of
 from tswift.caches import FullKV, WindowKV
+from tswift.decoding.loop import Decoding
+from tswift.drafting.methods import make_drafter
+from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.target import prefill
 from tswift.loading import LoadedModel, load
+from tswift.sampling.parameters import SamplingParams
 
 KIND = "Qwen3.5 to 3.8 (gated delta nets)"
+MOE = "Qwen3.5 to 3.8 MoE (gated delta nets)"
+NEXT = "Qwen3-Next (gated delta nets)"
+MELLUM = "Mellum 2 (windows)"
+GLM = "GLM-4.5 to 4.7 MoE"
+KINDS = (KIND, MOE, NEXT, MELLUM, GLM)
+ONE_BY_ONE = (NEXT, MELLUM, GLM)  # how their publishers write experts
+BY_TRANSFORMERS = (MELLUM, GLM)  # transformers has a reader of their heads
 pytestmark = pytest.mark.skipif(
     not ARCHITECTURES[KIND].there, reason="not in this version of transformers"
 )
 
+Head = StockHead | MtpModel
 
-def with_head(folder: Path) -> tuple[PreTrainedModel, StockHead]:
-    """Write a checkpoint that has one."""
-    model = checkpoint(ARCHITECTURES[KIND], folder)
+
+def random_head(model: PreTrainedModel) -> Head:
+    """One by transformers' modules; of a model whose heads transformers reads, as it makes it."""
     with torch.random.fork_rng():
         torch.manual_seed(8)
-        head = StockHead(model)
-        for weight in head.parameters():
-            nn.init.normal_(weight, std=0.3)
-    head.save(folder)
+        if hasattr(model.config, "num_mtp_layers"):
+            head: Head = MtpModel(model, 1)
+            parts = head.layers
+        else:
+            parts = head = StockHead(model)
+        with torch.no_grad():
+            for weight in [*parts.parameters(), *parts.buffers()]:
+                nn.init.normal_(weight, std=0.3)
+    return head
+
+
+def in_the_publishers_layout(kind: str, head: Head, layers: int) -> dict[str, Tensor]:
+    """The tensors of a head, named as its publisher's checkpoints name them."""
+    if isinstance(head, StockHead):
+        tensors = {f"mtp.{name}": each for name, each in head.state_dict().items()}
+    else:
+        ours = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
+        tensors = {}
+        for name, each in head.layers[0].state_dict().items():
+            part, _, rest = name.partition(".")
+            if kind == GLM:
+                named = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(part, f"{part}.")
+                tensors[f"model.layers.{layers}.{named}{rest}"] = each
+            else:
+                own = {**ours, "mtp_block": "layers.0", "post_norm": "norm"}
+                tensors[f"mtp.{own[part]}.{rest}"] = each
+    if kind in ONE_BY_ONE:
+        tensors = one_by_one(tensors)
+    if kind == GLM:  # which has copies, too
+        for name in ("embed_tokens", "shared_head.head"):
+            copied = head.embed_tokens if name == "embed_tokens" else head.shared_head
+            tensors[f"model.layers.{layers}.{name}.weight"] = copied.weight
+    return tensors
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of all experts as those of each."""
+    written = {}
+    for name, each in tensors.items():
+        base, _, kind = name.rpartition(".")
+        if not base.endswith(".experts"):
+            written[name] = each
+            continue
+        for expert, matrix in enumerate(each):
+            if kind == "down_proj":
+                written[f"{base}.{expert}.down_proj.weight"] = matrix
+            else:
+                gate, up = matrix.chunk(2)
+                written |= {f"{base}.{expert}.gate_proj.weight": gate}
+                written |= {f"{base}.{expert}.up_proj.weight": up}
+    return written
+
+
+def with_head(folder: Path, kind: str = KIND) -> tuple[PreTrainedModel, Head]:
+    """Write a checkpoint that has one."""
+    model = checkpoint(ARCHITECTURES[kind], folder)
+    head = random_head(model)
+    add_tensors(folder, in_the_publishers_layout(kind, head, model.config.num_hidden_layers))
     return model, head
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel, StockHead]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mtp")
-    return (folder, *with_head(folder))
+    with_head(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def model(made: tuple[Path, PreTrainedModel, StockHead]) -> LoadedModel:
-    return load(str(made[0]), device="cpu", attention="sdpa", exact=True)
+def model(made: Path) -> LoadedModel:
+    return load(str(made), device="cpu", attention="sdpa", exact=True)
 
 
 @torch.inference_mode()
-def test_it_computes_what_layers_of_transformers_do(made) -> None:
-    folder, stock, head = made
-    model = load(str(folder), device="cpu", dtype="float64", attention="sdpa")
-    target = model.target
-    network = model.target.speculator
+def expected_logits(model: PreTrainedModel, head: Head, text: Tensor) -> Tensor:
+    """Of what follows a text, by transformers' modules in float64."""
+    model = stock(model)
+    before = model.get_decoder()(text[None], use_cache=False).last_hidden_state[:, :-1]
+    head.double()
+    if isinstance(head, StockHead):
+        model.set_attn_implementation("eager")
+        return head(model, before, text[None, 1:])[0, -1]
+    head.tie_with_main_model(model)
+    head.set_experts_implementation("eager")
+    places = torch.arange(len(text) - 1)[None]
+    cache = MtpCache(config=head.config)
+    return head(text[None, 1:], before, None, places, cache)[1][0, -1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_it_computes_what_layers_of_transformers_do(tmp_path: Path, kind: str) -> None:
+    """Over more tokens than a layer's window has, if it has one."""
+    own, head = with_head(tmp_path, kind)
+    target = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa").target
+    network = target.speculator
     assert network is not None
-    stock.set_attn_implementation("eager")
-    text = torch.tensor(random_prompt(20, 2, target.vocab_size))
-    before = stock.get_decoder()(text.unsqueeze(0), use_cache=False).last_hidden_state[:, :-1]
-    expected = head(stock, before, text[None, 1:])[0, -1]
-    full = FullKV(target.kv_shape, 40)
+    text = torch.tensor(random_prompt(40, 2, target.vocab_size))
+    full = FullKV(target.kv_shape, 60)
     states = torch.cat([prefill(target, [token], full).hidden for token in text[:-1].tolist()])
-    kv = WindowKV(network.spec.kv_shape(target.dtype, target.device), 32, 4, 8)
+    kv = WindowKV(network.spec.kv_shape(target.dtype, target.device), 50, 4, 8)
     places = torch.arange(len(text) - 1)
-    last = network.remember(states, text[1:], places, places, kv, full)[-1:]
     kv.hold(places)
+    last = network.remember(states, text[1:], places, places, kv, full)[-1:]
     found = network.begin(last, text[-1:], torch.tensor([len(text) - 1]), kv, kv.held)(
         0, None, text[-1:]
     )
-    torch.testing.assert_close(
-        found[0].float(), expected, rtol=0, atol=2e-4 * float(expected.std())
+    expected = expected_logits(own, head, text)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS)
+def test_the_layout_is_the_one_that_transformers_reads(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the test above is of checkpoints as they are published."""
+    own, head = with_head(tmp_path, kind)
+    own.config.name_or_path = str(tmp_path)
+    own.config.dtype = own.dtype  # else its name, which the reader does not take
+    if kind == GLM:  # it knows the number of layers of what is published alone
+        behind = [rf"model\.layers\.{own.config.num_hidden_layers}\."]
+        monkeypatch.setattr(own, "_keys_to_ignore_on_load_unexpected", behind)
+    read = MtpModel.from_pretrained(own)
+    for name, weight in head.layers.state_dict().items():
+        assert torch.equal(read.layers.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("kind", first(2, (MELLUM, GLM, NEXT, MOE)))
+def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path: Path, kind: str) -> None:
+    with_head(tmp_path, kind)
+    model = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa")
+    prompt = model.encode("The ship had lain")
+    options = options_for("mtp", costs="nominal", nodes=12)
+    steps = {"ar": [*generate(model, prompt, 60, method="ar")]}
+    steps["mtp"] = [*generate(model, prompt, 60, method="mtp", options=options)]
+    assert tokens_of(steps["mtp"]) == tokens_of(steps["ar"])
+    assert max(step.nodes for step in steps["mtp"]) > 2
+
+
+@torch.inference_mode()
+def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_path: Path) -> None:
+    """On two levels, after tokens that were accepted and not; the second reads the head's own
+    state.
+    """
+    own, head = with_head(tmp_path)
+    target = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa").target
+    own = stock(own)
+    own.set_attn_implementation("eager")
+    head.double()
+    drafter: Any = make_drafter(
+        "mtp", target, None, DraftOptions(tree=(2, 1), budget=128, shared_noise=False)
     )
+    source = drafter.sources[0]
+    propose = source.propose
+    checked = []
+
+    def noted(tree: Any, context: Any) -> None:
+        text = torch.tensor([[*context.text]])
+        states = own.get_decoder()(text, use_cache=False).last_hidden_state[:, :-1]
+        tokens = text[:, 1:]
+        for level in range(2):
+            found = int(source._found[level, 0, 1])
+            assert found == int(head(own, states, tokens)[0, -1].argmax())
+            states = torch.cat([states, head.after(own, states, tokens)[:, -1:]], 1)
+            tokens = torch.cat([tokens, torch.tensor([[found]])], 1)
+        checked.append(text)
+        propose(tree, context)
+
+    source.propose = noted
+    greedy = SamplingParams(temperature=0.0, penalty=1.0)
+    steps = [*Decoding(target, random_prompt(20, 3, 200), greedy, 1, drafter, 40).steps()]
+    assert len(checked) >= len(steps) - 1 > 5
 
 
 def test_no_text_changes_by_it(model: LoadedModel) -> None:
@@ -86,8 +232,9 @@ def test_no_text_changes_by_it(model: LoadedModel) -> None:
     assert model.about()["drafter"]["kind"] == "mtp"
 
 
-def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
-    checkpoint(ARCHITECTURES[KIND], tmp_path)
+@pytest.mark.parametrize("kind", first(1, (KIND, GLM)))
+def test_a_model_without_one_is_refused(tmp_path: Path, kind: str) -> None:
+    checkpoint(ARCHITECTURES[kind], tmp_path)
     bare = load(str(tmp_path), device="cpu", attention="sdpa")
     with pytest.raises(
         InputError, match="mtp drafts with the model's own MTP head, and it has none"
@@ -95,8 +242,18 @@ def test_a_model_without_one_is_refused(tmp_path: Path) -> None:
         generate(bare, "The ship", 5, method="mtp")
 
 
-def test_a_head_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    with_head(tmp_path)
-    save_file({"mtp.fc.weight": torch.zeros(3, 3)}, tmp_path / "mtp.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match="mtp"):
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        (KIND, "mtp.fc.weight", "has mtp.fc.weight of shape"),
+        (NEXT, "mtp.layers.0.mlp.experts.3.up_proj.weight", "experts.3.up_proj.weight of shape"),
+        (GLM, "model.layers.2.shared_head.norm.weight", "has model.layers.2.shared_head.norm"),
+    ],
+)
+def test_a_head_of_other_sizes_is_refused(tmp_path: Path, kind: str, name: str, said: str) -> None:
+    model = checkpoint(ARCHITECTURES[kind], tmp_path)
+    tensors = in_the_publishers_layout(kind, random_head(model), model.config.num_hidden_layers)
+    assert name in tensors
+    add_tensors(tmp_path, {**tensors, name: torch.zeros(3, 3)})
+    with pytest.raises(InputError, match=re.escape(said)):
         load(str(tmp_path), device="cpu", attention="sdpa")

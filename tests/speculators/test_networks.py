@@ -85,7 +85,7 @@ def test_in_float32_a_processor_rounds_layers_to_8_bits(tmp_path: Path) -> None:
         network = find_drafter(folder).load(target_of(dtype=dtype))
         packed = [each for each in network.modules() if isinstance(each, PackedLinear)]
         assert len(packed) == (9 if dtype == torch.float32 else 0)
-        found.append(network.states(tapped(network.target, text)).double())
+        found.append(network.fc(tapped(network.target, text)).double())
     assert 0 < float((found[1] - found[0]).abs().max()) < 0.05 * float(found[0].std())
 
 

@@ -133,10 +133,10 @@ class NetworkSource(Source):
             rows, following, places, slots = (
                 torch.tensor(packed).to(self._target.device, non_blocking=True).unbind(1)
             )
+            self.kv.hold(slots)
             self._network.remember(
                 self._new.index_select(0, rows), following, places, slots, self.kv, context.kv
             )
-            self.kv.hold(slots)
         self._keep_last()
 
     def _keep_last(self) -> None:
@@ -186,6 +186,7 @@ class NetworkSource(Source):
         # a host needs no static sizes
         new = slice(int(given["last"]) + 1 if self._on_host else None)
         slots = given["slots"][new]
+        self.kv.hold(slots)
         states = network.remember(
             self._taps[new],
             given["following"][new],
@@ -194,7 +195,6 @@ class NetworkSource(Source):
             self.kv,
             self._whole,
         )
-        self.kv.hold(slots)
         tokens = given["root"]
         position = given["position"]
         begun = network.begin(

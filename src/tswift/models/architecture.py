@@ -48,6 +48,8 @@ _MAMBA = (
     ("mamba_n_heads", "mamba_num_heads"),
     ("mamba_d_head", "mamba_head_dim"),
 )
+# types whose own head for multi-token prediction is served
+_PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mellum", "glm4_moe")
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 
 
@@ -116,7 +118,7 @@ def is_moe(config: PreTrainedConfig) -> bool:
 
 def predicts_more(config: PreTrainedConfig) -> bool:
     """Whether a model is of a kind whose own head for multi-token prediction is served."""
-    return config.get_text_config().model_type.startswith("qwen3_5") and not is_moe(config)
+    return config.get_text_config().model_type in _PREDICTING
 
 
 def refuse_routed(config: PreTrainedConfig, model: str) -> None:

@@ -10,8 +10,9 @@ are Google's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,10 +75,18 @@ _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get
 _COMPARED = 64  # rows of a copy that are compared with the target's own
 
 NATIVE = "the model's own"
-_NATIVE_LAYER = "mtp.layers.0."
+# how Qwen and Mellum name its parts; DeepSeek and GLM have it as a layer behind the model's last
+_OF_QWEN = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "norm": "mtp.norm",
+    "layer": "mtp.layers.0",
+}
+# of single experts, which are one tensor in a model
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PREDICTED = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # how many there are
 _DRAFTED = 32_768  # tokens that it drafts from: the first rows of the LM head
-# of a rotary embedding; others are text's
-_OF_IMAGES = ("mrope_section", "mrope_interleaved", "partial_rotary_factor")
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _SPECULATORS_BLOCK = "speculators, blocks"
@@ -186,10 +195,6 @@ class SpeculatorFile:
         with torch.device("meta"):
             network = build(self.spec, target)
         read_into(network, self.tensors, target.dtype, target.device, OPTION)
-        if self.layout == NATIVE:
-            for part in network.modules():
-                if isinstance(part, nn.RMSNorm):
-                    part.weight.add_(1)  # stored is what it is more than one
         if "d2t" in self.tensors:
             offsets: Any = network.d2t
             ids = offsets.cpu() + torch.arange(self.spec.draft_vocab)
@@ -267,8 +272,8 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     text = config.get_text_config()
     if not predicts_more(config) or gguf_of(model) is not None:
         return None
-    rope = dict(text.rope_parameters)
-    size = text.head_dim
+    layer = _own_layer(text)
+    windowed = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
     spec = SpeculatorSpec(
         kind=MTP,
         hidden_size=text.hidden_size,
@@ -276,34 +281,105 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
         layers=1,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
-        head_dim=size,
+        head_dim=text.head_dim,
         vocab_size=text.vocab_size,
         eps=text.rms_norm_eps,
-        rope={name: value for name, value in rope.items() if name not in _OF_IMAGES},
+        rope={},
         tap_size=text.hidden_size,
         tap_count=1,
         draft_vocab=min(_DRAFTED, text.vocab_size),
-        norm_output=True,
-        gated=True,
-        rotated=int(size * rope.get("partial_rotary_factor", 1.0)),
+        text=layer,
+        window=text.sliding_window if windowed else 0,
     )
     folder = None if model.startswith(SHAPE_PREFIX) else find_source(model)[1]
     if folder is None:
-        said = getattr(text, "mtp_num_hidden_layers", 0)
+        said = any(getattr(text, name, 0) for name in _PREDICTED)
         return SpeculatorFile(Path(model), NATIVE, spec, {}, {}, ()) if said else None
+    behind = f"model.layers.{text.num_hidden_layers}."
     stored = {
-        name: each for name, each in stored_tensors(folder).items() if name.startswith("mtp.")
+        name: each
+        for name, each in stored_tensors(folder).items()
+        if name.startswith(("mtp.", behind))
     }
     if not stored:
         return None
     with torch.device("meta"):
         shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
-    published = {name: f"mtp.{name}".replace("mtp.midlayer.", _NATIVE_LAYER) for name in shapes}
-    wanted = {published[name]: shape for name, shape in shapes.items()}
-    check_tensors(folder, stored, wanted, (), "MTP head of the configuration", "model")
-    return SpeculatorFile(
-        folder, NATIVE, spec, {name: stored[published[name]] for name in shapes}, {}, ()
+    of_qwen = next(iter(stored)).startswith("mtp.")
+    parts = {
+        name: _native_parts(name, shapes[name], behind * (not of_qwen), stored) for name in shapes
+    }
+    wanted = {each: size for part in parts.values() for each, size in part.items()}
+    # copies of the model's own
+    copies = dict.fromkeys(
+        (f"{behind}embed_tokens.weight", f"{behind}shared_head.head.weight"),
+        (spec.vocab_size, spec.hidden_size),
     )
+    owner = "MTP head of the configuration"
+    check_tensors(folder, stored, wanted | copies, copies, owner, "model")
+    tensors = {
+        name: _stacked(shapes[name], [stored[each] for each in part])
+        for name, part in parts.items()
+    }
+    return SpeculatorFile(folder, NATIVE, spec, tensors, {}, ())
+
+
+def _own_layer(text: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a model that is one layer, as an MTP head's is one of the model's."""
+    made = copy(text)
+    made.num_hidden_layers = 1
+    made.vocab_size = 1  # nothing reads its embeddings
+    made.pad_token_id = None
+    kinds = {
+        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"],
+        "mlp_layer_types": ["sparse"],
+        "first_k_dense_replace": 0,
+    }
+    for name, value in kinds.items():
+        if hasattr(text, name):
+            setattr(made, name, value)
+    return made
+
+
+def _native_parts(
+    name: str, shape: tuple[int, ...], behind: str, stored: Mapping[str, StoredTensor]
+) -> _Shapes:
+    """The tensors in a model's checkpoint that a parameter of its MTP head is made of.
+
+    ``behind`` is what their names begin with in DeepSeek's layout, empty in Qwen's.
+    """
+    part, _, rest = name.partition(".")
+    if behind:
+        own = {"norm": "shared_head.norm.", "layer": ""}.get(part, f"{part}.")
+        known = behind + own + rest
+    else:
+        known = f"{_OF_QWEN[part]}.{rest}"
+    experts, _, kind = known.rpartition(".")
+    if known in stored or kind not in _EXPERTS or not experts.endswith(".experts"):
+        return {known: shape}
+    joined = _EXPERTS[kind]
+    return {
+        f"{experts}.{expert}.{each}.weight": (shape[1] // len(joined), shape[2])
+        for expert in range(shape[0])
+        for each in joined
+    }
+
+
+@dataclass(frozen=True)
+class _Stacked(StoredTensor):
+    """Matrices of single experts, which are one tensor in a model."""
+
+    parts: Sequence[StoredTensor] = ()
+
+    def read(self) -> torch.Tensor:
+        """The values."""
+        return torch.cat([part.read() for part in self.parts]).view(self.shape)
+
+
+def _stacked(shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Tensors behind each other as one of a shape; or the only one."""
+    first = parts[0]
+    return first if len(parts) == 1 else _Stacked(first.path, first.name, first.dtype, shape, parts)
 
 
 _Shapes = dict[str, tuple[int, ...]]  # by name

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from tswift.caches import KVBuffer, KVShape, LayerKV, WindowKV
 from tswift.forward.target import Target
+from tswift.models.architecture import is_moe
 
 DSPARK, DFLASH, DFLASH2, EAGLE3 = "dspark", "dflash", "dflash2", "eagle3"
 MTP, ASSISTANT = "mtp", "assistant"
@@ -72,10 +73,9 @@ class SpeculatorSpec:
     sliding: tuple[int, ...] = ()
     window: int = 0  # tokens of the text that those see
     causal: bool = False  # whether a slot of the block sees none after it there
-    gated: bool = False  # whether a gate beside each query decides what attention gives
-    rotated: int = 0  # numbers of a head that are turned by its position; 0 for all
-    # this and the next two: of an assistant, whose layers are transformers'
+    # of the layers of an assistant or an MTP head, which are transformers'
     text: PreTrainedConfig | None = None
+    # this and the next one: of an assistant
     # what a token's keys and values are in the model's last layer of each kind
     kept: tuple[LayerKV, ...] = ()
     clusters: tuple[int, int] = (0, 0)  # of its vocabulary, and how many it looks through; or none
@@ -162,7 +162,7 @@ class SpeculatorSpec:
             hidden_size=self.hidden_size,
             intermediate_size=self.inner_size,
             num_attention_heads=1,
-            head_dim=self.rotated or self.head_dim,
+            head_dim=self.head_dim,
             rope_parameters=dict(self.rope),
         )
 
@@ -189,11 +189,10 @@ class Rotary(nn.Module):
 
 
 def _rotated(rows: Tensor, angles: Angles) -> Tensor:
-    """``[heads, n, d]``, of which the first numbers of each head are rotated."""
+    """``[heads, n, d]``, rotated."""
     cos, sin = angles
-    count = cos.shape[-1]
-    first, second, rest = rows.split([count, count, rows.shape[-1] - 2 * count], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    first, second = rows.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def attend(
@@ -219,8 +218,7 @@ class DrafterAttention(nn.Module):
         self.heads = spec.heads
         self.kv_heads = spec.kv_heads
         size = spec.head_dim
-        self.gated = spec.gated
-        self.q_proj = nn.Linear(width, spec.heads * size * (1 + spec.gated), bias=False)
+        self.q_proj = nn.Linear(width, spec.heads * size, bias=False)
         self.k_proj, self.v_proj = (
             nn.Linear(width, spec.kv_heads * size, bias=False) for _ in range(2)
         )
@@ -245,13 +243,9 @@ class DrafterAttention(nn.Module):
         """``[n, H]``: rows ``[n, width]`` attend to layer ``index``'s slots that are ``seen`` ``[n
         or 1, slots]``.
         """
-        queries, *gates = (
-            self.q_proj(rows).unflatten(-1, (self.heads, -1)).chunk(1 + self.gated, -1)
-        )
-        queries = _rotated(self.q_norm(queries.transpose(0, 1)), angles)
+        queries = self.q_proj(rows).unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        queries = _rotated(self.q_norm(queries), angles)
         mixed = attend(queries, kv.keys[index], kv.values[index], seen).transpose(0, 1)
-        for gate in gates:
-            mixed = mixed * torch.sigmoid(gate)
         return self.o_proj(mixed.flatten(1))
 
 
@@ -381,7 +375,7 @@ class DraftNetwork(nn.Module):
             taps: ``[n, M * H]`` of the passes that forwarded them.
             following: ``[n]``, the token after each.
             places: ``[n]``, where in the text they are.
-            slots: ``[n]``, where their keys and values go.
+            slots: ``[n]``, where their keys and values go; the cache holds them already.
             kv: the cache.
             text: the target's own, of the whole text.
 
@@ -499,133 +493,11 @@ class BlockSpeculator(DraftNetwork):
         return logits
 
 
-class ChainSpeculator(DraftNetwork):
-    """Of one layer: row p has a state of token p and the embedding of token p + 1,
-    and guesses the one after that.
+class EagleSpeculator(DraftNetwork):
+    """EAGLE-3, of one layer, with an LM head and perhaps a smaller vocabulary of its own.
+
+    Row p has a state of token p and the embedding of token p + 1, and guesses the one after that.
     """
-
-    midlayer: _Layer
-    norm: nn.RMSNorm
-
-    def states(self, taps: Tensor) -> Tensor:
-        """``[n, H]`` states of tokens whose taps are given."""
-        raise NotImplementedError
-
-    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer's attention reads of states and the tokens after them,
-        and what its output is added to.
-        """
-        raise NotImplementedError
-
-    def scores(self, states: Tensor) -> Tensor:
-        """``[n, V]`` logits of what follows, from states after the final norm."""
-        raise NotImplementedError
-
-    def remember(
-        self,
-        taps: Tensor,
-        following: Tensor,
-        places: Tensor,
-        slots: Tensor,
-        kv: WindowKV,
-        text: KVBuffer,
-    ) -> Tensor:
-        """As :meth:`DraftNetwork.remember`."""
-        states = self.states(taps)
-        rows = self.inputs(states, following)[0]
-        self.midlayer.self_attn.remember(0, rows, self.rotary(places, rows.dtype), slots, kv)
-        return states
-
-    def after(
-        self, inputs: tuple[Tensor, Tensor], angles: Angles, kv: WindowKV, seen: Tensor
-    ) -> Tensor:
-        """``[n, H]`` after the layer; ``inputs`` are those of :meth:`inputs`, ``seen`` is ``[n or
-        1, slots]``.
-        """
-        out = inputs[1] + self.midlayer.self_attn(0, inputs[0], angles, kv, seen)
-        return out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
-
-    def begin(
-        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
-    ) -> DrafterRound:
-        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
-        states = state
-        lines = seen[None]
-        used = kv.scratch
-
-        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
-            nonlocal states, lines, used
-            places = (position - 1 + level).expand(len(tokens))
-            if rows is not None:
-                states = states.index_select(0, rows)
-            inputs = self.inputs(states, tokens)
-            angles = self.rotary(places, inputs[0].dtype)
-            if rows is not None:  # the root's row is among those remembered
-                slots = torch.arange(used, used + len(tokens), device=tokens.device)
-                used += len(tokens)
-                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
-                self.midlayer.self_attn.remember(0, inputs[0], angles, slots, kv)
-            out = self.after(inputs, angles, kv, lines)
-            normed = self.norm(out)
-            states = normed if self.spec.norm_output else out
-            return self.scores(normed)
-
-        return logits
-
-
-class MtpSpeculator(ChainSpeculator):
-    """The head for multi-token prediction that a model's own checkpoint has (Qwen3.5):
-    a layer like the model's.
-
-    It reads the model's states after the final norm, and its own after its own norm.
-    """
-
-    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
-        super().__init__(spec, target)
-        hidden = spec.hidden_size
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
-            nn.RMSNorm(hidden, spec.eps) for _ in range(2)
-        )
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.midlayer = _Layer(spec)
-        self.norm = nn.RMSNorm(hidden, spec.eps)
-
-    def states(self, taps: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.states`: the taps are states."""
-        return taps
-
-    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`ChainSpeculator.inputs`."""
-        parts = (
-            self.pre_fc_norm_embedding(self.target.embed(tokens)),
-            self.pre_fc_norm_hidden(states),
-        )
-        rows = self.fc(torch.cat(parts, -1))
-        return self.midlayer.input_layernorm(rows), rows
-
-    def scores(self, states: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.scores`, by the first rows of the model's LM head, if they are
-        plain numbers.
-
-        They are the commonest tokens: a tokenizer numbers them as it found them. With all rows the
-        LM head would be four fifths of what a level reads, and by shared noise a token that is
-        missing costs no more than its own guess.
-        """
-        spec = self.spec
-        head = self.target.model.get_output_embeddings()
-        if (
-            spec.draft_vocab == spec.vocab_size
-            or type(head.weight) is not nn.Parameter
-            or head.bias is not None
-        ):
-            return self.target.open_logits(states)
-        full = states.new_full((len(states), spec.vocab_size), _EXCLUDED)
-        full[:, : spec.draft_vocab] = F.linear(states, head.weight[: spec.draft_vocab])
-        return full
-
-
-class EagleSpeculator(ChainSpeculator):
-    """EAGLE-3, with an LM head and perhaps a smaller vocabulary of its own."""
 
     d2t: Tensor  # from an id of the draft vocabulary to what is to be added to it
 
@@ -647,8 +519,16 @@ class EagleSpeculator(ChainSpeculator):
         if spec.draft_vocab < spec.vocab_size:
             self.register_buffer("d2t", torch.zeros(spec.draft_vocab, dtype=torch.int64))
 
-    def states(self, taps: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.states`: all of a token's taps make one."""
+    def remember(
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
+    ) -> Tensor:
+        """As :meth:`DraftNetwork.remember`: all of a token's taps make one state."""
         if self.spec.input_norm:
             taps = self.input_norm(taps)
         if self.spec.fc_norm:
@@ -656,21 +536,50 @@ class EagleSpeculator(ChainSpeculator):
             taps = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
             )
-        return self.fc(taps)
+        states = self.fc(taps)
+        rows = self._inputs(states, following)[0]
+        self.midlayer.self_attn.remember(0, rows, self.rotary(places, rows.dtype), slots, kv)
+        return states
 
-    def inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`ChainSpeculator.inputs`: attention reads ``[n, 2 H]``."""
+    def _inputs(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads ``[n, 2 H]`` of states and the tokens after them, and what its
+        output is added to.
+        """
         embeddings = self.embed_tokens(tokens) if self.spec.embeds else self.target.embed(tokens)
         normed = self.midlayer.hidden_norm(states)
         rows = torch.cat([self.midlayer.input_layernorm(embeddings), normed], -1)
         return rows, normed if self.spec.norm_before_residual else states
 
-    def scores(self, states: Tensor) -> Tensor:
-        """As :meth:`ChainSpeculator.scores`."""
-        return of_all(self.lm_head(states), self)
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
+        states = state
+        lines = seen[None]
+        used = kv.scratch
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states, lines, used
+            places = (position - 1 + level).expand(len(tokens))
+            if rows is not None:
+                states = states.index_select(0, rows)
+            read, out = self._inputs(states, tokens)
+            angles = self.rotary(places, read.dtype)
+            if rows is not None:  # the root's row is among those remembered
+                slots = torch.arange(used, used + len(tokens), device=tokens.device)
+                used += len(tokens)
+                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+                self.midlayer.self_attn.remember(0, read, angles, slots, kv)
+            out = out + self.midlayer.self_attn(0, read, angles, kv, lines)
+            out = out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
+            normed = self.norm(out)
+            states = normed if self.spec.norm_output else out
+            return of_all(self.lm_head(normed), self)
+
+        return logits
 
 
-def _of_assistant(
+def _attend_seen(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -679,9 +588,134 @@ def _of_assistant(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of an assistant's layers, as transformers calls it."""
+    """The attention of layers that are transformers', over slots that are seen."""
     out = attend(query[0], key[0], value[0], attention_mask, scaling)
     return out.transpose(0, 1)[None], None
+
+
+_SEEN = "tswift_drafter"
+AttentionInterface.register(_SEEN, _attend_seen)
+
+
+class _Slots:
+    """A layer's cache, as transformers asks it: its keys and values go into slots."""
+
+    def __init__(self, kv: WindowKV, slots: Tensor) -> None:
+        self._kv = kv
+        self._slots = slots
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Put keys and values ``[1, heads, n, d]`` there, and return all that are held."""
+        self._kv.put(layer, self._slots, keys[0], values[0])
+        return self._kv.keys[layer][None], self._kv.values[layer][None]
+
+
+class MtpSpeculator(DraftNetwork):
+    """The head for multi-token prediction that a model's own checkpoint has: a layer of the model's
+    kind, by transformers' modules.
+
+    Row p has the state of token p and the embedding of token p + 1, and guesses the one after that.
+    It reads the model's states after the final norm, and its own after its own norm. A round's
+    first row is the last of those remembered, so that the layer is read once for both.
+    """
+
+    def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
+        super().__init__(spec, target)
+        hidden = spec.hidden_size
+        assert spec.text is not None
+        kind = MODEL_MAPPING[type(spec.text)]
+        model: Any = kind._from_config(copy(spec.text), attn_implementation=_SEEN)
+        if target is not None and target.dtype == torch.float64 and is_moe(spec.text):
+            model.set_experts_implementation("eager")  # the others multiply no float64
+        self.enorm, self.hnorm, self.norm = (
+            type(model.norm)(hidden, eps=spec.eps) for _ in range(3)
+        )
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = model.layers[0]
+        # where layers of several kinds turn differently: which of these it is
+        kinds = getattr(spec.text, "layer_types", None) or ("",)
+        self._kind = [kind for kind in kinds if kind in spec.text.rope_parameters]
+
+    def _rows(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        seen: Tensor,
+    ) -> Tensor:
+        """``[n, H]`` of states and the tokens after them, which see slots ``[n or 1, slots]``."""
+        parts = self.enorm(self.target.embed(tokens)), self.hnorm(states)
+        rows = self.eh_proj(torch.cat(parts, -1))[None]
+        decoder: Any = self.target.model.get_decoder()
+        angles = decoder.rotary_emb(rows, places[None], *self._kind)
+        out = self.layer(
+            rows,
+            position_embeddings=angles,
+            position_ids=places[None],
+            attention_mask=seen,
+            past_key_values=_Slots(kv, slots),
+        )
+        return self.norm(out[0])
+
+    def _near(self, seen: Tensor, position: Tensor, kv: WindowKV) -> Tensor:
+        """Of the slots that are seen those that a layer with a window sees before a position."""
+        window = self.spec.window
+        return (seen & near(position, window, kv) if window else seen)[None]
+
+    def remember(
+        self,
+        taps: Tensor,
+        following: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        kv: WindowKV,
+        text: KVBuffer,
+    ) -> Tensor:
+        """As :meth:`DraftNetwork.remember`; only the last row sees what it should."""
+        seen = self._near(kv.held, places.amax()[None] + 1, kv)
+        return self._rows(taps, following, places, slots, kv, seen)
+
+    def begin(
+        self, state: Tensor, root: Tensor, position: Tensor, kv: WindowKV, seen: Tensor
+    ) -> DrafterRound:
+        """As :meth:`DraftNetwork.begin`: a level is a pass over the tokens drafted last."""
+        states = state
+        lines = self._near(seen, position, kv)
+        used = kv.scratch
+
+        def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
+            nonlocal states, lines, used
+            if rows is not None:
+                places = (position - 1 + level).expand(len(tokens))
+                slots = torch.arange(used, used + len(tokens), device=tokens.device)
+                used += len(tokens)
+                lines = lines.index_select(0, rows).scatter_(1, slots[:, None], True)
+                states = self._rows(states.index_select(0, rows), tokens, places, slots, kv, lines)
+            return self._scores(states)
+
+        return logits
+
+    def _scores(self, states: Tensor) -> Tensor:
+        """``[n, V]`` logits of what follows, by the first rows of the model's LM head, if they are
+        plain numbers.
+
+        They are the commonest tokens: a tokenizer numbers them as it found them. With all rows the
+        LM head would be four fifths of what a level reads, and by shared noise a token that is
+        missing costs no more than its own guess.
+        """
+        spec = self.spec
+        head = self.target.model.get_output_embeddings()
+        if (
+            spec.draft_vocab == spec.vocab_size
+            or type(head.weight) is not nn.Parameter
+            or head.bias is not None
+        ):
+            return self.target.open_logits(states)
+        full = states.new_full((len(states), spec.vocab_size), _EXCLUDED)
+        full[:, : spec.draft_vocab] = F.linear(states, head.weight[: spec.draft_vocab])
+        return full
 
 
 class _AllShared:
@@ -691,10 +725,6 @@ class _AllShared:
     def kv_sharing_modes(self) -> list[str]:
         """What each layer does with those of others."""
         return ["reuse"] * self.num_hidden_layers  # type: ignore[attr-defined]
-
-
-_ASSISTANTS = "tswift_assistant"
-AttentionInterface.register(_ASSISTANTS, _of_assistant)
 
 
 class AssistantSpeculator(DraftNetwork):
@@ -712,7 +742,7 @@ class AssistantSpeculator(DraftNetwork):
         text = copy(spec.text)
         # transformers 5.23 makes no model that shares the keys and values of all its layers
         text.__class__ = type("AssistantText", (_AllShared, type(text)), {})
-        self.model: Any = kind._from_config(text, attn_implementation=_ASSISTANTS)
+        self.model: Any = kind._from_config(text, attn_implementation=_SEEN)
         with torch.device("cpu"):  # its rates are in no file
             self.model.rotary_emb = type(self.model.rotary_emb)(spec.text)
         self.pre_projection = nn.Linear(2 * spec.tap_size, hidden, bias=False)
