@@ -132,7 +132,7 @@ FAULTS = [
     Fault("a library is named before it is on the disk", "native_build.py", BUILDING,
           "os.fsync(written.fileno())", "written.fileno()"),
     Fault("a missing compiler is not told", "loading.py", BUILDING,
-          'if "C compiler" in str(error):', "if False:"),
+          'cost = "hundreds of times" if coded', 'return None\n        cost = "hundreds of times" if coded'),
     Fault("a missing compiler is told of nobody", "cli/output.py", "cli/test_output.py",
           "if category is not SlowWarning:", "if True:"),
     Fault("a model names methods that need a smaller one", "drafting/methods.py", "test_api.py",

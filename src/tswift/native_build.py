@@ -227,7 +227,9 @@ def _compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     raise Unbuilt(
-        f"needs a C compiler: {given[0]} (CC) is not there" if given else "needs a C compiler"
+        f"needs a C compiler: {given[0]} (CC) is not there"
+        if given
+        else "needs a C compiler: install gcc or clang, or name one by CC"
     )
 
 
