@@ -120,6 +120,15 @@ class _Rule:
         return c_sampler(self.params, seed_stream(self._seed), len(self._tokens))
 
 
+def _copied(numbers: Tensor) -> Tensor:
+    """A copy. On a CPU one thread makes it: those that PyTorch would wake for it spin afterwards, in
+    the way of a pass's own.
+    """
+    if numbers.device.type != "cpu":
+        return numbers.clone()
+    return torch.from_numpy(numbers.numpy().copy())
+
+
 class Sampler:
     """The sampling rule bound to its parameters and seed (any integer),
     with the penalty window of a growing text.
@@ -187,8 +196,8 @@ class Sampler:
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
         twin = copy(self)
-        twin.newest = self.newest.clone()
-        twin.counts = self.counts.clone()
+        twin.newest = _copied(self.newest)
+        twin.counts = _copied(self.counts)
         return twin
 
     def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
