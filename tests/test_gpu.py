@@ -347,3 +347,13 @@ def test_triton_head_sizes(triton_attention, size, dtype) -> None:
     for tree in (True, False):
         shape = triton_attention.TritonAttention, (2, 3, size), 3000, 128, dtype
         assert error_of(*shape, sharp=1.0, tree=tree) < TRITON_TOLERANCE[dtype]
+
+
+@cuda_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_flash_against_float64(model, dtype) -> None:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    from tswift.attention.sdpa import FlashAttention
+
+    assert error_of(FlashAttention, LAYOUTS[model], 20_000, 41, dtype) < TRITON_TOLERANCE[dtype]

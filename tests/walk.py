@@ -23,6 +23,7 @@ OPTIONAL = (
     "layer_kernels",
     "device_tree_triton",
     "recurrence_triton",
+    "flash",
     "plots",
 )
 

@@ -266,10 +266,11 @@ def load(
         kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a
             CPU. ``auto`` is the model's own, and int16 where a C program makes the passes of a
             model in float32; ``int8`` is coarser.
-        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``native`` (x86 CPUs where there
-            is a C compiler; float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton
-            or native where they can serve, sdpa elsewhere. With triton what is between the layers'
-            products has kernels, too, and passes are replayed as CUDA graphs.
+        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn
+            installed; bfloat16, float16), ``native`` (x86 CPUs where there is a C compiler;
+            float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton or native where
+            they can serve, sdpa elsewhere. With triton what is between the layers' products has
+            kernels, too, and passes are replayed as CUDA graphs.
         heads: a heads file, of ours or one of Medusa's; a folder with one, or with a whole model
             that carries heads; or a kind (``chained``, ``conditioned``): that is
             ``heads-KIND.safetensors`` in the model's folder. None takes ``heads.safetensors``
@@ -349,7 +350,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             drafter_name=asked.drafter or (None if drafter is None else asked.model),
             yarn=asked.yarn,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
-            exact=_prepare(target, note, asked.exact),
+            exact=_prepare(target, loaded.attention, note, asked.exact),
         )
         if asked.draft_weights is not None:
             loaded = _with_copy(loaded, asked.draft_weights)
@@ -537,12 +538,12 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     return plan
 
 
-def _prepare(target: Target, note: str, exact: bool | None) -> str | None:
+def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
     """Try a model's replayed and exact passes; returns the hash of their bits,
     None if they are not exact.
     """
     target.fallbacks.note("attention", note)
-    target.fallbacks.note("exact", set_width(target, exact))
+    target.fallbacks.note("exact", set_width(target, attention, exact))
     try_graphs(target)
     bits = None
     if target.width is not None:
@@ -815,7 +816,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         heads,
         (),
         attention=backend,
-        exact=_prepare(target, note, None),
+        exact=_prepare(target, backend, note, None),
     )
 
 

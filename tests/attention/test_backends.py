@@ -1,7 +1,11 @@
-"""Which attention can serve, and the line that says why not."""
+"""Which attention can serve, and the line that says why not;
+flash-attn by a stand-in with its signature.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +14,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, chain, dense
+from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, case, chain, dense
 from tests.forward.test_passes import LengthOnDevice
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import (
     AttentionSpec,
+    FlashAttention,
+    Layout,
     ReferenceAttention,
     TreeAttention,
 )
@@ -49,6 +55,8 @@ def test_what_a_backend_can_take(monkeypatch) -> None:
             "triton attention takes float32, bfloat16 and float16, not float64",
         ),
         ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
+        ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
+        ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
         ("native", torch.float32, "cuda", "native attention is for the CPU"),
         (
             "native",
@@ -63,10 +71,14 @@ def test_what_a_backend_can_take(monkeypatch) -> None:
 
 
 def test_what_is_not_installed(installed) -> None:
-    installed("triton", True)
-    assert why("triton") is None
-    installed("triton", False)
-    assert why("triton") == "triton is not installed: pip install triton"
+    for name, module, package in (
+        ("triton", "triton", "triton"),
+        ("flash", "flash_attn", "flash-attn"),
+    ):
+        installed(module, True)
+        assert why(name) is None
+        installed(module, False)
+        assert why(name) == f"{package} is not installed: pip install {package}"
 
 
 @pytest.mark.parametrize(
@@ -77,10 +89,10 @@ def test_what_is_not_installed(installed) -> None:
     ],
 )
 def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "triton.py").write_text(source)
-    assert why("triton") == f"triton cannot be imported: {reason}"
+    (tmp_path / "flash_attn.py").write_text(source)
+    assert why("flash") == f"flash-attn cannot be imported: {reason}"
 
 
 def test_the_backend_that_is_chosen(installed) -> None:
@@ -95,11 +107,11 @@ def test_the_backend_that_is_chosen(installed) -> None:
         installed("triton", there)
         assert choose(name, dtype, torch.device(device)) == chosen
     for name, message in (
-        ("eager", "no attention 'eager'; there are auto, sdpa, native, triton"),
-        ("native", "native attention takes float32, bfloat16 and float16, not float64"),
+        ("eager", "no attention 'eager'; there are auto, sdpa, native, triton, flash"),
+        ("flash", "flash attention needs CUDA"),
     ):
         with pytest.raises(InputError, match=f"attention: {message}"):
-            choose(name, torch.float64, torch.device("cpu"))
+            choose(name, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -260,3 +272,124 @@ def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -
             return out + 0 * values[:, self._end :].sum() if spec else out
 
     assert "relative error nan" in served(Beyond, (KV_HEADS, GROUP), SPECS["window"])
+
+
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+class StandIn:
+    """Computes what flash-attn's function documents, in float64,
+    and insists on what it asks for.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+
+    def __call__(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+    ):
+        """Parameters and defaults are those of flash-attn 2.7 and 2.8,
+        flash_attn/flash_attn_interface.py.
+        """
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self.calls.append(given)
+        batch, positions, heads, size = q.shape
+        assert k_cache.shape == v_cache.shape == (batch, k_cache.shape[1], heads, size)
+        assert k_cache.shape[1] > 0
+        assert q.dtype == k_cache.dtype == v_cache.dtype
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert return_softmax_lse
+        used = {"q", "k_cache", "v_cache", "softmax_scale", "return_softmax_lse"}
+        defaults = inspect.signature(self).parameters
+        assert all(
+            value == defaults[name].default for name, value in given.items() if name not in used
+        )
+        query, keys, values = (x.double().transpose(1, 2) for x in (q, k_cache, v_cache))
+        scores = query @ keys.transpose(2, 3) * softmax_scale
+        out = (scores.softmax(-1) @ values).transpose(1, 2)
+        return out.to(q.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.fixture
+def flash(monkeypatch) -> StandIn:
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = StandIn()
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return module.flash_attn_with_kvcache
+
+
+def within(given, buffer) -> bool:
+    """Whether a tensor is a view into another's memory."""
+    start = buffer.untyped_storage().data_ptr()
+    return start <= given.data_ptr() < start + buffer.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("nodes", [1, 41])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "prefix", "dtype"),
+    [
+        (8, 4, 128, 1, torch.bfloat16),
+        (4, 7, 64, 129, torch.float16),
+        (2, 1, 96, 1000, torch.bfloat16),
+    ],
+)
+def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes) -> None:
+    query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype)
+    out = FlashAttention(Layout(kv_heads, group, dtype, query.device), prefix, nodes, ancestors)(
+        query, keys, values, scale
+    )
+    exact = dense(query, keys, values, ancestors, scale)
+    assert out.shape == query.shape
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() < TOLERANCE[dtype]
+    (given,) = flash.calls
+    assert given["q"].shape == (kv_heads, group * nodes, 1, dim)
+    # a single node attends to itself as it does to what is before it
+    assert given["k_cache"].shape == (kv_heads, prefix + (nodes == 1), 1, dim)
+    assert within(given["k_cache"], keys)
+    assert within(given["v_cache"], values)
+    assert given["softmax_scale"] == scale
+
+
+def test_a_chunk_and_a_text_without_a_prefix(flash) -> None:
+    for prefix, calls in ((0, 0), (50, 1)):
+        query, keys, values, _, scale = case(2, 2, 64, prefix, 70, torch.float16)
+        out = FlashAttention(Layout(2, 2, torch.float16, query.device), prefix, 70, None)(
+            query, keys, values, scale
+        )
+        assert (
+            out.double() - dense(query, keys, values, chain(70), scale)
+        ).abs().max() < TOLERANCE[torch.float16]
+        assert len(flash.calls) == calls
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
+)
+def test_the_signature_is_the_installed_one() -> None:
+    from flash_attn import flash_attn_with_kvcache
+
+    installed = inspect.signature(flash_attn_with_kvcache).parameters
+    expected = inspect.signature(StandIn()).parameters
+    assert {name: each.default for name, each in installed.items()} == {
+        name: each.default for name, each in expected.items()
+    }

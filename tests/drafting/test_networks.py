@@ -338,7 +338,7 @@ def test_exact_passes_give_taps_too() -> None:
     target = Target(deepcopy(qwen3(torch.bfloat16)), BatchInvariantAttention)
     with TemporaryDirectory() as folder:
         find_drafter(drafter_folder(Path(folder), "dspark")).load(target, any_model=True)
-    assert set_width(target, True) is None
+    assert set_width(target, "sdpa", True) is None
     steps = decode_steps(target, drafter_of("dspark", target), PROMPT, SAMPLED, 3, 30)
     assert tokens_of(steps) == decode(target, Drafter(), PROMPT, SAMPLED, 3, 30)
     assert 1 < max(step.nodes for step in steps) <= target.width

@@ -238,7 +238,7 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
 
 def target_of(kind: str, bits: int, **options: int | bool) -> Target:
     target = wrap_model(coded(kind, bits, **options), kind, "native", kv_dtype=torch.int16)
-    assert set_width(target, None) is None
+    assert set_width(target, "native", None) is None
     return target
 
 

@@ -154,7 +154,7 @@ def target_of(kind: str, dtype: torch.dtype) -> Target:
         return exact_target(kind, dtype)
     target = wrap_model(network(DELTA, torch.float32), kind, "native", kv_dtype=torch.int16)
     assert target.program is not None
-    assert set_width(target, None) is None
+    assert set_width(target, "native", None) is None
     fingerprint(target)
     return target
 

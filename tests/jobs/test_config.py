@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft_weights": "int2"}, "draft_weights: "),
     (
         {"attention": "eager"},
-        "attention: no attention 'eager'; there are auto, sdpa, native, triton",
+        "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash",
     ),
     (
         {"model": "shape:qwen2.5-14b"},

@@ -81,7 +81,7 @@ def exact_target(
 ) -> Target:
     """A model that is seen to be exact."""
     target = Target(network(kind, dtype), attention)
-    assert set_width(target, True) is None
+    assert set_width(target, "sdpa", True) is None
     fingerprint(target)
     return target
 

@@ -34,10 +34,11 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
     "sdpa": partial(_load, "sdpa", "TreeAttention"),
     "native": partial(_load, "native", "NativeAttention"),
     "triton": partial(_load, "triton", "TritonAttention"),
+    "flash": partial(_load, "sdpa", "FlashAttention"),
 }
 
 USUAL = 64  # head size
-_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
 _Tried = tuple[tuple[int, int, bool], ...]
 # Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU,
 # which is quick at it. Each size of a tree may be a kernel of its own, which has to be compiled:
@@ -61,16 +62,23 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
         return None
     if name == "native" and device.type != "cpu":
         return "native attention is for the CPU"
-    if dtype not in _TAKEN:
-        taken = "float32, bfloat16 and float16"
+    if dtype not in (_HALVES if name == "flash" else (torch.float32, *_HALVES)):
+        taken = "bfloat16 and float16" if name == "flash" else "float32, bfloat16 and float16"
         return f"{name} attention takes {taken}, not {str(dtype).removeprefix('torch.')}"
     if name == "native":
         return _unbuilt(width, dtype)
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for tests)"
-        )
-    return _missing_triton()
+    if name == "triton":
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return (
+                "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for "
+                "tests)"
+            )
+        return _missing("triton", "triton")
+    return (
+        _missing("flash_attn", "flash-attn")
+        if device.type == "cuda"
+        else "flash attention needs CUDA"
+    )
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
@@ -223,12 +231,13 @@ def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _missing_triton() -> str | None:
+def _missing(module: str, package: str) -> str | None:
     try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "triton is not installed: pip install triton"
-        # built for another PyTorch, most often
-        return f"triton cannot be imported: {str(error).splitlines()[0]}"
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            return f"{package} is not installed: pip install {package}"
+        return f"{package} cannot be imported: {error}"
+    except ImportError as error:  # built for another PyTorch, most often
+        return f"{package} cannot be imported: {str(error).splitlines()[0]}"
     return None

@@ -2,8 +2,8 @@
 
 The prefix is read without a mask, the tree with a small one, and both are merged by their
 log-sum-exps. The query heads that share a KV head are packed into rows, so keys and values are
-never expanded. Beside it: attention as reference implementations do it, layers with windows, soft
-caps or sinks, and exact rows.
+never expanded. Beside it: the prefix through flash-attn, attention as reference implementations do
+it, layers with windows, soft caps or sinks, and exact rows.
 """
 
 from __future__ import annotations
@@ -225,6 +225,35 @@ def _attended(
     )
     lse = scores.logsumexp(-1)
     return torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), values), lse
+
+
+class FlashAttention(TreeAttention):
+    """Attention with the prefix through flash-attn, for CUDA in bfloat16 and float16;
+    ImportError without it.
+    """
+
+    def __init__(
+        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
+    ) -> None:
+        from flash_attn import flash_attn_with_kvcache
+
+        super().__init__(layout, prefix, nodes, ancestors)
+        self._flash = flash_attn_with_kvcache
+
+    def _prefix(
+        self, rows: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        # Each KV head is a batch entry with one head, and its rows are the positions: nothing is
+        # copied or expanded.
+        out, lse = self._flash(
+            rows.unsqueeze(2),
+            keys.unsqueeze(2),
+            values.unsqueeze(2),
+            softmax_scale=scale,
+            causal=False,
+            return_softmax_lse=True,
+        )
+        return out.squeeze(2), lse.squeeze(1)
 
 
 class ReferenceAttention(Attention):

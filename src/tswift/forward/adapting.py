@@ -309,7 +309,7 @@ def _outputs(
     return outputs
 
 
-def set_width(target: Target, exact: bool | None) -> str | None:
+def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     """Give a model's passes their fixed width, if they are to be exact, before any are prepared.
 
     By default they are where texts of different methods would part, or where it costs nothing. The
@@ -331,6 +331,8 @@ def set_width(target: Target, exact: bool | None) -> str | None:
         return None
     if target.split:
         return "ranks hold the model together"
+    if attention == "flash":
+        return "flash attention sums in an order of its own"
     if is_moe(target.model.config):
         return "an expert takes as many rows as choose it"
     if target.program is not None:

@@ -23,7 +23,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
-ATTENTIONS = ("auto", "sdpa", "native", "triton")
+ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"fp8": 8}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
 
@@ -146,7 +146,7 @@ class ModelConfig:
     attention: str = option(
         "auto",
         "auto (triton on CUDA, native on the CPU, sdpa where these cannot be had), native, "
-        "triton or sdpa.",
+        "triton, flash or sdpa.",
         panel=_PANEL,
         rare=True,
     )

@@ -115,7 +115,7 @@ class TrainConfig:
         choices=_DTYPES,
         parse=dtype_name,
     )
-    attention: str = _model("auto", "auto, native, triton or sdpa.", free=True)
+    attention: str = _model("auto", "auto, native, triton, flash or sdpa.", free=True)
     eval_every: int = _output(
         50, "Steps between evaluations of the held-out text; 0 is none.", least=0
     )

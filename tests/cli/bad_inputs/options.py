@@ -71,6 +71,7 @@ TOGETHER = {
         --method standalone | --draft-model
         --method medusa --draft-model RUN | --draft-model
         --method medusa --tree 1,1,1,1 | --tree
+        --attention flash --dtype bfloat16 | --attention
         --attention triton --dtype float64 | --attention
         --heads conditioned | --heads
         --len 4090 | --len
