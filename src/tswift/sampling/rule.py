@@ -121,8 +121,10 @@ class _Rule:
 
 
 def _copied(numbers: Tensor) -> Tensor:
-    """A copy. On a CPU one thread makes it: those that PyTorch would wake for it spin afterwards, in
-    the way of a pass's own.
+    """A copy.
+
+    On a CPU one thread makes it: those that PyTorch would wake spin afterwards, in the way of a
+    pass's own.
     """
     if numbers.device.type != "cpu":
         return numbers.clone()
