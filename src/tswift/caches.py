@@ -421,7 +421,7 @@ class FullKV(KVBuffer):
             self.states.copy_from(other.states)
 
     def first_visible_slot(self, window: int) -> int:
-        """As :meth:`KVBuffer.before`."""
+        """As :meth:`KVBuffer.first_visible_slot`."""
         return max(0, self.length - window + 1)
 
 

@@ -106,13 +106,9 @@ class Dist:
         errors: list[object] = [None] * self.count
         if self.count > 1:
             # an error of input is told by its message and field, others by their words
-            mine = (
-                (own.message, own.field)
-                if isinstance(own, InputError)
-                else None
-                if own is None
-                else str(own)
-            )
+            mine: object = None if own is None else str(own)
+            if isinstance(own, InputError):
+                mine = (own.message, own.field)
             dist.all_gather_object(errors, mine, group=self.group)
         if own is not None:
             raise own

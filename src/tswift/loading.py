@@ -212,18 +212,14 @@ class LoadedModel:
 
     def remarks(self) -> str:
         """What is out of the ordinary, to be printed after name, device and dtype."""
-        width = self.target.width
         kv_dtype = self.about().get("kv_dtype")
         inexact = self.target.fallbacks.get("exact")
+        exact = "exact" if self.target.program else f"exact in passes of {self.target.width} rows"
         notes = [
             self.dtype_note,
             "" if self.yarn is None else f"{self.yarn:g} times its positions by YaRN",
             f"KV in {kv_dtype}" if kv_dtype else "",
-            ""
-            if self.exact is None
-            else "exact"
-            if self.target.program
-            else f"exact in passes of {width} rows",
+            "" if self.exact is None else exact,
             f"not exact, as {inexact}" if inexact else "",
             f"weights quantised ({self.quantization})" if self.quantization else "",
             ""

@@ -183,13 +183,9 @@ def _range(value: object, carried: Option) -> str:
 
 
 def _number(value: object) -> str:
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:

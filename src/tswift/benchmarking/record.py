@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -40,13 +40,12 @@ def _number(value: object) -> float:
 
 def _setting(value: object) -> object:
     """The value of a sampling parameter: a text, a number, or several numbers."""
-    for one in (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else (value,)
-    ):
+    several: Iterable[object] = (value,)
+    if isinstance(value, dict):
+        several = value.values()
+    elif isinstance(value, list):
+        several = value
+    for one in several:
         if not isinstance(one, str):
             _number(one)
     return value

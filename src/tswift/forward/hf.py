@@ -104,19 +104,13 @@ class AttentionProbe:
     def attention_features(self) -> str:
         """What the layers need, in words; empty for nothing."""
         windows = sorted({spec.window for spec in self.layer_specs if spec.window is not None})
-        words = (
-            [f"sliding windows of {', '.join(f'{window:,}' for window in windows)} tokens"]
-            if windows
-            else []
-        )
-        words += (
-            ["soft-capped scores"]
-            if any(spec.softcap is not None for spec in self.layer_specs)
-            else []
-        )
-        words += (
-            ["attention sinks"] if any(spec.sinks is not None for spec in self.layer_specs) else []
-        )
+        words = []
+        if windows:
+            words.append(f"sliding windows of {', '.join(f'{each:,}' for each in windows)} tokens")
+        if any(spec.softcap is not None for spec in self.layer_specs):
+            words.append("soft-capped scores")
+        if any(spec.sinks is not None for spec in self.layer_specs):
+            words.append("attention sinks")
         return " and ".join(words)
 
     def note(

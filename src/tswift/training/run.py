@@ -175,13 +175,8 @@ class _Training:
         self._saved = time.monotonic()
         corpus_files(config.corpus)  # before a model is loaded
         device = ranks.device or find_device(config.device)
-        dtype = (
-            config.dtype
-            if config.dtype != "auto"
-            else "bfloat16"
-            if device.type == "cuda"
-            else "float32"
-        )
+        usual = "bfloat16" if device.type == "cuda" else "float32"
+        dtype = usual if config.dtype == "auto" else config.dtype
         model = load(  # rows of a training are no text: they may be as wide as they are
             config.model,
             device=str(device),
