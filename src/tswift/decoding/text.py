@@ -131,19 +131,11 @@ class TextStream:
             self._waiting = ""
             return whole[: end + length]
         longest = max(map(len, self._stop)) - 1
-        begun = next(
-            (
-                at
-                for at in range(max(0, len(text) - longest), len(text))
-                if self._may_stop(text[at:])
-            ),
-            len(text),
-        )
+        begun = max(0, len(text) - longest)
+        while not any(stop.startswith(text[begun:]) for stop in self._stop):
+            begun += 1
         self._waiting = text[begun:]
         return text[:begun]
-
-    def _may_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
 
     def _let_go(self, text: str) -> str:
         """What of broken bytes no token to come can mend:
