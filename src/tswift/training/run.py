@@ -202,7 +202,7 @@ class _Training:
             ranks.wait()
         corpus = documents.summary()
         _describe(config, corpus, progress)
-        self._trainee: Trainee = trainee_of(config)(
+        self._trainee: Trainee[TrainConfig] = trainee_of(config)(
             config, model, documents, ranks, progress, folder.path
         )
         facts = {

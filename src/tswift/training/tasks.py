@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES
 from tswift.speculators.heads_files import load_heads
 from tswift.tables import Reporter
-from tswift.training.config import DISTILL, TIMES, HeadsConfig, TrainConfig
+from tswift.training.config import DISTILL, TIMES, Config, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import (
     CAUSAL,
@@ -112,16 +112,14 @@ class Trainer:
             )
 
 
-class Trainee(ABC):
-    """What is trained for a model, by a ``HeadsConfig`` or ``DraftConfig``,
-    and how it is evaluated.
-    """
+class Trainee(ABC, Generic[Config]):
+    """What is trained for a model, and how it is evaluated."""
 
     name: str  # in checkpoints
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         model: LoadedModel,
         documents: Documents,
         ranks: Dist,
@@ -212,7 +210,7 @@ class Trainee(ABC):
         """Write the result's files."""
 
 
-class HeadsTrainee(Trainee):
+class HeadsTrainee(Trainee[HeadsConfig]):
     """Heads that learn to predict what a frozen model says next;
     heads of the model's own are not used.
     """
@@ -238,9 +236,9 @@ class HeadsTrainee(Trainee):
         path = self._folder / TEACHER.format(self._ranks.rank)
         self._lessons = Lessons(path, self._read, config.kept_rows, shape, config.seed)
         if config.kept_rows:
-            size = self._lessons.bytes / 1e9
+            where = f"{path}, {self._lessons.bytes / 1e9:.1f} GB"
             self._progress.say(
-                f"what the model says of up to {config.keep_tokens:,} tokens: {path}, {size:.1f} GB"
+                f"what the model says of up to {config.keep_tokens:,} tokens: {where}"
             )
         return heads
 
@@ -335,7 +333,7 @@ class HeadsTrainee(Trainee):
         self.network.save(folder / HEADS, base=fingerprint_in_any_dtype(self._target.model))
 
 
-class DraftTrainee(Trainee):
+class DraftTrainee(Trainee[DraftConfig]):
     """A small model that learns to draw what a large one draws."""
 
     name = "draft.network"
@@ -403,7 +401,7 @@ class DraftTrainee(Trainee):
             self._model.tokenizer.save_pretrained(folder)
 
 
-def trainee_of(config: TrainConfig) -> type[Trainee]:
+def trainee_of(config: TrainConfig) -> type[Trainee[Any]]:
     """What these settings train."""
     return HeadsTrainee if isinstance(config, HeadsConfig) else DraftTrainee
 
