@@ -438,8 +438,12 @@ def stock(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     model = model.double()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    for part in model.modules():
+        if (
+            isinstance(part, transformers.PreTrainedModel)
+            and part._can_set_experts_implementation()
+        ):
+            part.set_experts_implementation("eager")
     return model
 
 

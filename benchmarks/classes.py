@@ -27,14 +27,16 @@ import tswift
 from benchmarks.architectures import SENTENCES, WINDOW, apart, drawn, stock, texts
 from recipes.corpus import train_tokenizer
 from tswift.errors import InputError
+from tswift.models.architecture import class_of
 from tswift.models.checkpoint import read_config
 
 METHODS = ("ar", "recall", "magicdec", "reuse")
 _RECURRENT = ("ar", "recall", "reuse")  # of models with recurrent layers
 LENGTH = 90
 HIDDEN, LAYERS, POSITIONS = 32, 4, 512
-# most that logits may differ by, in units of their spread: norms and softmax are float32 in places
-_CLOSE = 1e-4
+# most that logits may differ by, in units of their spread: norms and softmax are float32 in places,
+# which random weights amplify (Gemma 3n by one draw 3e-5, by another 3e-4)
+_CLOSE = 5e-4
 
 # where states are float32 in both, and summed in other orders: random weights amplify that
 _CLOSE_STATES = 5e-3
@@ -86,8 +88,10 @@ _SMALL: dict[str, int] = {
 # of images and the like, which random models are not to draw
 _TOKENS = ("_token_id", "_token_index", "_token")
 _OUTSIDE = 1000  # beyond the vocabulary
-# what the rules above do not make right
+# what the rules above do not make right; a dot leads into a part
 _SCANNED = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_OF_TEXT = "text_config.rope_parameters"
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {**_SCANNED, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_SCANNED, "layer_types": ["linear_attention", "full_attention"] * 2},
@@ -95,6 +99,36 @@ _OWN: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **{kind: {"vocabulary_map": {"<image>": 9}} for kind in ("chameleon", "emu3")},
+    "cohere_compass": {_OF_TEXT: {"full_attention": _ROPE}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "dbrx": {"attn_config.rope_theta": 10_000.0},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"] * 2,
+        "text_config.num_experts_per_tok": 2,
+    },
+    "diffusion_gemma": {
+        **{"text_config.num_experts": 4, "text_config.top_k_experts": 2},
+        "text_config.moe_intermediate_size": 16,
+    },
+    "granite4_vision": {
+        **{"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2"},
+        "vision_config.hidden_size": 64,
+    },
+    "molmo2": {"adapter_config.vision_feature_layer": [2, 1]},
+    "perception_lm": {"vision_config.model_args": {"embed_dim": HIDDEN}},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xlnet": {"d_head": 8},
+    "step3p7": {"text_config.sliding_window": WINDOW},
+}
+_TIMM = ("fast_vlm", "gemma3n", "perception_lm")  # whose other parts want a library of images
+# sections of a rotary embedding for images, where the class's own are of its published size
+_SECTIONS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), (2, 1, 1)),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga"), (2, 1, 1)),
+    **dict.fromkeys(("paddleocr_vl", "hunyuan_vl"), (2, 1, 1)),
+    "glm4v_moe": (1, 1, 0),
+    "ernie4_5_vl_moe": (1, 1, 2),
 }
 
 
@@ -179,12 +213,16 @@ def made(kind: str, vocab_size: int) -> transformers.PreTrainedModel:
         if name in text:
             text[name] = vocab_size
     _fit_sections(text)
+    if kind in _SECTIONS:
+        text["rope_parameters"]["mrope_section"] = [*_SECTIONS[kind]]
     config = config_class(**values)
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     alone = config.get_text_config() is config and type(config) in mapping
     if not alone and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     torch.manual_seed(1)
+    if config_class.model_type in _TIMM:
+        return drawn(class_of(config)(config))
     return drawn(mapping[type(config)](config))
 
 
@@ -205,7 +243,7 @@ def refusal_of(kind: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         CONFIG_MAPPING[kind]().save_pretrained(folder)
         try:
-            read_config(folder)
+            class_of(read_config(folder))
         except InputError as error:
             return error.message.replace(f"{folder} ", "")
         return ""

@@ -39,10 +39,18 @@ LAYOUTS = (
         "eagle-speculators",
     ),
     *("dspark-speculators", "dflash-speculators", "dflash-sliding", "dflash2-speculators"),
+    "dflash2",
 )
-IN_PLACE = ("dflash", "dflash-speculators", "dflash-sliding", "dflash2-speculators")
+IN_PLACE = tuple(layout for layout in LAYOUTS if layout.startswith("dflash"))
 # layers
-SLIDING = {"dflash-speculators": (0,), "dflash-sliding": (0, 1), "dflash2-speculators": (1,)}
+SLIDING = {
+    "dflash-speculators": (0,),
+    "dflash-sliding": (0, 1),
+    "dflash2-speculators": (1,),
+    "dflash2": (0, 1),
+}
+MOVING = ("dflash-sliding", "dflash2")  # whose windows end at each slot
+FACTOR, CAP, SCALE = 0.3, 5.0, 1.7  # of what an LM head gives, and of embeddings (z-lab's DFlash2)
 GROUP, CHOSEN = 8, 11  # channels that share a weight, and candidates that are scored (DFlash2)
 SIZES = {
     "hidden_size": HIDDEN,
@@ -129,7 +137,7 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
         }
     if layout == "dflash-speculators":
         shapes["lm_head"] = (DRAFT_VOCAB, HIDDEN)
-    if layout == "dflash2-speculators":
+    if layout.startswith("dflash2"):
         for index in range(DRAFT_LAYERS):
             for part in ("attention_conv", "mlp_conv"):
                 name = f"layers.{index}.{part}"
@@ -195,11 +203,24 @@ def config_of(layout: str) -> dict[str, Any]:
             "transformer_layer_config": inner,
             **own,
         }
-    if layout == "dflash-sliding":
-        own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS), "causal": False}
-        slides = {"layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": WINDOW}
-        said = {"architectures": ["DFlashDraftModel"], **sizes, **slides}
-        return {**said, "block_size": BLOCK, "dflash_config": own}
+    if layout in MOVING:
+        own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS), "block_size": BLOCK}
+        said = {
+            "architectures": ["DFlashDraftModel"],
+            **sizes,
+            "layer_types": ["sliding_attention"] * DRAFT_LAYERS,
+            "sliding_window": WINDOW,
+            "use_sliding_window": True,
+            "is_causal": False,
+            "num_target_layers": LAYERS,
+        }
+        if layout == "dflash2":
+            said["architectures"] = ["DFlash2DraftModel"]
+            own |= {"conv_group_size": GROUP, "conv_kernel_size": 2}
+            own |= {"selector_rank": RANK, "selector_top_k": CHOSEN}
+            own |= {"output_multiplier": FACTOR, "final_logit_softcapping": CAP}
+            own["input_embedding_scale"] = SCALE
+        return {**said, "dflash_config": own}
     if layout == "dflash":
         own = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
         return {
@@ -235,7 +256,7 @@ def tensors_of(layout: str) -> dict[str, Tensor]:
         ids = torch.randperm(VOCAB, generator=random)[:DRAFT_VOCAB].sort().values
         found["d2t"] = ids - torch.arange(DRAFT_VOCAB)
         found["t2d"] = torch.isin(torch.arange(VOCAB), ids)
-    elif layout not in ("dflash", "dflash-sliding", "dspark-speculators", "dflash2-speculators"):
+    elif layout in ("dspark", "deepspec-dflash"):
         own = qwen3()
         found["embed_tokens.weight"] = own.model.embed_tokens.weight.detach().float()
         found["lm_head.weight"] = own.lm_head.weight.detach().float()
@@ -370,9 +391,12 @@ class Dense:
             for get in (self.network.get_input_embeddings, self.network.get_output_embeddings)
         )
         rows = embed[torch.tensor([text[-1]] + [MASK] * (BLOCK - 1))].detach()
+        rows = rows * SCALE if self.layout == "dflash2" else rows
         everything = torch.ones(BLOCK, len(old) + BLOCK, dtype=torch.bool)
         near = everything.clone()
-        near[:, : len(old)] = old >= len(text) - 1 - WINDOW
+        near[:, : len(old)] = (
+            new[:, None] - old < WINDOW if self.layout in MOVING else old >= len(text) - 1 - WINDOW
+        )
         if self.layout == "dflash-speculators":
             near[:, len(old) :].tril_()
         for index in range(DRAFT_LAYERS):
@@ -386,7 +410,8 @@ class Dense:
             rows = rows + self._mlp(f"layers.{index}", rows)
         self.hidden = _norm(rows, self._w("norm"))[int(self.layout in IN_PLACE) :]
         if "lm_head.weight" not in self.weights or "d2t" not in self.weights:
-            return self.hidden @ head.detach().T
+            logits = self.hidden @ head.detach().T
+            return torch.tanh(logits * FACTOR / CAP) * CAP if self.layout == "dflash2" else logits
         return self._of_all(self.hidden @ self._w("lm_head").T)
 
     def _of_all(self, logits: Tensor) -> Tensor:
@@ -396,7 +421,7 @@ class Dense:
 
     def biased(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """``[V]`` of the slot after a path of tokens, the root first."""
-        if self.layout == "dflash2-speculators":
+        if self.layout.startswith("dflash2"):
             slot = logits[len(path) - 1]
             selector = "candidate_selector"
             best = slot.topk(CHOSEN).indices

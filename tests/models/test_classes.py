@@ -21,6 +21,7 @@ from transformers import (
     TimesFmConfig,
 )
 
+from benchmarks import classes
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES
 from tests.helpers import first, needs_program, options_for
@@ -166,7 +167,35 @@ def test_a_text_that_grows_long_turns_alike_from_its_start(
         adopt(Phi3ForCausalLM(config))
 
 
+@pytest.mark.parametrize(
+    ("kind", "became", "told"),
+    first(
+        1,
+        [
+            ("aya_vision", "equal", ""),  # without the factor of its decoder's own class
+            ("qwen2_5_vl", "equal", ""),
+            ("nemotron_h_omni", "equal", ""),  # it holds a language model, and not a decoder
+            ("fast_vlm", "equal", ""),  # its tower is of a library that is not here
+            ("gemma3n", "equal", ""),  # it asks other parts about every token
+            ("blip", "refused", "does not run on text alone (its class asks for more than token"),
+            ("bart", "refused", "logits differ; its decoder takes no positions"),
+            ("xlnet", "refused", "has the architecture xlnet"),
+        ],
+    ),
+)
+def test_what_becomes_of_a_class(kind: str, became: str, told: str) -> None:
+    if kind not in classes.kinds():
+        pytest.skip("this transformers has no such class")
+    cells = classes.row(kind)
+    assert cells[2] == became
+    assert told in cells[3]
+
+
 def test_what_does_not_write_from_left_to_right_is_told() -> None:
+    config = TimesFmConfig()
+    config.canvas_length = 64
+    with pytest.raises(InputError, match="a model that writes by diffusion"):
+        class_of(config)
     with pytest.raises(InputError, match="no causal language model of the type timesfm"):
         class_of(TimesFmConfig())
     with pytest.raises(InputError, match="a model with an encoder \\(bart\\) is not served"):

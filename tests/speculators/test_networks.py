@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.architectures import ARCHITECTURES
 from tests.drafters import (
     BLOCK,
     DRAFT_LAYERS,
@@ -17,7 +18,11 @@ from tests.drafters import (
     IN_PLACE,
     LAYERS,
     LAYOUTS,
+    MASK,
+    SIZES,
+    TAPS,
     VOCAB,
+    WINDOW,
     Dense,
     config_of,
     drafter_folder,
@@ -131,37 +136,66 @@ def test_logits_are_those_of_a_dense_recomputation(
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_block_is_that_of_transformers_own_module() -> None:
+def test_a_block_is_that_of_transformers_own_module(tmp_path: Path) -> None:
+    """Muse-Glimmer's assistant: as saved, with a window in one layer, the model's embeddings as
+    they are stored.
+    """
     module = pytest.importorskip(
         "transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant"
     )
     from transformers import MuseGlimmerAssistantConfig
+    from transformers.cache_utils import DFlashCache
 
-    sizes = {
-        name: value
-        for name, value in config_of("dflash").items()
-        if name not in ("architectures", "model_type")
-    }
-    config = MuseGlimmerAssistantConfig(
-        **{**sizes, "target_layer_ids": [1, 4], "layer_types": ["full_attention"] * DRAFT_LAYERS}
-    )
-    config._attn_implementation = "eager"
-    theirs = module.MuseGlimmerAssistantModel(config).double().eval()
+    known = config_of("dflash-sliding")
+    sizes = {name: known[name] for name in SIZES if name != "vocab_size"}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+    own = {"target_layer_ids": [*TAPS], "mask_token_id": MASK, "block_size": BLOCK}
+    config = MuseGlimmerAssistantConfig(**sizes, **kinds, **own, num_hidden_layers=DRAFT_LAYERS)
+    theirs = module.MuseGlimmerAssistantModel(config)
     renamed = {
         "fc.weight": "encoder.fc.weight",
         "hidden_norm.weight": "encoder.output_norm_enc.weight",
     }
     theirs.load_state_dict(
-        {renamed.get(name, name): value.double() for name, value in tensors_of("dflash").items()}
+        {renamed.get(name, name): value for name, value in tensors_of("dflash").items()}
     )
+    theirs.save_pretrained(tmp_path)
+    found = find_drafter(tmp_path)
+    assert (found.spec.kind, found.spec.vocab_size, found.layout) == (
+        "dflash",
+        0,
+        "Muse-Glimmer's assistant",
+    )
+    found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
+    with pytest.raises(InputError, match="has mask_token_id 96, the vocabulary has 96"):
+        found.refuse_misfit(HIDDEN, VOCAB - 1, LAYERS)
+    network = found.load(target_of())
     text = random_prompt(20, 4, VOCAB)
-    dense = Dense("dflash", qwen3())
-    dense.block(text, torch.ones(len(text) - 1, dtype=torch.bool))
-    embed = qwen3().get_input_embeddings().weight.detach()
-    noise = embed[torch.tensor([text[-1]] + [96] * (BLOCK - 1))]
+    kv = window(network, 64, BLOCK)
+    state = remembered(network, text, tapped(network.target, text[:-1]), kv, range(len(text) - 1))
+    root = torch.tensor(text[-1:])
+    begun = network.begin(state, root, torch.tensor([len(text) - 1]), kv, kv.held)
+    config._attn_implementation = "eager"
+    noise = qwen3().get_input_embeddings().weight.detach()[[text[-1]] + [MASK] * (BLOCK - 1)]
+    taps = Dense("dflash", qwen3()).taps(text[:-1])
+    cache = DFlashCache(config=config)
+    cache.set_previous_accepted_tokens(len(taps))
     with torch.no_grad():
-        out = theirs(noise_embeds=noise[None], context_hidden_states=dense.taps(text[:-1])[None])
-    torch.testing.assert_close(out.last_hidden_state[0, 1:], dense.hidden, rtol=1e-5, atol=1e-5)
+        out = theirs.double().eval()(
+            noise_embeds=noise[None], context_hidden_states=taps[None], past_key_values=cache
+        )
+        logits = qwen3().lm_head(out.last_hidden_state[0, 1:])
+    ours = torch.cat([begun(level, None, root) for level in range(BLOCK - 1)])
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_embeddings_as_they_are_stored() -> None:
+    """Not as a model's layers read them: scaled or normed."""
+    target = Target(ARCHITECTURES["Gemma 3 (windows)"].make(VOCAB).double())
+    tokens = torch.tensor([3, 5])
+    stored = target.model.get_input_embeddings().weight
+    torch.testing.assert_close(target.embed(tokens, 2.0), stored[tokens] * 2)
+    assert not torch.equal(target.embed(tokens), stored[tokens])
 
 
 def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> None:
@@ -270,7 +304,7 @@ def test_taps_by_every_convention(tmp_path: Path) -> None:
         ("dflash", {"block_size": None}, {}, "says nothing of block_size"),
         (
             "dflash",
-            {"layer_types": ["sliding_attention"] * 2},
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
             {},
             "says nothing of sliding_window",
         ),

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -453,9 +454,10 @@ def _compared(
         target.fallbacks.note("layers", "kernels in their place gave other logits")
         apart = _apart(target, ids, expected)
     if not apart <= allowed:
-        raise InputError(
-            f"{model} ({network.config.model_type}) is not served exactly: logits differ", "model"
-        )
+        decoder = signature(network.get_decoder().forward).parameters
+        why = "" if "position_ids" in decoder else "; its decoder takes no positions"
+        reason = f"is not served exactly: logits differ{why}"
+        raise InputError(f"{model} ({network.config.model_type}) {reason}", "model")
     if backend == "native" and not target.split:
         _try_program(target, ids, {0: expected, far: expected_far.double()}, allowed)
     served = target.program is not None
@@ -514,8 +516,11 @@ def _reading_text(network: PreTrainedModel, model: str) -> Iterator[None]:
         yield
     except Exception as error:  # modeling code says in many ways what it misses
         kind = network.config.model_type
+        cause = cause_of(error)
+        if isinstance(error, TypeError | AttributeError):  # of arguments and parts that are missing
+            cause = "its class asks for more than token ids"
         raise InputError(
-            f"{model} ({kind}) does not run on text alone ({cause_of(error)})", "model"
+            f"{model} ({kind}) does not run on text alone ({cause})", "model"
         ) from None
 
 

@@ -209,10 +209,8 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
     try:
         out = model.get_decoder()(input_ids=zero, position_ids=zero, use_cache=False, tswift=probe)
         out.last_hidden_state  # noqa: B018
-    except (AttributeError, TypeError) as error:  # it did something with a mask, or is no decoder
-        raise UnsupportedModel(
-            f"parts that do not bear their attention being replaced ({error})"
-        ) from None
+    except (AttributeError, TypeError):  # it did something with a mask, or is no decoder
+        raise UnsupportedModel("parts that do not bear their attention being replaced") from None
     model.set_attn_implementation(ATTENTION)
     if not probe.layer_specs:
         raise UnsupportedModel("attention that cannot be replaced")
@@ -220,6 +218,8 @@ def probe_attention(model: PreTrainedModel) -> AttentionProbe:
 
 
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # of the LM head's output
+
+_UNSCALED = ("aya_vision", "cohere2_vision")  # around Cohere's decoders, without their factor
 
 
 def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
@@ -231,6 +231,8 @@ def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
     any other shows when logits are compared at loading.
     """
     text = config.get_text_config()
+    if config.model_type in _UNSCALED:
+        return 0.0, 0.0
     scales = [getattr(text, name, None) for name in _SCALES]
     divisor = getattr(text, "logits_scaling", None)
     scale = next((scale for scale in scales if scale), 1) / (divisor or 1)
@@ -239,13 +241,18 @@ def output_rule(config: PreTrainedConfig) -> tuple[float, float]:
     )
 
 
-def output_of(model: PreTrainedModel, layer: nn.Module | None = None) -> Callable[[Tensor], Tensor]:
+def output_of(
+    model: PreTrainedModel,
+    layer: nn.Module | None = None,
+    rule: tuple[float, float] | None = None,
+) -> Callable[[Tensor], Tensor]:
     """A function from ``[..., H]`` last hidden states to ``[..., V]`` logits, in the model's dtype.
 
-    ``layer`` takes the place of the LM head: it has some of its rows.
+    ``layer`` takes the place of the LM head: it has some of its rows; ``rule`` that of
+    :func:`output_rule`.
     """
     lm_head: Callable[[Tensor], Tensor] = layer or model.get_output_embeddings()
-    scale, cap = output_rule(model.config)
+    scale, cap = rule or output_rule(model.config)
     if cap:
         return lambda hidden: torch.tanh(lm_head(hidden) * (scale or 1) / cap) * cap
     return lm_head if not scale else lambda hidden: lm_head(hidden) * scale

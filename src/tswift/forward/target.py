@@ -33,9 +33,18 @@ from tswift.attention.sdpa import (
     TreeAttention,
 )
 from tswift.caches import FullKV, KVBuffer, KVShape
-from tswift.forward.hf import Tap, UnsupportedModel, final_norm, output_of, probe_attention, watched
+from tswift.forward.hf import (
+    Tap,
+    UnsupportedModel,
+    final_norm,
+    output_of,
+    output_rule,
+    probe_attention,
+    watched,
+)
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
+from tswift.forward.products import PackedEmbedding
 from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
 from tswift.forward.recurrent import (
     StatePass,
@@ -459,19 +468,33 @@ class Target:
         logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * self.width]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def open_logits(self, hidden: Tensor) -> Tensor:
+    def open_logits(self, hidden: Tensor, rule: tuple[float, float] | None = None) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss:
         gradients flow back.
+
+        ``rule``: a factor and a cap in place of the model's own, as of :func:`output_rule`.
         """
+        if rule is not None and rule != output_rule(self.model.config):
+            return output_of(self.model, rule=rule)(hidden)
         learns = hidden.requires_grad and torch.is_grad_enabled()
         return (
             self._output(hidden) if self.program is None or learns else self.program.lm_head(hidden)
         )
 
     @torch.inference_mode()
-    def embed(self, token: int | Tensor) -> Tensor:
-        """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64."""
-        return self._embeddings(torch.as_tensor(token).to(self.device, non_blocking=True))
+    def embed(self, token: int | Tensor, scale: float | None = None) -> Tensor:
+        """``[..., H]`` input embeddings of tokens, given as an integer or as ``[...]`` int64.
+
+        ``scale``: a factor of the embeddings as they are stored, in place of what the model does
+        to them.
+        """
+        tokens = torch.as_tensor(token).to(self.device, non_blocking=True)
+        layer = self._embeddings
+        if scale is None:
+            return layer(tokens)
+        packed = isinstance(layer, PackedEmbedding)
+        stored = layer.packed.rows(tokens) if packed else F.embedding(tokens, layer.weight)
+        return stored * scale
 
 
 def _each(

@@ -8,7 +8,8 @@ weights are read, and no memory is taken.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -50,6 +52,8 @@ _MAMBA = (
 )
 # types whose own head for multi-token prediction is served
 _PREDICTING = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mellum", "glm4_moe")
+# beside the decoder, what a class asks about every token
+_ASKED = {"gemma3n": ("embed_vision", "embed_audio")}
 _MAX_POSITIONS = 1 << 24  # beyond what any model was made for
 
 
@@ -64,6 +68,12 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             f"a model with an encoder ({config.model_type}) is not served: only decoders are",
+            "model",
+        )
+    if hasattr(config, "canvas_length"):
+        raise InputError(
+            f"a model that writes by diffusion ({config.model_type}) is not served: only those "
+            "that write from left to right are",
             "model",
         )
     kind = type(config)
@@ -83,11 +93,43 @@ def _text_part(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def make(
         self: PreTrainedModel, config: PreTrainedConfig, *args: object, **kwargs: object
     ) -> None:
-        whole.__init__(self, config, *args, **kwargs)
-        _keep_only(self, {self.get_decoder(), self.get_output_embeddings()})
+        try:
+            whole.__init__(self, config, *args, **kwargs)
+        except ImportError:  # towers of timm, of which nothing is kept
+            with _without_towers(config.get_text_config()):
+                whole.__init__(self, config, *args, **kwargs)
+        needed = _ASKED.get(config.model_type, ())
+        asked = {each for name, each in self.named_modules() if name.endswith(needed)}
+        _keep_only(self, {self.get_decoder(), self.get_output_embeddings(), *asked})
 
+    # some hold a whole language model, and not its decoder alone
+    def get_output_embeddings(self: PreTrainedModel) -> nn.Module | None:
+        return whole.get_output_embeddings(self) or whole.get_decoder(self).get_output_embeddings()
+
+    def get_decoder(self: PreTrainedModel) -> nn.Module:
+        found = whole.get_decoder(self)
+        lm_head = found.get_output_embeddings()
+        return found if lm_head is None else found.get_decoder()
+
+    own = {
+        **{"__init__": make, "__module__": whole.__module__},
+        **{"get_decoder": get_decoder, "get_output_embeddings": get_output_embeddings},
+    }
     # under its own name, by which transformers finds how the names of its weights have changed
-    return type(whole.__name__, (whole,), {"__init__": make, "__module__": whole.__module__})
+    return type(whole.__name__, (whole,), own)
+
+
+@contextmanager
+def _without_towers(text: PreTrainedConfig) -> Iterator[None]:
+    """While transformers makes nothing of configurations within a model's but of its text's."""
+    make = AutoModel.from_config
+    AutoModel.from_config = lambda config, **named: (
+        make(config, **named) if config is text else nn.Identity()
+    )
+    try:
+        yield
+    finally:
+        AutoModel.from_config = make
 
 
 def _keep_only(module: nn.Module, wanted: Collection[object]) -> None:
@@ -147,7 +189,7 @@ def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
     parts = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     heads = {getattr(part, "num_attention_heads", None) for part in parts}
     reason = ""
-    if getattr(config, "max_position_embeddings", None) is None or None in heads:
+    if (getattr(config, "max_position_embeddings", None) or 0) < 1 or None in heads:
         reason = f"the architecture {config.model_type}"
     elif layers:
         reason = f"layers of type {', '.join(sorted(layers))}"

@@ -2,9 +2,9 @@
 every tensor accounted for before any is read.
 
 DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others
-``DSparkDraftModel``), z-lab DFlash (``DFlashDraftModel``), speculators both; SafeAILab, SpecForge
-and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another. Gemma 4's assistants
-are Google's.
+``DSparkDraftModel``), z-lab DFlash and DFlash2 (``DFlashDraftModel``), speculators all of these;
+SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
+Gemma 4's assistants are Google's; Muse-Glimmer's, a DFlash, is Meta's.
 """
 
 from __future__ import annotations
@@ -91,11 +91,18 @@ _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _SPECULATORS_BLOCK = "speculators, blocks"
 _GEMMA = "Gemma 4's assistants"
+_MUSE = "Muse-Glimmer's assistant"
+_SECOND = "DFlash2DraftModel"  # z-lab's DFlash2
 # before its parameters
 _EAGLE_LAYER = {_SAFEAI: "midlayer.", _SPECULATORS: "layers.0.", _DEEPSPEC_EAGLE: "layers.0."}
+_MUSE_NAMES = {
+    "fc.weight": "encoder.fc.weight",
+    "hidden_norm.weight": "encoder.output_norm_enc.weight",
+}
 _ARCHITECTURES = {
     **{"Qwen3DSparkModel": _DEEPSPEC, "DSparkDraftModel": _DEEPSPEC},
-    **{"DFlashDraftModel": _ZLAB, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE},
+    **dict.fromkeys(("DFlashDraftModel", _SECOND), _ZLAB),
+    **{"MuseGlimmerAssistantModel": _MUSE, "Qwen3Eagle3Model": _DEEPSPEC_EAGLE},
     **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _GEMMA),
 }
 # objects within a configuration, from what counts least to what counts most; None is the
@@ -133,10 +140,12 @@ class SpeculatorFile:
         if {spec.tap_size, own} != {hidden_size}:
             wrong = own if spec.tap_size == hidden_size else spec.tap_size
             reason = f"was made for hidden size {wrong:,}, the model has {hidden_size:,}"
-        elif spec.vocab_size != vocab_size:
+        elif spec.vocab_size not in (0, vocab_size):
             reason = (
                 f"was made for a vocabulary of {spec.vocab_size:,}, the model has {vocab_size:,}"
             )
+        elif spec.mask >= vocab_size:
+            reason = f"has mask_token_id {spec.mask}, the vocabulary has {vocab_size:,}"
         elif spec.target_layers not in (None, layers):
             reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
         elif spec.reads_hidden:
@@ -424,7 +433,8 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise _refused(path, f"makes no drafter of its {CONFIG} ({reason})") from None
     layer = _EAGLE_LAYER.get(layout, "")
-    published = {name: name.replace("midlayer.", layer, 1) for name in parameters}
+    named = _MUSE_NAMES if layout == _MUSE else {}
+    published = {name: named.get(name, name.replace("midlayer.", layer, 1)) for name in parameters}
     copies, unused = _beside(config, layout, spec, "d2t" in parameters)
     shapes = {published[name]: shape for name, shape in parameters.items()} | copies | unused
     optional = {**unused, **copies} if layout != _DEEPSPEC else copies
@@ -530,6 +540,8 @@ def _read_spec(
     attention = f"{_EAGLE_LAYER.get(layout, 'layers.0.')}self_attn."
     heads = said["num_attention_heads"]
     kv_heads = said.get("num_key_value_heads", heads)
+    if layout == _MUSE:
+        said.setdefault("vocab_size", 0)  # it has the model's
     queries = stored.get(f"{attention}q_proj.weight")
     said.refuse(queries is None, f"lacks {attention}q_proj.weight")
     assert queries is not None
@@ -611,7 +623,11 @@ def _assistant_spec(config: Mapping[str, Any]) -> SpeculatorSpec:
 def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[str, Any]:
     """The fields of a block drafter's spec that EAGLE-3 has otherwise, or not at all."""
     ours = layout == _SPECULATORS_BLOCK
-    second = said.get("speculators_model_type") == DFLASH2
+    theirs = layout == _ZLAB
+    muse = layout == _MUSE
+    second = said.get("speculators_model_type") == DFLASH2 or _SECOND in (
+        said.get("architectures") or ()
+    )
     sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
     rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if sparks else 0
     markov = said.get("markov_head_type", "vanilla")
@@ -624,7 +640,9 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
     )
     said.refuse(causal and len(sliding) < layers, f"says {causal}, which tswift does not serve")
     mask = said["mask_token_id"]
-    said.refuse(mask >= vocab, f"has mask_token_id {mask}, the vocabulary has {vocab:,}")
+    said.refuse(
+        mask >= vocab and not muse, f"has mask_token_id {mask}, the vocabulary has {vocab:,}"
+    )
     own: dict[str, Any] = {"kind": DSPARK if rank else DFLASH, "rank": rank}
     if second:
         taps = said.get("conv_kernel_size", 2)
@@ -638,16 +656,25 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
         said.refuse(said.get("draft_vocab_size", vocab) != vocab, "has a draft vocabulary")
         own = {"kind": DFLASH2, "rank": said.get("selector_rank", 256), "chosen": chosen}
         own["conv"] = taps, group
+    if theirs:
+        own["embed_scale"] = float(said.get("input_embedding_scale", 1))
+        factor, cap = (
+            float(said.get(name, 0)) for name in ("output_multiplier", "final_logit_softcapping")
+        )
+        own["output"] = 0.0 if factor == 1 else factor, max(cap, 0.0)
+    elif muse:
+        own["embed_scale"] = 1.0
     return {
         **own,
         "layers": layers,
         "tap_size": said["hidden_size"],
         "block": said["block_size"],
         "mask": mask,
-        "in_place": layout == _ZLAB or (ours and not said.get("sample_from_anchor", sparks)),
+        "in_place": theirs or muse or (ours and not said.get("sample_from_anchor", sparks)),
         "sliding": sliding,
-        "window": said["sliding_window"] if sliding else 0,
-        "causal": not said.get("sliding_window_non_causal", second)
+        "window": said["sliding_window"] - theirs if sliding else 0,  # z-lab's counts the slot
+        "moving": theirs or muse,
+        "causal": not said.get("sliding_window_non_causal", muse or (second and ours))
         and False not in (said.get(name) for name in _CAUSAL),
         "draft_vocab": said.get("draft_vocab_size", vocab) % vocab if ours else 0,
     }
@@ -665,7 +692,7 @@ def _sliding(said: _Said, layout: str) -> tuple[int, ...] | None:
         return None
     # transformers' configuration of Qwen3 drops the window then
     dropped = said.get("model_type") == "qwen3" and not said.get("use_sliding_window")
-    return () if layout == _SPECULATORS_BLOCK and dropped else sliding
+    return () if layout in (_SPECULATORS_BLOCK, _ZLAB) and dropped else sliding
 
 
 def _taps(said: _Said, layout: str, layers: int) -> tuple[int, ...] | None:
@@ -755,8 +782,8 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "kind": spec.kind,
         "count": spec.count,  # tokens drafted along a path
         "hidden_size": spec.hidden_size,
-        "vocab_size": spec.vocab_size,
-        "draft_vocab": spec.draft_vocab or spec.vocab_size,  # tokens that it can guess
+        "vocab_size": spec.vocab_size or None,  # None for the model's
+        "draft_vocab": spec.draft_vocab or spec.vocab_size or None,  # tokens that it can guess
         "layers": spec.layers,
         # layers of the model, from 0, whose states it reads; None for SafeAILab's three
         "taps": spec.taps,

@@ -43,7 +43,7 @@ class SpeculatorSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    vocab_size: int
+    vocab_size: int  # 0 for the target's
     eps: float
     rope: Mapping[str, object]  # transformers' ``rope_parameters``
     tap_size: int  # hidden size of the target
@@ -71,8 +71,13 @@ class SpeculatorSpec:
     fc_norm: bool = False
     # layers of a block drafter that see a window, and not all of the text
     sliding: tuple[int, ...] = ()
-    window: int = 0  # tokens of the text that those see
+    window: int = 0  # tokens of the text that those see before the block
+    moving: bool = False  # whether each slot's window ends at the slot, and not at the root
     causal: bool = False  # whether a slot of the block sees none after it there
+    # a factor of the target's embeddings as they are stored; None for those that its layers read
+    embed_scale: float | None = None
+    # factor and cap (0 for none) of what the target's LM head gives; None for the target's own
+    output: tuple[float, float] | None = None
     # of the layers of an assistant or an MTP head, which are transformers'
     text: PreTrainedConfig | None = None
     # this and the next one: of an assistant
@@ -399,13 +404,21 @@ class DraftNetwork(nn.Module):
         raise NotImplementedError
 
 
-def near(position: Tensor, window: int, kv: WindowKV) -> Tensor:
-    """``[slots]`` bool: where the newest tokens before a position are, as many as a window has."""
-    places = position - 1 - torch.arange(min(window, kv.budget), device=position.device)
+def behind(position: Tensor, window: int, kv: WindowKV) -> Tensor:
+    """``[slots]`` int64: how far before a position the token of each is, from 1; more than a
+    window has where it is none of that.
+    """
+    far = 1 + torch.arange(min(window, kv.budget), device=position.device)
+    places = position - far
     around = kv.sinks + (places - kv.sinks) % (kv.budget - kv.sinks)
     slots = torch.where(places < kv.budget, places, around).clamp(min=0)
-    counts = torch.zeros(kv.capacity, dtype=torch.int32, device=position.device)
-    return counts.index_add_(0, slots, (places >= 0).int()) > 0
+    found = torch.full((kv.capacity,), window + 1, device=position.device)
+    return found.scatter_reduce(0, slots, torch.where(places < 0, window + 1, far), "amin")
+
+
+def near(position: Tensor, window: int, kv: WindowKV) -> Tensor:
+    """``[slots]`` bool: where the newest tokens before a position are, as many as a window has."""
+    return behind(position, window, kv) <= window
 
 
 def _mixed(rows: Tensor, layer: _Layer, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -465,14 +478,15 @@ class BlockSpeculator(DraftNetwork):
         windowed = whole[None]
         whole[kv.scratch : kv.scratch + self.spec.block] = True
         if self.spec.sliding:
-            windowed = (seen & near(position, self.spec.window, kv)).repeat(self.spec.block, 1)
+            far = behind(position, self.spec.window, kv) + block[:, None] * self.spec.moving
+            windowed = seen & (far <= self.spec.window)
             after = (
                 block[:, None] < block
                 if self.spec.causal
                 else torch.zeros_like(block[:, None] < block)
             )
             windowed[:, kv.scratch : kv.scratch + self.spec.block] = ~after
-        rows = self.target.embed(tokens)
+        rows = self.target.embed(tokens, self.spec.embed_scale)
         angles = self.rotary(places, rows.dtype)
         for index, layer in enumerate(self.layers):
             normed, finish = _mixed(layer.input_layernorm(rows), layer, "attention_conv")
@@ -482,7 +496,11 @@ class BlockSpeculator(DraftNetwork):
             normed, finish = _mixed(layer.post_attention_layernorm(rows), layer, "mlp_conv")
             rows = rows + finish(layer.mlp(normed))
         hidden = self.norm(rows)[int(self.spec.in_place) :]
-        own = self.lm_head(hidden) if self.spec.draft_vocab else self.target.open_logits(hidden)
+        own = (
+            self.lm_head(hidden)
+            if self.spec.draft_vocab
+            else self.target.open_logits(hidden, self.spec.output)
+        )
 
         def logits(level: int, rows: Tensor | None, tokens: Tensor) -> Tensor:
             slot = own[level : level + 1]
@@ -828,7 +846,7 @@ def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
     """
     count = network.spec.vocab_size
     own = logits.shape[1]
-    if own == count:
+    if own in (count, network.target.vocab_size):
         return logits
     offsets: Any = network.d2t
     full = logits.new_full((len(logits), count), _EXCLUDED)
