@@ -98,7 +98,8 @@ enum {
     LARGE = 1 << 17,         /* products of a layer that are worth a second thread */
     PORTION = 1 << 16,       /* products that a thread takes at a time, at least */
     RANGES = 64,             /* most threads that have outputs of their own */
-    MANY = 16                /* rows that are worth a second thread for what is not multiplied */
+    MANY = 16,               /* rows that are worth a second thread for what is not multiplied */
+    MUCH = 1 << 14           /* and numbers of fewer rows */
 };
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT16, INT8 }; /* kinds of keys and values, as in native.c; and of weights */

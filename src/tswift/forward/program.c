@@ -299,10 +299,10 @@ static void take_rows(void *given) {
         run->step(run, row);
 }
 
-/* Do something for every row. */
-static void each_row(Run *run, void (*step)(const Run *, int64_t)) {
+/* Do something for every row, of so many numbers. */
+static void each_row(Run *run, void (*step)(const Run *, int64_t), int64_t size) {
     run->step = step, run->next = 0;
-    if (run->pass->nodes >= MANY && run->pass->threads > 1)
+    if ((run->pass->nodes >= MANY || run->pass->nodes * size >= MUCH) && run->pass->threads > 1)
         run->model->parallel(take_rows, run, run->pass->threads, 0);
     else take_rows(run);
 }
@@ -459,7 +459,7 @@ static void remember(Run *run) {
     const Pass *p = run->pass;
     const int64_t n = p->nodes, at = run->layer->place * m->heads * m->key_size * m->value_size;
     const float *keys = run->convolved + m->heads / m->group * m->key_size;
-    each_row(run, convolve_row);
+    each_row(run, convolve_row, m->channels);
     Steps steps = {
         .state = p->matrices + at, .after = p->matrices_after ? p->matrices_after + at : 0,
         .queries = run->convolved, .keys = keys, .contents = keys + m->heads / m->group * m->key_size,
@@ -470,7 +470,7 @@ static void remember(Run *run) {
     };
     tswift_recur(&steps);
     if (p->rows_after) keep_rows(run);
-    each_row(run, read_row);
+    each_row(run, read_row, m->heads * m->value_size);
 }
 
 static Run begin(const Model *m, const Pass *p) {
@@ -519,26 +519,26 @@ static void last_row(const Run *run, int64_t row) {
 
 void tswift_forward(const Model *m, const Pass *p) {
     Run run = begin(m, p);
-    each_row(&run, begin_row);
+    each_row(&run, begin_row, m->hidden);
     for (; run.index < m->count; run.index++) {
         const Layer *layer = run.layer = m->layers + run.index;
-        each_row(&run, norm_row);
+        each_row(&run, norm_row, m->hidden);
         multiply_rows(&run, &layer->queries, layer->memory ? 4 : 3, run.normed, layer->memory ? mixed(&run, 0) : run.wide);
         if (layer->memory) remember(&run);
         else {
-            each_row(&run, split_row);
+            each_row(&run, split_row, m->hidden);
             attend(&run);
         }
         multiply_rows(&run, &layer->output, 1, run.turned, run.normed);
-        each_row(&run, between_row);
+        each_row(&run, between_row, m->hidden);
         multiply_rows(&run, &layer->gate, 2, run.normed, run.wide);
-        each_row(&run, gate_row);
+        each_row(&run, gate_row, m->inner);
         multiply_rows(&run, &layer->down, 1, run.inner, run.normed);
-        each_row(&run, add_row);
+        each_row(&run, add_row, m->hidden);
         const int64_t size = p->nodes * m->hidden;
         if (p->states) memcpy(p->states + run.index * size, p->raw, size * sizeof(float));
     }
-    each_row(&run, last_row);
+    each_row(&run, last_row, m->hidden);
 }
 
 /* One of a chain of heads: rows of states, refined, and what goes to the LM head; see heads.py. */

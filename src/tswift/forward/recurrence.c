@@ -31,18 +31,23 @@ typedef struct {
     int64_t taken, workers;                  /* 0 */
 } Steps;
 
+/* Sums stay in registers: WIDE numbers each. */
+enum { WIDE = 16, PARTS = COLUMNS / WIDE };
+typedef float wide __attribute__((vector_size(WIDE * sizeof(float)), aligned(sizeof(float)), may_alias));
+
 static void step(
     const float *before, float *after, const float *key, const float *query, const float *content, float decay, float rate,
     float *out, int64_t keys, int64_t corrects
 ) {
-    float known[COLUMNS] = {0}, change[COLUMNS], read[COLUMNS] = {0};
+    const wide *from = (const wide *)before, *given = (const wide *)content;
+    wide *to = (wide *)after, known[PARTS] = {0}, change[PARTS], read[PARTS] = {0};
     for (int64_t k = 0; k < (corrects ? keys : 0); k++)
-        for (int c = 0; c < COLUMNS; c++) known[c] += before[k * COLUMNS + c] * decay * key[k];
-    for (int c = 0; c < COLUMNS; c++) change[c] = (content[c] - known[c]) * rate;
+        for (int c = 0; c < PARTS; c++) known[c] += from[k * PARTS + c] * key[k];
+    for (int c = 0; c < PARTS; c++) change[c] = (given[c] - known[c] * decay) * rate;
     for (int64_t k = 0; k < keys; k++)
-        for (int c = 0; c < COLUMNS; c++) {
-            const float now = before[k * COLUMNS + c] * decay + key[k] * change[c];
-            after[k * COLUMNS + c] = now;
+        for (int c = 0; c < PARTS; c++) {
+            const wide now = from[k * PARTS + c] * decay + change[c] * key[k];
+            to[k * PARTS + c] = now;
             read[c] += now * query[k];
         }
     memcpy(out, read, sizeof read);
