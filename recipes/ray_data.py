@@ -49,17 +49,15 @@ def main() -> None:
     options = {"model": given.model, "length": given.len, "out": out}
     batch = Batch(prompts, out, options)
     batch.claim()
-    made = ray.data.range(len(batch.tasks), override_num_blocks=len(batch.tasks)).rename_columns(
-        {"id": "place"}
-    )
-    made = made.map_batches(
+    places = [{"place": place} for place in range(len(batch.tasks))]
+    made = ray.data.from_items(places, override_num_blocks=len(places)).map_batches(
         Writer,
         fn_constructor_args=(prompts, out, options),
         batch_size=4,
         compute=ray.data.ActorPoolStrategy(size=given.actors),
         num_gpus=given.gpus,
     )
-    print(f"{made.count():,} texts were made or were there; all are in {batch.gather()}")
+    print(f"{len(made.take_all()):,} texts were made or were there; all are in {batch.gather()}")
 
 
 if __name__ == "__main__":

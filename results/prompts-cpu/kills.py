@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 
 NOVEL = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
+SLACK = 2.0  # most seconds between a text's beginning and a kill
 ALONE = 5  # texts that are also made by a command of their own
 
 
@@ -75,7 +76,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    given.folder.mkdir(parents=True)
+    given.folder.mkdir(parents=True, exist_ok=True)  # texts that are there are not made again
     prompts, random = given.folder / "prompts.jsonl", Random(given.seed)
     lines = write_prompts(prompts, given.texts, random)
     plain, out = given.folder / "plain", given.folder / "killed"
@@ -88,9 +89,9 @@ def main() -> int:
     told = given.folder / "printed.jsonl"
     asked = command("--prompts", prompts, "--out", out, "--len", given.len)
     for number in range(given.kills):
-        more = random.randrange(2 * given.texts // given.kills)
-        slack = random.uniform(0, took / given.texts)
-        if not killed(asked, out, more, slack, told):
+        left = given.texts - begun(out)
+        more = random.randrange(max(1, 2 * left // (given.kills - number + 1)))
+        if not killed(asked, out, more, random.uniform(0, SLACK), told):
             print(f"kill {number + 1}: ended before", flush=True)
             continue
         print(f"kill {number + 1}: {finished(out)} finished, {begun(out)} begun", flush=True)

@@ -157,6 +157,11 @@ def expected(
             mean += weight * probs.where(probs >= probs.topk(kept).values[-1], 0.0)
             scale += float(weight * logits[end].logsumexp(-1))
     row = (mean.log() + scale).unsqueeze(0)
+    if noise and noise.counting:
+        taken = params.frequency_penalty * noise.counts + params.presence_penalty * (
+            noise.counts > 0
+        )
+        row -= taken
     seen = None
     if params.penalises:
         seen = torch.zeros(row.shape, dtype=torch.bool)
@@ -169,6 +174,8 @@ def check_guesses(
     text, logits, pieces, paths, params, *, noise: bool = True, kept: int = VOCAB, clean=None
 ) -> None:
     recall, sampler = recalled(text, logits, pieces, params, noise=noise, kept=kept)
+    if sampler.counting:
+        sampler.counts.copy_(torch.arange(VOCAB) % 4)
     paths = [[text[-1], *path] for path in paths]
     for path, guess in zip(paths, recall.guess(paths, 3), strict=True):
         about = path, params, sampler if noise else None, kept
@@ -186,6 +193,7 @@ RULES = {
     "plain": PLAIN,
     "greedy": SamplingParams(temperature=0.0, penalty=1.2, window=30),
     "filters": SamplingParams(top_k=9, eta=0.01, top_p=0.9, penalty=1.1),
+    "counts": SamplingParams(penalty=1.0, presence_penalty=0.8, frequency_penalty=0.5),
 }
 
 

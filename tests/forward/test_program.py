@@ -482,6 +482,7 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
         SamplingParams(banned=(3, 5, 8), logit_bias=LogitBias([(6, 2.0), (8, 9.0), (9, 1.5)])),
         SamplingParams(penalty=1, min_p=0),
         SamplingParams(temperature=0),
+        SamplingParams(presence_penalty=0.9, frequency_penalty=0.4),
     ],
 )
 @pytest.mark.parametrize("drafted", [None, range(5, VOCAB, 3), range(7)])
@@ -507,7 +508,10 @@ def test_all_levels_at_once_are_those_one_by_one(
         known = source.guess_by_program(*given)
         assert known is not None
         tokens, scores = source.guess(*given)
-        assert known == (tokens.flatten().tolist(), scores.flatten().tolist())
+        assert known[0] == tokens.flatten().tolist()
+        # PyTorch rounds what counts have lowered
+        near = {"rel": 1e-6, "abs": 1e-6} if sampler.counting else {"rel": 0.0, "abs": 0.0}
+        assert known[1] == pytest.approx(scores.flatten().tolist(), **near)
         drafts = {token for token, score in zip(*known, strict=True) if isfinite(score)}
         assert drafted is None or drafts <= {*drafted}
 

@@ -194,9 +194,8 @@ class HeadSource(Source):
         )
 
         def best(logits: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-            return sampler.candidates(
-                logits, seen, places[start:end] if self._shared_noise else None, self.width
-            )
+            noisy = places[start:end] if self._shared_noise else None
+            return sampler.candidates(sampler.lowered_draft(logits), seen, noisy, self.width)
 
         if not self._heads.conditioned:
             first = hidden if self.draft_model else None
@@ -233,9 +232,11 @@ class HeadSource(Source):
             heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
 
         newest = sampler.newest if sampler.penalises else None
+        counts = sampler.counts if sampler.counting else None
         noisy = places if self._shared_noise else None
+        at = root, places[0] - 1
         return draw.rank_levels(
-            run, noisy, levels, self.width, (root, places[0] - 1), newest, self._lm_head.ids
+            run, noisy, levels, self.width, at, newest, counts, self._lm_head.ids
         )
 
     def committed(self, context: Context, most: int) -> None:

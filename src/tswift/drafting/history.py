@@ -241,7 +241,13 @@ class LogitHistory:
         program = CSampler(rule, seed_stream(sampler.seed), width)
         noisy = self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
-        self._rank = program.row_ranker(*given, self._asked["positions"] if noisy else None)
+        # on a device they are not looked at
+        counts = sampler.counts.numpy() if sampler.counts.device.type == "cpu" else None
+        self._rank = program.row_ranker(
+            *given,
+            self._asked["positions"] if noisy else None,
+            counts if sampler.counting else None,
+        )
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Take in the pass over the next chunk of the prompt."""

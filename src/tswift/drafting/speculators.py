@@ -210,7 +210,7 @@ class NetworkSource(Source):
         paths = tokens.new_zeros(1, 0)
         for level in range(self._levels):
             count = len(tokens)
-            logits = begun(level, rows, tokens)
+            logits = sampler.lowered_draft(begun(level, rows, tokens))
             seen = after
             if seen is not None and level:
                 seen = seen.repeat(count, 1).scatter_(1, paths, True)

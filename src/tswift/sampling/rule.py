@@ -317,10 +317,20 @@ class Sampler:
         counts = self.counts.repeat(len(tokens), 1)
         drafted = ancestors[:, 1:].to(torch.float64)
         counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
+        return logits.double() - self._taken(counts)
+
+    def lowered_draft(self, logits: Tensor) -> Tensor:
+        """As :meth:`lowered`, roughly: a draft's logits, by what was generated alone, in their own
+        dtype.
+        """
+        if not self.counting:
+            return logits
+        return (logits - self._taken(self.counts)).to(logits.dtype)
+
+    def _taken(self, counts: Tensor) -> Tensor:
+        """What presence and frequency take off logits, by how often tokens were generated."""
         own = self.params
-        return logits.double() - (
-            own.frequency_penalty * counts + own.presence_penalty * (counts > 0).double()
-        )
+        return own.frequency_penalty * counts + own.presence_penalty * (counts > 0).double()
 
     def along(self, logits: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """As :meth:`lowered` and :meth:`seen`, after each of ``tokens``,

@@ -108,9 +108,16 @@ INLINE void read(const Call *c, int64_t row, int64_t first, int64_t count, doubl
 /* What presence and frequency take off a token's logit. */
 INLINE double taken(const Call *c, double times) { return c->frequency * times + c->presence * (times > 0); }
 
-/* Lower the logits of a node's row by what was generated, drafted ancestors included. */
+/* Lower the logits of a node's row by what was generated, drafted ancestors included; of a row that is no node's, by
+   what was generated. */
 static void lower(const Call *c, int64_t row, double *restrict w) {
     const double *restrict counts = c->counts;
+    if (c->ids) {
+        const int32_t *ids = c->ids + row * c->by_ids;
+        for (int64_t t = 0; t < c->vocabulary; t++)
+            if (w[t] > -INFINITY) w[t] -= taken(c, counts[ids[t]]);
+        return;
+    }
     const uint8_t *path = c->ancestors + row * c->rows;
     for (int64_t t = 0; t < c->vocabulary; t++) w[t] -= taken(c, counts[t]);
     for (int64_t node = 1; node < c->rows; node++) {

@@ -220,6 +220,7 @@ class CSampler:
         logits: NDArray[np.float32],
         seen: NDArray[np.uint8] | None,
         positions: NDArray[np.int64] | None,
+        counts: NDArray[np.float64] | None,
     ) -> Callable[[int, int], tuple[list[list[int]], list[list[float]]]]:
         """A function that ranks tokens of which each row names its own,
         as they are in these arrays when it is called.
@@ -227,13 +228,22 @@ class CSampler:
         It is asked for the first rows, so many, and for how many tokens of each, and gives lists of
         tokens and scores. ``ids`` are ``[n, m]``, of the size in place of the vocabulary's;
         ``logits`` are minus infinity where there is no token; ``seen`` is nonzero for what is
-        penalised; without ``positions`` ``[n]`` there is no noise.
+        penalised; without ``positions`` ``[n]`` there is no noise; ``counts`` are the sampler's, if
+        they matter.
         """
         rows, width = ids.shape
         best = np.empty(rows * MOST, np.int64)
         scores = np.empty(rows * MOST)
-        given = {"ids": ids, "logits": logits, "seen": seen, "positions": positions}
-        given |= {"best": best, "scores": scores, "unsure": np.empty(rows, np.uint8)}
+        given: dict[str, NDArray[np.generic] | None] = {
+            "ids": ids,
+            "logits": logits,
+            "seen": seen,
+            "positions": positions,
+            "counts": counts,
+            "best": best,
+            "scores": scores,
+            "unsure": np.empty(rows, np.uint8),
+        }
         pointers = {
             name: None if each is None else each.ctypes.data for name, each in given.items()
         }
@@ -258,6 +268,7 @@ class CSampler:
         count: int,
         root: tuple[int, int],
         newest: Tensor | None,
+        counts: Tensor | None,
         ids: Tensor | None = None,
     ) -> tuple[list[int], list[float]]:
         """Candidates of levels whose logits come one after the other,
@@ -293,6 +304,7 @@ class CSampler:
             call.tokens = ctypes.addressof(node)
             call.places = ctypes.addressof(node) + 8
             call.ancestors = ctypes.addressof(self._itself)
+        call.counts = None if counts is None else counts.data_ptr()
         call.ids = None if ids is None else ids.data_ptr()
         call.vocabulary = self._fixed["vocabulary"] if ids is None else len(ids)
         run(call, ctypes.cast(self._run, ctypes.c_void_p).value or 0)
