@@ -104,6 +104,21 @@ def by(backend):
     return attend
 
 
+HUGE = (1e4, -1e4, 3e37)  # scores
+
+
+def bears_huge_scores(attend, nodes: int, size: float) -> None:
+    """Scores up to such a size rise and fall along a text,
+    so that what was added up before has to shrink to nothing and to stay.
+    """
+    query, keys, values, ancestors, _ = case(1, 1, 16, 1000, nodes, torch.float32)
+    query, keys = torch.zeros_like(query), torch.zeros_like(keys)
+    query[..., 0] = 1
+    keys[..., 0] = torch.sin(torch.arange(keys.shape[1]) / 50) * size
+    out = attend(query, keys, values, ancestors, 1.0).double()
+    torch.testing.assert_close(out, dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3)
+
+
 def error(out, exact) -> float:
     """The largest error over the largest output."""
     return ((out.double() - exact).abs().max() / exact.abs().max()).item()

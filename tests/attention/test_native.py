@@ -14,7 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.oracle import NOTHING, by, case, chain, dense, odd_nodes, tree_of
+from tests.attention.oracle import (
+    HUGE,
+    NOTHING,
+    bears_huge_scores,
+    by,
+    case,
+    chain,
+    dense,
+    odd_nodes,
+    tree_of,
+)
 from tests.helpers import first, needs_program
 from tswift.attention import native
 from tswift.attention.backends import choose
@@ -264,18 +274,8 @@ def test_the_result_is_the_same_with_any_number_of_threads() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 def test_huge_scores() -> None:
-    """They rise and fall along the text, so that what was added up before has to shrink to nothing
-    and to stay.
-    """
-    for nodes, size in product((1, 4, 5, 12, 30), (1e4, -1e4, 3e37)):
-        query, keys, values, ancestors, _ = case(1, 1, 16, 1000, nodes, torch.float32)
-        query, keys = torch.zeros_like(query), torch.zeros_like(keys)
-        query[..., 0] = 1
-        keys[..., 0] = torch.sin(torch.arange(keys.shape[1]) / 50) * size
-        out = attend(query, keys, values, ancestors, 1.0)
-        torch.testing.assert_close(
-            out.double(), dense(query, keys, values, ancestors, 1.0), rtol=0, atol=2e-3
-        )
+    for nodes, size in product((1, 4, 5, 12, 30), HUGE):
+        bears_huge_scores(attend, nodes, size)
 
 
 @pytest.mark.usefixtures("never_stock")
