@@ -82,7 +82,7 @@ def outside(path: Path) -> set[str]:
 
 
 def test_what_is_imported_is_declared() -> None:
-    declared = (ROOT.parents[1] / "pyproject.toml").read_text().replace("-", "_")
+    declared = (Path(__file__).parents[1] / "pyproject.toml").read_text().replace("-", "_")
     imports = set().union(*map(outside, ROOT.rglob("*.py")))
     assert {name for name in imports if not re.search(rf'"{name}\b', declared)} == set()
 
