@@ -713,7 +713,10 @@ def _packed_network(
     asked = plan.asked
     config = plan.config
     if asked.weights is not None:
-        network = load_rounded(config, stored, asked.weights, asked.model)
+        network = load_rounded(
+            *(config, stored, asked.weights, asked.model),
+            lambda: _from_safetensors(plan, source, {}),
+        )
     elif missing_names(config, stored):  # transformers knows other names for some
         network = _from_safetensors(plan, source, {})
         pack(network)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -176,7 +177,11 @@ def load_floats(
 
 
 def load_rounded(
-    config: PreTrainedConfig, stored: Mapping[str, StoredTensor], kind: str, model: str
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    kind: str,
+    model: str,
+    by_transformers: Callable[[], PreTrainedModel],
 ) -> PreTrainedModel:
     """The network of a checkpoint, its matrices rounded to codes.
 
@@ -185,16 +190,21 @@ def load_rounded(
         stored: its tensors, by name.
         kind: a key of :data:`BITS`.
         model: its name, for errors.
+        by_transformers: reads the network as it is, where the checkpoint has other names for some.
 
     Raises:
         InputError: the checkpoint lacks a weight, or has a matrix without whole blocks.
     """
-    missing = missing_names(config, stored)
-    if missing:
-        raise InputError(
-            f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
-        )
-    read = _rounding(config, lambda name: stored[name].read(), kind, model)
+    renamed = bool(missing_names(config, stored))
+
+    @cache
+    def whole() -> dict[str, nn.Parameter]:
+        return dict(by_transformers().named_parameters())
+
+    def plain(name: str) -> Tensor:
+        return whole()[name].data if renamed else stored[name].read()
+
+    read = _rounding(config, plain, kind, model)
     path = _kept_path(stored, kind)
     known = {} if path is None else _read_kept(path)
     made: dict[str, PackedCodes] = {}

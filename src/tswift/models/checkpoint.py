@@ -341,6 +341,8 @@ def refuse_code(values: Mapping[str, object], model: str) -> None:
         reason = "needs code of its own (auto_map), which tswift never runs"
     elif not isinstance(kind, str):
         reason = f"has no model_type in its {CONFIG}"
+    elif kind.endswith("_assistant"):
+        reason = "is a drafter, which --drafter takes"
     elif values.get("transformers_weights") is not None:
         reason = "names its weights itself (transformers_weights), which tswift does not read"
     if reason:

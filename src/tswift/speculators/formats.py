@@ -286,11 +286,11 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     spec = SpeculatorSpec(
         kind=MTP,
         hidden_size=text.hidden_size,
-        inner_size=text.intermediate_size,
+        inner_size=getattr(text, "intermediate_size", 0),  # a mixture of experts may have none
         layers=1,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
+        head_dim=_head_size(text),
         vocab_size=text.vocab_size,
         eps=text.rms_norm_eps,
         rope={},
@@ -726,6 +726,10 @@ def _rope(path: Path, said: _Said) -> dict[str, object]:
     return rope
 
 
+def _head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _refused(path: Path, reason: str) -> InputError:
     return InputError(f"{path} {reason}", OPTION)
 
@@ -761,7 +765,7 @@ def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
         inner_size=config.intermediate_size,
         heads=heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=_head_size(config),
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
         rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
