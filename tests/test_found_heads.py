@@ -91,6 +91,21 @@ def test_heads_beside_a_model_come_first_and_none_are_none(
     assert load(str(checkpoint), heads="none").heads is None
 
 
+def test_installed_heads_come_before_those_that_come_with_tswift(
+    tiny: Tiny, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = tmp_path / "bundled"
+    monkeypatch.setattr("tswift.speculators.heads_files.BUNDLED", bundled)
+    name = str(tiny.model)
+    installed = install_heads(name, heads_file(tmp_path / "heads.safetensors", 32))
+    shutil.copytree(cache, bundled)
+    assert found_heads(name) == installed
+    installed.unlink()
+    loaded = load(name)
+    assert loaded.heads_found == bundled / installed.name
+    assert str(loaded.heads_found) in loaded.remarks()
+
+
 def test_other_weights_have_another_hash(tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny.model, other)

@@ -205,6 +205,7 @@ def test_its_arms_are_what_is_there() -> None:
     assert arms(draft=tiny_draft()) == ["ar", "cascade", "recall", "standalone"]
     assert arms(heads=tiny_heads(), costs=SLOW) == [
         "ar",
+        "medusa, one token",
         "medusa, tree auto",
         "cascade",
         "recall",

@@ -30,7 +30,15 @@ PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Once upon a time there was a small dragon who could not",
 )
-METHODS = {"auto", "cascade", "recall", "reuse", "magicdec"} & helpers.METHODS.keys()
+METHODS = {
+    "auto",
+    "cascade",
+    "recall",
+    "reuse",
+    "magicdec",
+    "medusa",
+    "tokenswift",
+} & helpers.METHODS.keys()
 
 
 @pytest.fixture(scope="module")

@@ -226,6 +226,8 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         tree = usual_tree(METHODS["medusa"], target.device, heads.count)
         arms["medusa"] = medusa(models, replace(options, tree=tree, gamma=None, nodes=nodes))
     if heads is not None and steady:
+        # the least that heads can do, which on a processor often pays most
+        arms["medusa, one token"] = medusa(models, replace(options, tree=(1,), gamma=None))
         arms["medusa, tree auto"] = medusa(models, paying)
     if target.speculator is not None:
         arms[target.speculator.spec.method] = network(beside, paying)

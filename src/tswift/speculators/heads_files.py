@@ -59,6 +59,8 @@ OPTION = "heads"
 _FILE, _MEDUSA_FILE = "heads.safetensors", "medusa_lm_head.safetensors"
 _PICKLES = (".pt", ".pth", ".bin")
 _LARGEST = 1 << 31
+# heads that come with tswift, named as installed ones are
+BUNDLED = Path(__file__).with_name("bundled")
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
@@ -104,16 +106,17 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
 
 
 def found_heads(model: str) -> Path | None:
-    """Heads that were installed for a model's weights; None if there are none."""
+    """Heads that were installed for a model's weights, or come with tswift for them;
+    None if there are none.
+    """
     name = _file_name(model)
-    folder = cache_folder()
-    path = None if name is None or folder is None else folder / name
-    return path if path is not None and path.is_file() else None
+    paths = [folder / name for folder in (cache_folder(), BUNDLED) if folder and name]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def installed(heads: Path) -> bool:
-    """Whether a file of heads is one that was installed."""
-    return heads.parent == cache_folder()
+    """Whether a file of heads is one that was installed, or comes with tswift."""
+    return heads.parent in (cache_folder(), BUNDLED)
 
 
 def install_heads(model: str, heads: Path) -> Path:
