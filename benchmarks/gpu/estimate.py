@@ -5,6 +5,9 @@ its sampler and the time in which the device waits for the host. Default nodes a
 from the code. What is guessed stands in the constants and in :data:`DESIGNS`.
 
     python -m benchmarks.gpu.estimate --shape llama3.1-8b --alpha 0.9
+    python -m benchmarks.gpu.estimate --shape qwen3.5-9b
+
+A model with recurrent layers has a table of its own: plain decoding and its MTP head.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from tswift.attention import triton
 from tswift.attention.sdpa import MAX_WIDTH
 from tswift.benchmarking.roofline import MACHINES, pass_seconds
 from tswift.drafting.methods import usual_nodes
+from tswift.drafting.options import METHODS
 from tswift.forward.passes import sizes
 from tswift.models.architecture import skeleton
 from tswift.models.checkpoint import SHAPES, shape_config
 from tswift.models.shapes import Shape, shape_of
+from tswift.speculators.formats import native_head
 from tswift.training.config import HeadsConfig
 
 # Rates of an H200, bytes or operations per second. All but the published ones are guesses from an
@@ -71,6 +76,17 @@ PROMPT_ROWS = 512
 # that the host takes for a kernel: 9.2 ms were measured with 17 in each of 32 layers
 LAUNCH = 9.2e-3 / 17 / 32
 PROMPT_KERNELS = 11  # of a layer
+# Of a model with recurrent layers (Qwen3.5's), whose layers run operator by operator: kernels of a
+# gated delta net and of gated attention beside products, attention and recurrence; of a commit
+# beside one for each recurrence; of a level of the MTP head with its ranking.
+DELTA_KERNELS = 88
+GATED_KERNELS = 63
+COMMIT_KERNELS = 10
+LEVEL_KERNELS = 147
+FUSED_KERNELS = 6  # of either layer, if kernels of ours did what is around products
+CUBLAS = 0.85  # of ACHIEVED, by products of layers that PyTorch multiplies
+MTP_LEVELS = 4
+MTP_BUDGET = METHODS["mtp"].budget or 0  # tokens of its window
 
 
 @dataclass(frozen=True)
@@ -382,6 +398,71 @@ def table_of_texts(
     ]
 
 
+def recurrent_parts(
+    shape: Shape, vocabulary: int, context: float, nodes: int, kernels: tuple[int, int]
+) -> dict[str, float]:
+    """Seconds of the parts of a step over a model with recurrent layers, drafting apart.
+
+    ``kernels`` are those of a gated delta net and of gated attention, products, attention and
+    recurrence apart.
+    """
+    states = shape.states
+    assert states is not None
+    known = pass_parts(shape, NOW, context, nodes)
+    layers = (shape.read - shape.lm_head) * shape.itemsize / (CUBLAS * ACHIEVED)
+    lm_head = shape.lm_head * shape.itemsize / (LM_HEAD_SHARE * ACHIEVED)
+    # read in the pass; read once more and written when what is accepted is committed
+    moved = 3 * states.nbytes / ACHIEVED
+    delta, gated = (7 + each for each in kernels)  # with products, recurrence or attention
+    return {
+        "bytes of weights": known["bytes of weights"],
+        "weights beyond": layers + lm_head - known["bytes of weights"],
+        "operations not hidden": known["operations not hidden"],
+        "bytes of keys and values": known["bytes of keys and values"],
+        "attention beyond": known["attention beyond"],
+        "states, with their commit": moved,
+        "kernels of layers": states.layers * (delta * GAP + kernels[0] * SMALL)
+        + shape.layers * (gated * GAP + kernels[1] * SMALL),
+        "kernels of the commit": (states.layers + COMMIT_KERNELS) * (GAP + SMALL),
+        "sampler, walk": sampler(vocabulary, nodes) + NOW.committing(NOW.commit),
+        "idle": IDLE,  # no step is launched ahead of the host
+    }
+
+
+def table_of_states(name: str, context: int, tokens_a_step: float) -> list[dict[str, Any]]:
+    """Milliseconds of a plain step and of one with the MTP head, as layers run and if fused."""
+    config = shape_config(name)
+    shape = shape_of(skeleton(config), 2)
+    found = native_head(f"shape:{name}", config)
+    assert found is not None
+    read = found.spec.read_bytes(shape.itemsize, MTP_BUDGET, MTP_LEVELS, shape.lm_head)
+    draft = read / (CUBLAS * ACHIEVED)
+    floor = float(pass_seconds(shape, PUBLISHED, context, 1))
+    columns = {}
+    designs = {
+        "today": ((DELTA_KERNELS, GATED_KERNELS), LEVEL_KERNELS),
+        "layers fused": ((FUSED_KERNELS, FUSED_KERNELS), LEVEL_KERNELS),
+    }
+    for design, (kernels, level) in designs.items():
+        plain = recurrent_parts(shape, config.vocab_size, context, 1, kernels)
+        verify = recurrent_parts(shape, config.vocab_size, context, 2 * MTP_LEVELS, kernels)
+        drafting = draft + MTP_LEVELS * level * (GAP + SMALL) + IDLE
+        together = sum(plain.values())
+        share = (sum(verify.values()) + drafting) / tokens_a_step / together
+        cells = {part: f"{1e3 * seconds:.2f}" for part, seconds in plain.items()}
+        columns[design] = cells | {
+            "together": f"{1e3 * together:.2f}",
+            "of the floor": f"{together / floor:.2f}",
+            "verification of 8 nodes": f"{1e3 * sum(verify.values()):.2f}",
+            f"drafting {MTP_LEVELS} levels": f"{1e3 * drafting:.2f}",
+            f"mtp at {tokens_a_step:g} tokens a step, of ar": f"{share:.2f}",
+        }
+    return [
+        {"part": part} | {design: columns[design][part] for design in columns}
+        for part in columns["today"]
+    ]
+
+
 def main() -> None:
     """Parse, estimate, print."""
     parser = argparse.ArgumentParser(
@@ -391,10 +472,17 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.9)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--prefill", type=int, default=4096)
+    parser.add_argument("--tokens-a-step", type=float, default=2.8, help="of an MTP head")
     args = parser.parse_args()
     config = shape_config(args.shape)
     shape = shape_of(skeleton(config), 2)
     ends = (args.prefill, args.prefill + args.tokens)
+    if shape.states is not None:
+        print(f"{args.shape} on an H200, bfloat16. Nothing of it is measured.")
+        for context in (*ends, sum(ends) // 2):
+            print(f"\nA step over {context:,} tokens, ms\n")
+            print(tables.markdown(table_of_states(args.shape, context, args.tokens_a_step)))
+        return
     print(f"{args.shape} on an H200, bfloat16, alpha {args.alpha:g}. Nothing of it is measured.")
     for context in ends:
         print(f"\nA plain step over {context:,} tokens, ms\n")
