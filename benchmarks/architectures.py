@@ -352,7 +352,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Mamba": ("MambaConfig", _UNGROUPED, _MAMBA),
         "Granite 4-H (Mamba2)": (
             "GraniteMoeHybridConfig",
-            {**_MAMBA2, "layers_block_type": ["mamba", "attention"]},
+            {**_MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
         ),
         "Bamba (Mamba2)": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
         "Falcon-H1 (Mamba2 beside attention)": (

@@ -71,7 +71,9 @@ class StockHead(nn.Module):
         )
         rows = self.fc(torch.cat(parts, -1))
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        turns = decoder.rotary_emb(rows, torch.arange(count)[None])
+        three = hasattr(decoder.rotary_emb, "mrope_section")  # for images
+        places = torch.arange(count).expand(3 if three else 1, -1)
+        turns = decoder.rotary_emb(rows, places[:, None] if three else places)
         return self.norm(self.layers[0](rows, position_embeddings=turns, attention_mask=mask))
 
     def save(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -103,6 +103,8 @@ def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_head(folder: Path, kind: str = KIND) -> tuple[PreTrainedModel, Head]:
     """Write a checkpoint that has one."""
     model = checkpoint(ARCHITECTURES[kind], folder)
+    if kind == MELLUM and not hasattr(type(model.config), "num_mtp_layers"):
+        pytest.skip("this version of transformers knows of no such head")
     head = random_head(model)
     add_tensors(folder, in_the_publishers_layout(kind, head, model.config.num_hidden_layers))
     return model, head
@@ -133,7 +135,7 @@ def expected_logits(model: PreTrainedModel, head: Head, text: Tensor) -> Tensor:
     head.set_experts_implementation("eager")
     places = torch.arange(len(text) - 1)[None]
     cache = MtpCache(config=head.config)
-    return head(text[None, 1:], before, None, places, cache)[1][0, -1]
+    return head(text[None, 1:], before, torch.ones_like(places), places, cache)[1][0, -1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,9 +165,8 @@ def test_the_layout_is_the_one_that_transformers_reads(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the test above is of checkpoints as they are published."""
-    own, head = with_head(tmp_path, kind)
-    own.config.name_or_path = str(tmp_path)
-    own.config.dtype = own.dtype  # else its name, which the reader does not take
+    _, head = with_head(tmp_path, kind)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path)
     if kind == GLM:  # it knows the number of layers of what is published alone
         behind = [rf"model\.layers\.{own.config.num_hidden_layers}\."]
         monkeypatch.setattr(own, "_keys_to_ignore_on_load_unexpected", behind)

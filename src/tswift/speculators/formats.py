@@ -339,8 +339,9 @@ def _own_layer(text: PreTrainedConfig) -> PreTrainedConfig:
     made.num_hidden_layers = 1
     made.vocab_size = 1  # nothing reads its embeddings
     made.pad_token_id = None
+    usual = "sliding_attention" if text.model_type == "mellum" else "full_attention"
     kinds = {
-        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"],
+        "layer_types": getattr(text, "mtp_layer_types", None) or [usual],
         "mlp_layer_types": ["sparse"],
         "first_k_dense_replace": 0,
     }

@@ -667,7 +667,10 @@ class MtpSpeculator(DraftNetwork):
         parts = self.enorm(self.target.embed(tokens)), self.hnorm(states)
         rows = self.eh_proj(torch.cat(parts, -1))[None]
         decoder: Any = self.target.model.get_decoder()
-        angles = decoder.rotary_emb(rows, places[None], *self._kind)
+        rotary = decoder.rotary_emb
+        # Qwen3.5 asks for positions in time and in an image's two directions, which are one in text
+        asked = places.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else places[None]
+        angles = rotary(rows, asked, *self._kind)
         out = self.layer(
             rows,
             position_embeddings=angles,
