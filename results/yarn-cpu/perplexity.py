@@ -4,6 +4,7 @@ python perplexity.py MODEL TEXT FACTOR:TOKENS...
 """
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def main(model: str, text: str, *cells: str) -> None:
         ends = [0, *(end for end in ENDS if end <= count)]
         means = [
             sum(losses[start:end]) / (end - start)
-            for start, end in zip(ends, ends[1:], strict=False)
+            for start, end in pairwise(ends)
         ]
         print(f"| {factor} | {' | '.join(f'{mean:.2f}' for mean in means)} |", flush=True)
 
