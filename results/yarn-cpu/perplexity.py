@@ -33,10 +33,7 @@ def main(model: str, text: str, *cells: str) -> None:
                 scores = target.logits(hidden).log_softmax(-1).gather(1, after)
                 losses += (-scores[:, 0]).tolist()
         ends = [0, *(end for end in ENDS if end <= count)]
-        means = [
-            sum(losses[start:end]) / (end - start)
-            for start, end in pairwise(ends)
-        ]
+        means = [sum(losses[start:end]) / (end - start) for start, end in pairwise(ends)]
         print(f"| {factor} | {' | '.join(f'{mean:.2f}' for mean in means)} |", flush=True)
 
 
