@@ -162,7 +162,8 @@ def _line_figure(
             )
             axes.grid(color="#DDDDDD", linewidth=0.8)
             axes.set_axisbelow(True)
-        figure.suptitle(f"{title}\n{source(measurement)}, {measurement.started[:10]}", fontsize=12)
+        subtitle = f"{source(measurement)}, {measurement.started[:10]}"
+        figure.suptitle(f"{title}\n{subtitle}", fontsize=12, wrap=True)  # a path may be long
         handles: dict[str, Artist] = {}  # of one legend below all panels, where no line can run
         for axes in reversed(list(grid.flat)):
             # the last one has a line for each method, in their order
