@@ -332,3 +332,23 @@ def test_every_method_writes_plain_decodings_text(kind: str) -> None:
             )
             == wanted
         )
+
+
+def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypatch) -> None:
+    packed = PackedCodes(
+        quantize(torch.randn(600, 64, generator=torch.Generator().manual_seed(1)), 8)
+    )
+    unpacked = []
+    unpack = PackedCodes._unpacked
+
+    def counted(self: PackedCodes, groups: Tensor, outputs: int) -> Codes:
+        unpacked.append(outputs)
+        return unpack(self, groups, outputs)
+
+    monkeypatch.setattr(PackedCodes, "_unpacked", counted)
+    wanted = torch.arange(600).flip(0)
+    rows = packed.rows(wanted)
+    # 16 outputs lie together; all at once, those of a draft vocabulary took 900 MB
+    assert max(unpacked) <= 256 * 16
+    monkeypatch.undo()
+    assert torch.equal(rows, packed.whole()[wanted])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 BLOCK = 32  # inputs with one scale, unless a file says 16
 LEAST_BLOCK = 16
+_UNPACKED = 256  # rows that are unpacked at a time
 _GROUP = 16  # outputs that lie together in the packed form
 _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 
@@ -169,10 +170,13 @@ class PackedCodes(Packed):
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
-        wanted = outputs.flatten()
+        # a row's whole group is unpacked for it
+        found = [self._rows(some) for some in outputs.flatten().split(_UNPACKED)]
+        return torch.cat(found).view(*outputs.shape, self.inputs)
+
+    def _rows(self, wanted: Tensor) -> Tensor:
         found = self._unpacked(self.bytes[wanted // _GROUP], len(wanted) * _GROUP).dequantized()
-        mine = found.unflatten(0, (-1, _GROUP))[torch.arange(len(wanted)), wanted % _GROUP]
-        return mine.view(*outputs.shape, self.inputs)
+        return found.unflatten(0, (-1, _GROUP))[torch.arange(len(wanted)), wanted % _GROUP]
 
     def _unpacked(self, groups: Tensor, outputs: int) -> Codes:
         shape = len(groups), groups.shape[1], -1, _GROUP, 4
