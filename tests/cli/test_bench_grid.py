@@ -226,8 +226,8 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
     refused = {
         (
             "--seeds",
-            "1,2,3",
-        ): "--seeds: the benchmark was made with (1, 2), got (1, 2, 3); it keeps its options",
+            "1,3",
+        ): "--seeds: the benchmark was made with (1, 2), got (1, 3); it keeps its options",
         ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
         ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
         (
@@ -249,6 +249,21 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
     other = tswift("bench", "--resume", "b", "--logit-bias", "6=2,5=1")
     assert (other.code, Path("b/bench.json").read_bytes()) == (2, before)
     assert "--resume: b is of another benchmark: prompts differs" in other.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [WORDS, SUITE], ids=["bench", "suite"])
+def test_a_finished_one_takes_more_seeds(bench, tswift, whole, words):
+    fewer = ["2" if word == "1,2" else word for word in words]
+    assert bench(*fewer, "--out", "b").code == 0
+    before = parts(read("b"))
+    result = tswift("bench", "--resume", "b", "--seeds", "1,2")
+    assert result.code == 0, result.err
+    assert counted("b") == whole(words)
+    for old, new in zip(before, parts(read("b")), strict=True):
+        assert [s for s in new["samples"] if s["seed"] == 2] == old["samples"]
+    assert tswift("bench", "--resume", "b").code == 0  # they are its own from now on
+    assert counted("b") == whole(words)
 
 
 @pytest.mark.slow

@@ -13,7 +13,15 @@ from pathlib import Path
 from tswift.benchmarking import summary
 from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.gate import JUDGED, Judging, differ
-from tswift.benchmarking.record import Cell, Options, Record, SuiteRecord, read, to_json
+from tswift.benchmarking.record import (
+    Cell,
+    Options,
+    Record,
+    SuiteRecord,
+    read,
+    to_json,
+    workload_hash,
+)
 from tswift.benchmarking.suites import find_suite
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -74,6 +82,20 @@ def plan_of(options: Mapping[str, object]) -> Plan:
             **fields_of(Plan, options),
         }
     )
+
+
+def add_seeds(record: Record, seeds: Sequence[int]) -> None:
+    """Give a benchmark that goes on more seeds than it was made with;
+    nothing happens unless its own are among them.
+    """
+    if record.options is None or not set(plan_of(record.options).seeds) < set(seeds):
+        return
+    record.options["seeds"] = tuple(seeds)
+    record.state = INTERRUPTED
+    for measurement in record.parts.values():
+        measurement.state = INTERRUPTED
+        measurement.workload.seeds = list(seeds)
+        measurement.workload.hash = workload_hash(to_json(measurement.workload))
 
 
 def refuse_changes(record: Record, typed: Options) -> None:

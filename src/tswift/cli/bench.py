@@ -140,7 +140,10 @@ def bench(
     resume: Annotated[
         Path | None,
         options.option(
-            _OUTPUT, "Go on with the benchmark in this folder: measure what is missing.", "--resume"
+            _OUTPUT,
+            "Go on with the benchmark in this folder: measure what is missing; --seeds may name "
+            "more than it had.",
+            "--resume",
         ),
     ] = None,
     merge: Annotated[
@@ -172,7 +175,7 @@ def bench(
         from tswift.benchmarking.record import load_measurement
         from tswift.benchmarking.request import Request, kept
         from tswift.benchmarking.resume import merge as merge_shards
-        from tswift.benchmarking.resume import open_record, refuse_changes
+        from tswift.benchmarking.resume import add_seeds, open_record, refuse_changes
 
         earlier = None
         missing = list[str]()
@@ -184,6 +187,7 @@ def bench(
             if out:
                 raise InputError("cannot be given together with --resume", "out")
             earlier = open_record(resume, "resume", stack)
+            add_seeds(earlier, given.get("seeds", ()))
             refuse_changes(earlier, kept(given))
         known = (earlier.options or {}) if earlier else given
         request = Request.of({**known, **judged}, earlier, missing)
