@@ -11,6 +11,7 @@ import pytest
 
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, Plan
+from tswift.benchmarking.plots import suite_figure
 from tswift.benchmarking.record import SuiteRecord
 from tswift.benchmarking.report import tables, write_report
 from tswift.benchmarking.run import measure
@@ -149,6 +150,23 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
     }
     assert "The measurement did not run to its end" in " ".join(tables(record)[0].notes)
     assert len(write_report(record, tmp_path)) == 3
+
+
+def test_the_places_of_one_length_stand_side_by_side_in_the_plot(checkpoint: Path) -> None:
+    prepared = Prepared(checkpoint, "table12")
+    places = ["top-p 0.9", "min-p 0.1", "eta 2e-4"]
+    for lens, ticks, legends in (((6,), places, []), ((6, 12), None, [places])):
+        plan = Plan((4,), lens, warmup=0)
+        record = prepared.begin(plan)
+        prepared.run(record, plan)
+        figure = suite_figure(record)
+        for axes in figure.axes:
+            assert [list(line.get_xdata()) for line in axes.lines] == (
+                [[1], [2], [3]] if ticks else [[6, 12]] * 3
+            )
+            assert ticks in (None, [label.get_text() for label in axes.get_xticklabels()])
+        shown = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
+        assert shown == legends
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ class Panel(NamedTuple):
     across: str  # what runs along the horizontal axis
     up: str
     lines: dict[str, Points]
+    places: Sequence[str] = ()  # by name along the horizontal axis, from 1 on; none for numbers
 
 
 def available() -> bool:
@@ -160,6 +161,11 @@ def _line_figure(
             axes.xaxis.set_major_formatter(
                 lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}"
             )
+            if panel.places:
+                axes.set_xticks(
+                    range(1, len(panel.places) + 1), panel.places, rotation=30, ha="right"
+                )
+                axes.set_xlim(0.5, len(panel.places) + 0.5)
             axes.grid(color="#DDDDDD", linewidth=0.8)
             axes.set_axisbelow(True)
         subtitle = f"{source(measurement)}, {measurement.started[:10]}"
@@ -169,13 +175,14 @@ def _line_figure(
             # the last one has a line for each method, in their order
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower center",
-            ncols=4,
-            frameon=False,
-        )
+        if not panels[0][0].places:
+            figure.legend(
+                list(handles.values()),
+                list(handles),
+                loc="outside lower center",
+                ncols=4,
+                frameon=False,
+            )
     return figure
 
 
@@ -242,13 +249,17 @@ def acceptance_figure(measurement: Measurement) -> Figure:
 
 
 def suite_figure(record: SuiteRecord) -> Figure:
-    """What was measured, over generated length or over what the suite varies;
-    the paper's figures are in the table.
+    """What was measured, over generated length or over what the suite varies, as it is where there
+    is one length; the paper's figures are in the table.
     """
     suite = suites.find_suite(record.suite)
     over = suite.axis if suite.across else "generated tokens"
     points = []
-    for row in suites.measured_rows(suite, record.groups):
+    rows = suites.measured_rows(suite, record.groups)
+    lengths = {row.length for row in rows}
+    numbered = suite.across or suite.of_prefills or len(lengths) > 1
+    places = [] if numbered else list(dict.fromkeys(row.axis for row in rows))
+    for row in rows:
         where: Where = "", row.prefill
         # over length, a line for each place on the axis; over the axis, or over prefills, for each
         # length
@@ -259,6 +270,10 @@ def suite_figure(record: SuiteRecord) -> Figure:
             x = float(row.prefill or 0)
         elif suite.across:
             x = float(row.axis)
+        elif places:
+            over = f"{suite.axis}, after {line}"
+            line = row.axis
+            x = places.index(row.axis) + 1.0
         else:
             line = f"{suite.axis} {row.axis}" if row.axis.isdecimal() else row.axis
             x = float(row.length or 0)
@@ -271,7 +286,7 @@ def suite_figure(record: SuiteRecord) -> Figure:
     width = max(7.5, 4.4 * len(shown))
     first = record.groups[0].measurement
     return _line_figure(
-        _panels(points, over, shown), names, suite.title, first, width, sharey="col"
+        _panels(points, over, shown, places), names, suite.title, first, width, sharey="col"
     )
 
 
@@ -279,6 +294,7 @@ def _panels(
     points: Sequence[tuple[Where, str, float, Mapping[str, Value]]],
     across: str,
     shown: Mapping[str, str],
+    places: Sequence[str] = (),
 ) -> list[list[Panel]]:
     """Of points, each with where it was measured and its line, a row of panels for each place:
     one for each metric.
@@ -286,7 +302,7 @@ def _panels(
     panels: dict[Where, list[Panel]] = {}
     for where, line, x, figures in points:
         if where not in panels:
-            panels[where] = [Panel(_title(where), across, up, {}) for up in shown.values()]
+            panels[where] = [Panel(_title(where), across, up, {}, places) for up in shown.values()]
         for panel, name in zip(panels[where], shown, strict=True):
             panel.lines.setdefault(line, []).append((x, figures[name]))
     return list(panels.values())
