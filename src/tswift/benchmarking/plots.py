@@ -65,16 +65,19 @@ def available() -> bool:
 
 
 def files(record: Record) -> dict[str, bytes]:
-    """``time`` and ``acceptance`` of a bench, or ``suite``, each as ``.png`` and ``.svg``,
-    by file name.
+    """``time`` and ``acceptance`` of a bench, ``suite`` and, of methods, ``time`` of a suite,
+    each as ``.png`` and ``.svg``, by file name.
 
     Nothing where no length was reached. Those of a simulated measurement are ``time-simulated`` and
     so on. The same record gives the same bytes with the same matplotlib.
     """
     figures: dict[str, Figure] = {}
     if isinstance(record, SuiteRecord):
-        reached = any(summarise(one) for one in record.parts.values())
-        figures = {"suite": suite_figure(record)} if reached else {}
+        if any(summarise(one) for one in record.parts.values()):
+            figures["suite"] = suite_figure(record)
+            suite = suites.find_suite(record.suite)
+            if suite.axis == "method" and not suite.of_prefills:
+                figures["time"] = time_figure(record.groups[0].measurement)
     elif summarise(record):
         ending = "-simulated" if record.simulated else ""
         figures = {

@@ -174,8 +174,8 @@ def bench(
     with ExitStack() as stack:
         from tswift.benchmarking.record import load_measurement
         from tswift.benchmarking.request import Request, kept
-        from tswift.benchmarking.resume import merge as merge_shards
         from tswift.benchmarking.resume import add_seeds, open_record, refuse_changes
+        from tswift.benchmarking.resume import merge as merge_shards
 
         earlier = None
         missing = list[str]()
