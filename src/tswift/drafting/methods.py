@@ -92,10 +92,14 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
-    """A drafting pass of the target, heads on it, and n-grams of the text."""
-    return _of_heads(
-        models, options, _self_draft(models.drafting, options), _reuse_sources(options, below=1)
-    )
+    """A drafting pass of the target, heads on it, and n-grams of the text if heads leave them room;
+    on CUDA a part of the tree is theirs.
+    """
+    tree = options.tree
+    cuda = models.target.device.type == "cuda"
+    full = isinstance(tree, tuple) and not cuda and 1 + sum(tree) >= _set(options.nodes)
+    others = [] if full else _reuse_sources(options, below=1)
+    return _of_heads(models, options, _self_draft(models.drafting, options), others)
 
 
 def _of_heads(
