@@ -22,7 +22,7 @@ from tswift.benchmarking.report import csv_text
 from tswift.cli.app import app
 
 GOLDEN = Path(__file__).parent / "golden"
-RESULTS = Path(__file__).parents[2] / "results" / "demo-cpu"
+RESULTS = Path(__file__).parents[2] / "results" / "paper-cpu"
 GRID = ("--lens", "10,20", "--warmup", 0, "--no-plots", "--quiet")
 RECORDS = {
     "bench": ("bench", "--prefill", 4, *GRID, "--methods", "medusa,tokenswift", "--out", "b"),
