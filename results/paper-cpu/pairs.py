@@ -34,7 +34,11 @@ for folder in sys.argv[1:]:
     print(f"\n{record.suite}: {record.title}")
     for place in dict.fromkeys(row.place for row in rows):
         for metric in dict.fromkeys((*suite.columns, *suite.plotted)):
-            here = [row for row in rows if row.place == place and metric in next(iter(row.draws.values()))]
+            here = [
+                row
+                for row in rows
+                if row.place == place and metric in next(iter(row.draws.values()))
+            ]
             here.sort(key=lambda row: -(row.figures[metric].mean or 0))
             line = ""
             for row, after in zip(here, [*here[1:], None], strict=True):
