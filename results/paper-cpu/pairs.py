@@ -1,8 +1,8 @@
 """Which places of a suite differ: python results/paper-cpu/pairs.py FOLDER...
 
-For each metric that a suite shows, its places from the highest mean to the lowest. ``>`` stands between two whose draws
-(the same prompt and seed, measured side by side) differ by more than chance explains, by Student's t on the pairs at
-95%; ``~`` where that cannot be told. ``=`` means equal in every draw.
+For each metric that a suite shows, its places from the highest mean to the lowest. ``>`` stands
+between two whose draws (the same prompt and seed) differ by more than chance explains, by Student's
+t on the pairs at 95%; ``~`` where that cannot be told. ``=`` means equal in every draw.
 """
 
 import sys
