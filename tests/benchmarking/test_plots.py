@@ -73,6 +73,13 @@ def test_time_has_a_line_per_method() -> None:
     )
 
 
+def test_a_model_is_called_by_its_own_name() -> None:
+    for name, shown in (("/data/model.gguf", "model.gguf,"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B,")):
+        measurement = make_measurement(seeds=(0,))
+        measurement["workload"]["model"] = name
+        assert time_figure(typed(measurement)).get_suptitle().split("\n")[1].startswith(shown)
+
+
 def test_time_is_the_mean_over_runs() -> None:
     measurement = typed(make_measurement(methods=("ar",), seeds=(0, 1), lens=(6000,)))
     for sample, end in zip(measurement.samples, (6000.0, 7200.0), strict=True):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
@@ -259,7 +260,9 @@ def grid_order(workload: Workload) -> Callable[[Cell], tuple[int, ...]]:
 def source(measurement: Measurement) -> str:
     """Model and machine, and whether the figures are simulated, as a label."""
     names = {environment.machine for environment in measurement.environments}
-    label = f"{measurement.workload.model}, {' and '.join(sorted(names))}"
+    model = measurement.workload.model
+    model = Path(model).name if Path(model).is_absolute() else model  # a folder's or file's own
+    label = f"{model}, {' and '.join(sorted(names))}"
     return f"{label} (simulated)" if measurement.simulated else label
 
 
