@@ -274,6 +274,8 @@ def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
         assert bench(*words, "--shard", f"{number}/3", "--out", f"s/{number}").code == 0
     places, *_ = counted("s/2")
     assert 0 < len(places) < len(whole(words)[0])
+    more = tswift("bench", "--resume", "s/1", "--seeds", "1,2,3")  # its cells would be others
+    assert (more.code, "--seeds: the benchmark was made with (1, 2)" in more.err) == (2, True)
     shards = [f"s/{number}" for number in (2, 3, 1)]
     result = tswift("bench", "--merge", *shards, "--out", "merged")
     assert result.code == 0, result.err

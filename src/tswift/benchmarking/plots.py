@@ -252,8 +252,10 @@ def acceptance_figure(measurement: Measurement) -> Figure:
 
 
 def suite_figure(record: SuiteRecord) -> Figure:
-    """What was measured, over generated length or over what the suite varies, as it is where there
-    is one length; the paper's figures are in the table.
+    """What was measured, over generated length or over what the suite varies.
+
+    With one length, what the suite varies stands side by side. The paper's figures are in the
+    table.
     """
     suite = suites.find_suite(record.suite)
     over = suite.axis if suite.across else "generated tokens"

@@ -85,10 +85,12 @@ def plan_of(options: Mapping[str, object]) -> Plan:
 
 
 def add_seeds(record: Record, seeds: Sequence[int]) -> None:
-    """Give a benchmark that goes on more seeds than it was made with;
-    nothing happens unless its own are among them.
+    """Give a benchmark that goes on more seeds than it was made with.
+
+    Nothing happens unless its own are among them, nor to a shard: its cells would be others.
     """
-    if record.options is None or not set(plan_of(record.options).seeds) < set(seeds):
+    own = plan_of(record.options or {})
+    if record.options is None or own.shard or not set(own.seeds) < set(seeds):
         return
     record.options["seeds"] = tuple(seeds)
     record.state = INTERRUPTED
