@@ -524,6 +524,10 @@ FAULTS = [
           "len(context.text) - hidden + 1)", "len(context.text) + 1)"),
     Fault("of equally frequent n-grams the first counted wins", "drafting/ngrams.py", "drafting/test_history.py",
           "[best[place - 1]] <= count", "[best[place - 1]] < count"),
+    Fault("4-grams are left out where there is room", "drafting/methods.py", "drafting/test_methods.py",
+          "1 + sum(tree) >= _set(nodes)", "True"),
+    Fault("4-grams are typed and not looked for", "drafting/methods.py", "drafting/test_methods.py",
+          "if typed and _filled(model, tree, nodes):", "if False:"),
     Fault("heads read the wrong hidden row", "drafting/heads.py", "drafting/test_heads.py",
           "else (context.last, context.node)", "else (context.last, 0)"),
     # audit, exact passes, attention

@@ -30,6 +30,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import (
+    _filled,
     cache_slots,
     make_drafter,
     resolve,
@@ -45,6 +46,20 @@ from tswift.sampling.parameters import SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
+
+
+def test_ngrams_are_looked_for_where_heads_leave_room() -> None:
+    for nodes, sources in ((8, ["HeadSource"]), (10, ["HeadSource", "ReuseSource"])):
+        options = DraftOptions(tree=(1, 2, 2, 2), nodes=nodes)
+        drafter = make_drafter("tokenswift", tiny_target(), tiny_heads(), options)
+        assert [type(source).__name__ for source in drafter.sources] == sources
+    for typed in ({"ngrams": 5}, {"reuse_recent": True}):
+        options = DraftOptions(tree=(1, 2, 2, 2), nodes=8, **typed)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"^{next(iter(typed))}: not used by tokenswift in a"):
+            resolve("tokenswift", tiny_target(), tiny_heads(), options)
+        resolve("tokenswift", tiny_target(), tiny_heads(), replace(options, nodes=9))
+    cuda = SimpleNamespace(**{**vars(tiny_target()), "device": CUDA})
+    assert not _filled(cuda, (1, 2, 2, 2), 8)  # type: ignore[arg-type]
 
 
 def test_options_that_are_not_looked_at() -> None:

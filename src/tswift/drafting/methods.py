@@ -92,12 +92,10 @@ def medusa(models: Models, options: DraftOptions) -> Drafter:
 
 
 def tokenswift(models: Models, options: DraftOptions) -> Drafter:
-    """A drafting pass of the target, heads on it, and n-grams of the text if heads leave them room;
-    on CUDA a part of the tree is theirs.
+    """A drafting pass of the target, heads on it, and n-grams of the text if heads leave them
+    room.
     """
-    tree = options.tree
-    cuda = models.target.device.type == "cuda"
-    full = isinstance(tree, tuple) and not cuda and 1 + sum(tree) >= _set(options.nodes)
+    full = _filled(models.target, options.tree, options.nodes)
     others = [] if full else _reuse_sources(options, below=1)
     return _of_heads(models, options, _self_draft(models.drafting, options), others)
 
@@ -453,6 +451,10 @@ def resolve(
     if not amount:
         raise InputError(f"must be at least 1 for {name}, which drafts from nothing else", only)
     nodes = _nodes(model, options, chooses) if "nodes" in method.uses else None
+    typed = _typed_ngrams(options) if "ngrams" in method.uses else None
+    if typed and _filled(model, tree, nodes):
+        reason = f"not used by {name} in a tree of {nodes} nodes, which its heads fill"
+        raise InputError(f"{reason}; give more `nodes`, or a narrower `tree`", typed)
     longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
     if model.most_nodes and longest >= model.most_nodes:
         raise InputError(
@@ -569,12 +571,29 @@ def _recalled(method: Method, options: DraftOptions) -> int:
             f"cannot be recalled without a C program, and there is none: {missing}", "recall"
         )
     kept = 0 if missing else _KEPT if options.recall is None else options.recall
-    ngrams = "ngrams" in method.uses
-    if kept and ngrams and (options.ngrams not in (0, _NGRAMS) or options.reuse_recent):
-        option = "reuse_recent" if options.reuse_recent else "ngrams"
+    typed = _typed_ngrams(options) if "ngrams" in method.uses else None
+    if kept and typed:
         reason = f"not used by {method.name} with `tree` auto, which reuses logits"
-        raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", option)
+        raise InputError(f"{reason}; add `recall` 0, or give a fixed `tree`", typed)
     return kept
+
+
+def _typed_ngrams(options: DraftOptions) -> str | None:
+    """The option of 4-grams that somebody has set; what is the default may have been typed or
+    not.
+    """
+    if options.reuse_recent:
+        return "reuse_recent"
+    return "ngrams" if options.ngrams not in (0, _NGRAMS) else None
+
+
+def _filled(
+    model: Target | ModelSpec, tree: tuple[int, ...] | str | None, nodes: int | None
+) -> bool:
+    """Whether heads fill all nodes of a tree, so that 4-grams find no room;
+    on CUDA a part of them is theirs.
+    """
+    return isinstance(tree, tuple) and model.device.type != "cuda" and 1 + sum(tree) >= _set(nodes)
 
 
 def _nodes(model: Target | ModelSpec, options: DraftOptions, chooses: bool) -> int:
