@@ -282,6 +282,8 @@ def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: Words, tmp_path:
         "tokenswift",
         "--ngrams",
         7,
+        "--nodes",
+        16,
         "--min-p",
         0.02,
     ]
