@@ -38,12 +38,10 @@ from tswift.sampling.parameters import SamplingParams
 # -------------------------------------------------------------------------------------------------
 # every method's text is plain decoding's text
 
-CHAIN = DraftOptions(tree=(1, 1, 1), nodes=2, budget=64, reuse_recent=True)
+CHAIN = DraftOptions(tree=(1, 1, 1), nodes=2, budget=64)
 PAPER = DraftOptions(tree=(1, 3, 3, 3), nodes=41, budget=64)
 WIDE = DraftOptions(tree=(5, 3, 2), nodes=128, budget=64, ngrams=3, reuse_recent=True)
-BLIND = DraftOptions(
-    tree=(4, 2, 2), nodes=9, budget=64, sinks=0, shared_noise=False, reuse_recent=True
-)
+BLIND = DraftOptions(tree=(4, 2, 2), nodes=9, budget=64, sinks=0, shared_noise=False)
 LARGE = DraftOptions(tree=(2, 2), nodes=16, budget=4096, ngrams=1, shared_noise=False)
 
 
