@@ -10,11 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tswift as package
 from tests.cli.conftest import Tswift
 from tests.cli.terminal import on_terminal
-from tswift.cli.output import Display
+from tswift.cli.output import Display, Pace
+from tswift.decoding.stats import DecodeStats
 from tswift.errors import DecodeError
 from tswift.models.config import SHAPES
 
@@ -186,8 +189,9 @@ CODE = """
 import time
 from types import SimpleNamespace
 from tswift.cli.output import Display
-stats = SimpleNamespace(tokens=10, tokens_per_second=20.0, tokens_per_step=5.0, alpha=1.0)
-with Display(SimpleNamespace(length=100), quiet=False, progress=True) as display:
+from tswift.decoding.stats import DecodeStats
+stats = DecodeStats(4, tokens=10, passes=2, seconds=0.5)
+with Display(SimpleNamespace(prompt=[1], length=100), quiet=False, progress=True) as display:
     for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):
         display.show(word + " ", stats)
         time.sleep(0.1)
@@ -204,11 +208,36 @@ def test_text_goes_above_the_bar_in_whole_lines() -> None:
 
 
 def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    stats: Any = SimpleNamespace(tokens=1)
-    with Display(SimpleNamespace(length=10), quiet=True, progress=True) as display:
+    stats = DecodeStats(4, tokens=1)
+    job: Any = SimpleNamespace(prompt=[1], length=10)
+    with Display(job, quiet=True, progress=True) as display:
         display.show("é\n", stats)
         display.show("[b]", stats)
     assert capfdbinary.readouterr().out == "é\n[b]".encode()
+
+
+@given(
+    prompt=st.integers(1, 20_000),
+    length=st.integers(200, 100_000),
+    share=st.floats(0.1, 0.99),
+    base=st.floats(0.5, 9.0),
+    key=st.floats(0.0, 1.0),
+)
+def test_what_is_left_counts_on_slower_passes(
+    prompt: int, length: int, share: float, base: float, key: float
+) -> None:
+    """A token takes ``base`` seconds, and more in proportion to the text before it."""
+
+    def seconds(tokens: int) -> float:
+        return base * (tokens + key * (prompt * tokens + tokens**2 / 2) / prompt)
+
+    pace = Pace(prompt, length)
+    now = int(share * length)
+    for tokens in range(1, now + 1, max(1, now // 200)):
+        left = pace.left(tokens, seconds(tokens))
+    expected = seconds(length) - seconds(tokens)
+    assert left == pytest.approx(expected, rel=0.1)
+    assert left >= (length - tokens) * seconds(tokens) / tokens * (1 - 1e-9)
 
 
 def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -300,6 +301,40 @@ class Bars(Reporter):
         return True
 
 
+class Pace:
+    """How long a text still takes: a pass over a longer text takes longer, so its end is slower
+    than its beginning.
+
+    Args:
+        prompt: tokens before the text.
+        length: tokens of the whole text.
+    """
+
+    def __init__(self, prompt: int, length: int) -> None:
+        self._prompt = prompt
+        self._length = length
+        # tokens and the seconds that they took, about every second
+        self._seen: list[tuple[int, float]] = []
+
+    def left(self, tokens: int, seconds: float) -> float:
+        """Seconds to the end, after so many tokens in so many seconds of decoding."""
+        if not self._seen or seconds >= self._seen[-1][1] + 1:
+            self._seen.append((tokens, seconds))
+        first, begun = self._seen[0]
+        place = bisect_left(self._seen, ((first + tokens) // 2,))
+        middle, halfway = self._seen[min(place, len(self._seen) - 1)]
+        rest = self._length - tokens
+        if not first < middle < tokens:
+            return rest * seconds / max(tokens, 1)
+        earlier = (halfway - begun) / (middle - first)
+        later = (seconds - halfway) / (tokens - middle)  # for each, as it was between the two
+        between = (middle + tokens) / 2
+        growth = 2 * (later - earlier) / (tokens - first)
+        # at most in proportion to the text
+        growth = min(max(growth, 0.0), later / (self._prompt + between))
+        return rest * (later + growth * (self._length + tokens - 2 * between) / 2)
+
+
 class Display(Bars):
     """The text of a job, streamed to stdout, and its bar or log lines on stderr."""
 
@@ -307,6 +342,7 @@ class Display(Bars):
         # all columns together fit a terminal of 80
         super().__init__(quiet, progress, width=6, single=True)
         self._length = job.length
+        self._pace = Pace(len(job.prompt), job.length)
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar
 
@@ -325,13 +361,12 @@ class Display(Bars):
             # as bytes: the text is UTF-8 whatever the locale
             sys.stdout.buffer.write(text.encode())
             sys.stdout.buffer.flush()
+        left = timedelta(seconds=round(self._pace.left(stats.tokens, stats.seconds)))
         if self._progress:
-            self.update(
-                "", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}"
-            )
+            self.update("", stats.tokens, self._length, f"{_figures(stats)} left {left}")
         elif self._due():
             done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
-            self._log_line(done, f", {self._left(stats)} left")
+            self._log_line(done, f", {left} left")
 
     def show_prefill(self, done: int, total: int) -> None:
         """Show how far the prefill has come, in tokens."""
@@ -387,12 +422,6 @@ class Display(Bars):
         self.say(
             f"{done}, {elapsed} elapsed{left}"
             + ("" if held is None else f", memory {held / 1e9:.2f} GB")
-        )
-
-    def _left(self, stats: DecodeStats) -> str:
-        speed = stats.tokens_per_second
-        return str(
-            timedelta(seconds=round((self._length - stats.tokens) / speed if speed else 0.0))
         )
 
 
