@@ -226,18 +226,19 @@ def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes
 def test_what_is_left_counts_on_slower_passes(
     prompt: int, length: int, share: float, base: float, key: float
 ) -> None:
-    """A token takes ``base`` seconds, and more in proportion to the text before it."""
+    """The first token takes ``base`` seconds and the share ``key`` more, which grows with the text
+    before a token.
+    """
 
     def seconds(tokens: int) -> float:
         return base * (tokens + key * (prompt * tokens + tokens**2 / 2) / prompt)
 
-    pace = Pace(prompt, length)
+    pace = Pace(prompt)
     now = int(share * length)
     for tokens in range(1, now + 1, max(1, now // 200)):
-        left = pace.left(tokens, seconds(tokens))
+        pace.learn(DecodeStats(4, tokens=tokens, seconds=seconds(tokens)))
     expected = seconds(length) - seconds(tokens)
-    assert left == pytest.approx(expected, rel=0.1)
-    assert left >= (length - tokens) * seconds(tokens) / tokens * (1 - 1e-9)
+    assert pace.left(length - tokens) == pytest.approx(expected, rel=1e-6)
 
 
 def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:

@@ -302,37 +302,41 @@ class Bars(Reporter):
 
 
 class Pace:
-    """How long a text still takes: a pass over a longer text takes longer, so its end is slower
-    than its beginning.
+    """Estimates the time until a text is finished: its last tokens take longer than its first
+    ones, as each has a longer text before it.
 
     Args:
         prompt: tokens before the text.
-        length: tokens of the whole text.
     """
 
-    def __init__(self, prompt: int, length: int) -> None:
+    def __init__(self, prompt: int) -> None:
         self._prompt = prompt
-        self._length = length
-        # tokens and the seconds that they took, about every second
+        # how many tokens there were after how many seconds, about every second
         self._seen: list[tuple[int, float]] = []
+        self._now = 0, 0.0
 
-    def left(self, tokens: int, seconds: float) -> float:
-        """Seconds to the end, after so many tokens in so many seconds of decoding."""
-        if not self._seen or seconds >= self._seen[-1][1] + 1:
-            self._seen.append((tokens, seconds))
+    def learn(self, stats: DecodeStats) -> None:
+        """Take the figures so far; to be called after every step."""
+        self._now = stats.tokens, stats.seconds
+        if not self._seen or stats.seconds >= self._seen[-1][1] + 1:
+            self._seen.append(self._now)
+
+    def left(self, rest: int) -> float:
+        """Seconds that so many more tokens will take."""
+        tokens, seconds = self._now
         first, begun = self._seen[0]
         place = bisect_left(self._seen, ((first + tokens) // 2,))
         middle, halfway = self._seen[min(place, len(self._seen) - 1)]
-        rest = self._length - tokens
         if not first < middle < tokens:
             return rest * seconds / max(tokens, 1)
         earlier = (halfway - begun) / (middle - first)
-        later = (seconds - halfway) / (tokens - middle)  # for each, as it was between the two
-        between = (middle + tokens) / 2
+        later = (seconds - halfway) / (tokens - middle)
+        # seconds that each token takes more than the one before it
         growth = 2 * (later - earlier) / (tokens - first)
-        # at most in proportion to the text
-        growth = min(max(growth, 0.0), later / (self._prompt + between))
-        return rest * (later + growth * (self._length + tokens - 2 * between) / 2)
+        where = (middle + tokens) / 2  # the place whose token takes ``later`` seconds
+        # noise aside, time grows at most in proportion to the text
+        growth = min(max(growth, 0.0), later / (self._prompt + where))
+        return rest * (later + growth * (tokens + rest / 2 - where))
 
 
 class Display(Bars):
@@ -342,7 +346,7 @@ class Display(Bars):
         # all columns together fit a terminal of 80
         super().__init__(quiet, progress, width=6, single=True)
         self._length = job.length
-        self._pace = Pace(len(job.prompt), job.length)
+        self._pace = Pace(len(job.prompt))
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar
 
@@ -361,12 +365,14 @@ class Display(Bars):
             # as bytes: the text is UTF-8 whatever the locale
             sys.stdout.buffer.write(text.encode())
             sys.stdout.buffer.flush()
-        left = timedelta(seconds=round(self._pace.left(stats.tokens, stats.seconds)))
+        self._pace.learn(stats)
         if self._progress:
-            self.update("", stats.tokens, self._length, f"{_figures(stats)} left {left}")
+            self.update(
+                "", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}"
+            )
         elif self._due():
             done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
-            self._log_line(done, f", {left} left")
+            self._log_line(done, f", {self._left(stats)} left")
 
     def show_prefill(self, done: int, total: int) -> None:
         """Show how far the prefill has come, in tokens."""
@@ -423,6 +429,9 @@ class Display(Bars):
             f"{done}, {elapsed} elapsed{left}"
             + ("" if held is None else f", memory {held / 1e9:.2f} GB")
         )
+
+    def _left(self, stats: DecodeStats) -> str:
+        return str(timedelta(seconds=round(self._pace.left(self._length - stats.tokens))))
 
 
 def _figures(stats: DecodeStats) -> str:
