@@ -29,7 +29,7 @@ run: setup  ## 2,000 tokens with the bundled model
 	$(BIN)/tswift generate --len $(LEN)
 
 real: setup $(SMOLLM2)  ## a story by SmolLM2-135M-Instruct, a real model in 4 bits
-	$(BIN)/tswift generate --model $(SMOLLM2) --chat --prompt-text "Write a long story about a lighthouse keeper." \
+	$(BIN)/tswift generate --model $(SMOLLM2) --chat --sampling paper --prompt-text "Write a long story about a lighthouse keeper." \
 	  --len $(LEN) --stop-at-eos
 
 $(SMOLLM2):

@@ -696,6 +696,7 @@ def _stored_network(
     file = gguf_of(plan.asked.model)
     if file is not None:
         network = load_gguf(file, plan.config, plan.held or plan.dtype)
+        network.generation_config.update(**file.sampling())
     elif plan.asked.weights is not None or plan.packed:
         files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
         network = _packed_network(plan, stored_tensors(files), source)

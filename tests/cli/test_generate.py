@@ -399,7 +399,18 @@ PAPERS = {
     "penalty": 1.2,
     "window": 1024,
 }
+LLAMA_CPPS = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+LLAMA = "llama.cpp's"
 IN_WORDS = {
+    LLAMA: "temperature 0.8, min-p 0.05, top-k 40, top-p 0.95",
     "the model's own": "temperature 0.6, top-p 0.9, penalty 1.1 over all of the text",
     "the paper's": "temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens",
 }
@@ -476,26 +487,48 @@ def test_what_is_typed_goes_before_the_models_own(
     assert "--sampling: cannot be given together with --preset" in result.err
 
 
-def test_the_papers_sampling_where_a_model_recommends_none(
+def test_llama_cpps_sampling_where_a_model_recommends_none(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
     (chatty / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    words = [
-        "generate",
-        "--no-progress",
-        "--prompt",
-        prompt,
-        "--model",
-        chatty,
-        "--len",
-        5,
-        "--chat",
-    ]
-    source = "the paper's"
-    assert f"{IN_WORDS[source]} ({source})\n" in tswift(*words, "--out", tmp_path / "a").err
-    assert record_of(tmp_path / "a")["options"]["sampling_from"] == "paper"
-    asked = tswift(*words, "--out", tmp_path / "b", "--sampling", "model").err
+    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--chat"]
+    said = tswift(*words, "--len", 5, "--out", tmp_path / "a").err
+    assert f"{IN_WORDS[LLAMA]} ({LLAMA})\n" in said
+    record = record_of(tmp_path / "a")
+    assert record["options"]["sampling_from"] == "llama.cpp"
+    assert {name: record["sampling"][name] for name in LLAMA_CPPS} == LLAMA_CPPS
+    again = tswift("generate", "--no-progress", "--resume", tmp_path / "a", "--len", 9).err
+    assert f"{IN_WORDS[LLAMA]} ({LLAMA})\n" in again
+    asked = tswift(*words, "--len", 5, "--out", tmp_path / "b", "--sampling", "model").err
     assert "sampling: temperature 1 (the model's own)\n" in asked
+
+
+@pytest.mark.parametrize(
+    ("typed", "penalty"),
+    first(
+        2,
+        [
+            (("--chat",), 1.0),
+            ((), 1.0),
+            (("--chat", "--sampling", "paper"), 1.0),
+            (("--preset", "qwen2.5-7b", "--method", "ar"), 1.0),
+            (("--chat", "--penalty", 1.3), 1.3),
+            (("--penalty", 1.2), 1.2),
+        ],
+    ),
+    ids=str,
+)
+def test_temperature_0_has_no_penalty_that_was_not_typed(
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: Words, penalty: float
+) -> None:
+    words = ("generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5)
+    result = tswift(*words, "--temperature", 0, *typed, "--out", tmp_path / "a")
+    assert result.code == 0, result.err
+    said = "the most likely token" + (f", penalty {penalty}" if penalty > 1 else "")
+    assert f"tswift: sampling: {said}" in result.err
+    drawn = record_of(tmp_path / "a")["sampling"]
+    assert (drawn["temperature"], drawn["penalty"]) == (0, penalty)
+    assert tswift("verify", tmp_path / "a").code == 0
 
 
 @pytest.mark.slow

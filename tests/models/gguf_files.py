@@ -150,6 +150,7 @@ def write_gguf(
     kind: Kind = Kind.Q8_0,
     tokens: bool = True,
     extra: dict[str, np.ndarray] | None = None,
+    sampling: dict[str, float] | None = None,
     **metadata: int | str,
 ) -> Path:
     """A GGUF file of a model: its matrices in a kind, norms in float32,
@@ -196,6 +197,9 @@ def write_gguf(
     for key, value in metadata.items():
         own = f"{name}.{key.replace('__', '.')}"
         writer.add_string(own, value) if isinstance(value, str) else writer.add_uint32(own, value)
+    for key, number in (sampling or {}).items():
+        add = writer.add_int32 if isinstance(number, int) else writer.add_float32
+        add(f"general.sampling.{key}", number)
     if tokens:
         _add_tokens(writer, config.vocab_size)
     for own, weight in _tensors(model, name).items():

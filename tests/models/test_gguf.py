@@ -36,6 +36,8 @@ from tswift.models.checkpoint import gguf_of, read_config, weights_hash
 from tswift.models.codes import Codes, PackedCodes
 from tswift.models.config import ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
+from tswift.sampling.generation_config import params_of, usual_source
+from tswift.sampling.parameters import SamplingParams
 
 FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
 
@@ -393,3 +395,24 @@ def test_random_weights_of_a_shape_are_rounded(name: str) -> None:
     assert (model.quantization, model.simulated) == ("int4", True)
     assert model.target.dtype == torch.float32
     assert inspect_model(ModelConfig(model=name, weights="int4")).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("named", "source", "wanted"),
+    [
+        ({}, "llama.cpp", SamplingParams(0.8, 40, 0.95, 0.05, penalty=1.0)),
+        ({"temp": 0.5, "top_k": 20}, "model", SamplingParams(0.5, 20, 0.95, 0.05, penalty=1.0)),
+        ({"temp": 0.0}, "model", SamplingParams(0.0, penalty=1.0)),
+    ],
+    ids=str,
+)
+def test_what_a_files_authors_recommend(
+    named: dict[str, float], source: str, wanted: SamplingParams, tmp_path: Path
+) -> None:
+    """What they leave open is llama.cpp's, and so is all of a file that says nothing."""
+    path = write_gguf(tmp_path / "own.gguf", tiny_model("llama"), sampling=named)
+    own = load(str(path)).target.model.generation_config
+    assert usual_source(own) == source
+    found = params_of(source, own, "own.gguf")
+    drawn = "temperature", "penalty", *(("top_k", "top_p", "min_p") if found.temperature else ())
+    assert [getattr(found, name) for name in drawn] == [getattr(wanted, name) for name in drawn]

@@ -376,6 +376,16 @@ def test_sampling_that_nobody_asked_for(
     assert kept.get("sampling_from") == (None if preset else typed.get("sampling_from", "model"))
 
 
+def test_who_sends_nothing_is_not_penalised(service: Service) -> None:
+    """Nor who sent a temperature of 0 alone, for which OpenAI's interface knows no penalty."""
+    usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty": 1.0}
+    for sent in ({}, {"temperature": 0}, {"temperature": 0, "penalty": 1.1}):
+        run = done(service.accept({**SHORT, **sent}, False))
+        drawn = json.loads((run.path / "run.json").read_text())["sampling"]
+        assert {name: drawn[name] for name in usual} == {**usual, **sent}
+        assert (drawn["presence_penalty"], drawn["frequency_penalty"]) == (0, 0)
+
+
 def test_cancel_and_resume_at_the_same_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,14 +28,14 @@ from tswift.options import (
     options_of,
     part,
 )
-from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams
+from tswift.sampling.generation_config import PAPERS, SOURCES
+from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tswift.loading import LoadedModel
 
-PAPERS, MODELS_OWN = "paper", "model"  # where sampling comes from
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -205,6 +205,7 @@ def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
         # it stands in for a tree; these choose their own
         uses -= {"tree"}
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
+    preset["penalty"] = Untyped(preset["penalty"])
     return preset | {option: value for option, value in drafting.items() if option in uses}
 
 
@@ -384,13 +385,13 @@ class RunConfig:
     )
     sampling_from: str | None = option(
         None,
-        "Where sampling comes from that is not typed: paper, or model, which is its "
-        "generation_config.json.",
+        "Where sampling comes from that is not typed: paper, model (its own recommendation), "
+        "llama.cpp.",
         panel="Sampling",
-        shown="model with --chat, else paper",
+        shown="with --chat the model's, or llama.cpp's where it has none; else paper",
         flag="--sampling",
         rare=True,
-        choices=(PAPERS, MODELS_OWN),
+        choices=tuple(SOURCES),
     )
     sampling: SamplingParams = part(SamplingParams)
     drafting: DraftOptions = part(DraftOptions)
@@ -474,19 +475,15 @@ class RunConfig:
             name: given_options(getattr(self, name), self.given)
             for name in ("sampling", "drafting")
         }
-        own["sampling_from"] = MODELS_OWN if self.own_sampling else PAPERS
+        own["sampling_from"] = self.sampling_from or PAPERS
         return {**asdict(self.model), **asdict(self.text), **own, **given}
 
-    @property
-    def own_sampling(self) -> bool:
-        """Whether sampling that was not given is the model's own, and not the paper's."""
-        usual = MODELS_OWN if self.chat and self.preset is None else PAPERS
-        return (self.sampling_from or usual) == MODELS_OWN
-
-    def sampling_with(self, own: SamplingParams) -> SamplingParams:
-        """The job's sampling with a model whose own is this."""
+    def sampling_with(self, usual: SamplingParams) -> SamplingParams:
+        """The job's sampling, where what is not given is as usual."""
         typed = fields_of(SamplingParams, vars(self.sampling))
-        return replace(own, **{name: value for name, value in typed.items() if name in self.given})
+        return replace(
+            usual, **{name: value for name, value in typed.items() if name in self.given}
+        )
 
     def to_load(self) -> ModelConfig:
         """What is loaded for the job: how it is asked for, and what the method needs besides."""

@@ -30,7 +30,6 @@ from tswift.errors import DecodeError, InputError, Object
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import (
     BUNDLED_PREFILL,
-    PAPERS,
     RunConfig,
     Text,
     banned_ids,
@@ -64,7 +63,7 @@ from tswift.models.checkpoint import config_hash, load_tokenizer, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.options import Values, changed
-from tswift.sampling.generation_config import own_params, recommends
+from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
 
@@ -292,7 +291,7 @@ class Job:
     def _sampling(self) -> str:
         """How tokens are drawn, and who says so."""
         options = self.about.options
-        source = "the model's own" if self.config.own_sampling else "the paper's"
+        source = SOURCES[self.config.sampling_from or PAPERS]
         if options.get("preset") is not None:
             source = f"of preset {options['preset']}"
         elif options.get("sampling"):
@@ -382,11 +381,7 @@ def start(
     )
     try:
         model = loaded or load_model(wanted, ranks)
-        if config.own_sampling and not (
-            config.sampling_from or recommends(model.target.model.generation_config)
-        ):
-            config = replace(config, sampling_from=PAPERS)
-        params = sampling_of(config, model)
+        config, params = with_sampling(config, model)
         if config.preset is not None:
             params = replace(
                 params, banned=banned_ids(config.preset, model.tokenizer, model.target.vocab_size)
@@ -426,13 +421,16 @@ def start(
     return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
 
 
-def sampling_of(config: RunConfig, model: LoadedModel) -> SamplingParams:
-    """How a job's tokens are drawn: as was typed,
-    else as the model's authors or the paper's recommend.
+def with_sampling(config: RunConfig, model: LoadedModel) -> tuple[RunConfig, SamplingParams]:
+    """A job that knows where its sampling comes from, and how its tokens are drawn: as was typed,
+    else by its preset, else by that source.
     """
-    if not config.own_sampling:
-        return config.sampling
-    return config.sampling_with(own_params(model.target.model.generation_config, model.name))
+    if config.preset is not None:
+        return config, config.sampling
+    own = model.target.model.generation_config
+    source = config.sampling_from or (usual_source(own) if config.chat else PAPERS)
+    usual = params_of(source, own, model.name)
+    return replace(config, sampling_from=source), config.sampling_with(usual)
 
 
 def resume(

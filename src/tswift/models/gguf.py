@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tswift.errors import InputError
 from tswift.models.codes import Codes
+from tswift.sampling.generation_config import LLAMA_CPPS_VALUES
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -158,6 +159,18 @@ class GGUFFile:
 
     def _token(self, name: str) -> Value | None:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling that its authors recommend, by the names of a ``GenerationConfig``;
+        what they leave open is llama.cpp's. Empty if they recommend none.
+        """
+        prefix = "general.sampling."
+        named = {
+            name: self.metadata[prefix + key]
+            for name, key in _SAMPLING.items()
+            if prefix + key in self.metadata
+        }
+        return {"do_sample": True, **LLAMA_CPPS_VALUES, **named} if named else {}
 
     def _number_type(self) -> str:
         """The type of numbers that most matrices are stored in;
@@ -388,6 +401,11 @@ class _Architecture:
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
+_SAMPLING = {
+    "temperature": "temp",
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "repetition_penalty": "penalty_repeat",
+}
 _FIELDS = {  # of the configuration: the name in the metadata, after the architecture's
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",

@@ -1,5 +1,7 @@
-"""Sampling as transformers' ``GenerationConfig`` asks for it: of a call to ``generate``,
-or of a model's own file.
+"""Where sampling comes from that nobody typed: the paper, a model's authors, or llama.cpp.
+
+And sampling as transformers' ``GenerationConfig`` asks for it, of a call to ``generate`` or of a
+model's own file.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tswift.errors import InputError
-from tswift.sampling.parameters import ALL, SamplingParams
+from tswift.sampling.parameters import ALL, SamplingParams, Untyped
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -18,6 +20,35 @@ if TYPE_CHECKING:
 NAMES = {"penalty": "repetition_penalty", "eta": "eta_cutoff", "banned": "suppress_tokens"}
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta": 0.0, "penalty": 1.0}
 _ORDER = "top_k,top_p,min_p,eta"  # of transformers
+PAPERS, MODELS_OWN, LLAMA_CPPS = "paper", "model", "llama.cpp"
+SOURCES = {
+    PAPERS: "the paper's",
+    MODELS_OWN: "the model's own",
+    LLAMA_CPPS: "llama.cpp's",
+}
+LLAMA_CPPS_VALUES: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_LLAMA_CPPS = SamplingParams(**LLAMA_CPPS_VALUES, penalty=1.0)
+
+
+def usual_source(config: GenerationConfig) -> str:
+    """Where the sampling of chats and of a server comes from, if nobody says."""
+    return MODELS_OWN if _recommends(config) else LLAMA_CPPS
+
+
+def params_of(source: str, config: GenerationConfig, model: str) -> SamplingParams:
+    """The sampling of a source.
+
+    Args:
+        source: one of :data:`SOURCES`.
+        config: the model's own.
+        model: its name, for an error.
+
+    Raises:
+        InputError: the model's authors recommend what cannot be had.
+    """
+    if source == MODELS_OWN:
+        return _own_params(config, model)
+    return SamplingParams() if source == PAPERS else _LLAMA_CPPS
 
 
 def sampling_params(config: GenerationConfig) -> SamplingParams:
@@ -46,7 +77,7 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     return replace(params, order=_ORDER) if matters else params
 
 
-def recommends(config: GenerationConfig) -> bool:
+def _recommends(config: GenerationConfig) -> bool:
     """Whether a model's ``generation_config.json`` says anything of how tokens are drawn."""
     named = (
         getattr(config, NAMES.get(ours, ours)) not in (None, value)
@@ -55,7 +86,7 @@ def recommends(config: GenerationConfig) -> bool:
     return bool(config.do_sample) or any(named)
 
 
-def own_params(config: GenerationConfig, model: str) -> SamplingParams:
+def _own_params(config: GenerationConfig, model: str) -> SamplingParams:
     """The sampling that a model's authors recommend, as its ``generation_config.json`` has it.
 
     As vLLM reads it: where the file names no value, the model's distribution is left as it is, and
@@ -67,7 +98,8 @@ def own_params(config: GenerationConfig, model: str) -> SamplingParams:
     asked = copy(config)
     asked.do_sample = config.do_sample is not False and config.temperature != 0
     try:
-        return sampling_params(asked)
+        own = sampling_params(asked)
+        return replace(own, penalty=Untyped(own.penalty))
     except InputError as error:
         name = NAMES.get(str(error.field), error.field)
         reason = (

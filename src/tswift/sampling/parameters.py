@@ -24,6 +24,19 @@ _PANEL = "Sampling"
 _MAX_BIAS = 100.0  # as in OpenAI's interface; in float64 it leaves the logits their digits
 
 
+class Untyped(float):
+    """A penalty that nobody typed: it is none at temperature 0, and ``usual`` elsewhere."""
+
+    usual: float | None = None
+
+    def at(self, temperature: float) -> Untyped:
+        """The same penalty at a temperature."""
+        usual = float(self) if self.usual is None else self.usual
+        penalty = Untyped(usual if temperature else 1.0)
+        penalty.usual = usual
+        return penalty
+
+
 class LogitBias(dict[int, float]):
     """What is added to the logits of some tokens, by token id.
 
@@ -91,7 +104,8 @@ class SamplingParams:
         top_p: keep the most likely tokens that together reach this probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the most likely one; 0 drops none.
         eta: epsilon of eta sampling (Hewitt et al., 2022); 0 drops none.
-        penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing.
+        penalty: theta of the contextual penalty (paper, section 3.5); 1 penalises nothing, and is
+            the default at temperature 0.
         window: how many of the last tokens, prompt included, are penalised.
         presence_penalty: taken off the logit of every token in the generated text, as in OpenAI's
             interface.
@@ -133,7 +147,12 @@ class SamplingParams:
         below=1,
     )
     penalty: float = option(
-        1.2, "Contextual penalty; 1 is none.", panel=_PANEL, least=1, most=1e100
+        Untyped(1.2),
+        "Contextual penalty; 1 is none.",
+        panel=_PANEL,
+        shown="1.2, none at temperature 0",
+        least=1,
+        most=1e100,
     )
     window: int = option(
         1024, "Tokens the penalty looks back over.", rare=True, panel=_PANEL, least=0, most=ALL
@@ -170,6 +189,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "logit_bias", LogitBias.checked(self.logit_bias))
+        if isinstance(self.penalty, Untyped):
+            object.__setattr__(self, "penalty", self.penalty.at(self.temperature))
         if 0 < self.temperature < 1e-100:
             raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
         ids = self.banned

@@ -25,7 +25,7 @@ from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
-from tswift.jobs.config import MODELS_OWN, PAPERS, RunConfig, render_chat
+from tswift.jobs.config import RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -46,13 +46,13 @@ from tswift.jobs.folder import (
     text_fault,
     write_whole,
 )
-from tswift.jobs.job import END, Job, resume, row_bytes, sampling_of, start
+from tswift.jobs.job import END, Job, resume, row_bytes, start, with_sampling
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
 from tswift.models.devices import ran_out
 from tswift.options import Values, changed
-from tswift.sampling.generation_config import recommends
+from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
 from tswift.serving.config import job as job_of
 from tswift.serving.requests import Refused, Request, parse, refused
@@ -237,11 +237,11 @@ class Service:
         self.model_id = config.model_id(model.name)
         self._config = config
         self._say = say
-        # as other servers do, requests get the model's own sampling
-        usual = MODELS_OWN if recommends(model.target.model.generation_config) else PAPERS
+        # as from other servers, completions get the sampling of chats
+        usual = usual_source(model.target.model.generation_config)
         self._typed = dict(typed) if "preset" in typed else {"sampling_from": usual, **typed}
         # of a request that says nothing
-        self.sampling = sampling_of(job_of(self._typed, {}, "-", chat=False), model)
+        _, self.sampling = with_sampling(job_of(self._typed, {}, "-", chat=False), model)
         self._typed_model = {name: value for name, value in typed.items() if name in _OF_MODEL}
         self._guard = threading.Lock()
         self._accepting = threading.Lock()
