@@ -22,6 +22,7 @@ from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import cache_slots, make_drafter, possible, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
+from tswift.forward.adapting import warn_of_fallbacks
 from tswift.forward.passes import NOMINAL
 from tswift.forward.target import Target
 from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
@@ -377,6 +378,7 @@ def begin(
         params, eos_ids = ending(request.params, model.eos_ids, request.stop_at_eos)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
+            warn_of_fallbacks(model.target)
         method = find_method(request.method)
         target = model.target.reference() if method.reference else model.target
         resolved = resolve(request.method, target, model.heads, request.options)

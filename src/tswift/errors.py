@@ -45,10 +45,16 @@ class DecodeError(RuntimeError):
 
 
 class SlowWarning(UserWarning):
-    """What is wanted works here, but many times slower than it could, and the user can mend that.
+    """What is wanted works here, but slower than it could: something failed or is missing.
 
     Args:
-        message: what is missing, what that costs and what to do, in one line.
+        message: what it is, and what that costs if that is known, in one line.
+    """
+
+
+class NoFault(str):
+    """A reason, in one line, why nothing faster serves here, where nothing faster was written:
+    nothing is broken, and nobody is warned.
     """
 
 

@@ -32,6 +32,7 @@ from tswift.forward.adapting import (
     set_width,
     try_graphs,
     try_wide_text,
+    warn_of_fallbacks,
     wrap_model,
 )
 from tswift.forward.coded import (
@@ -353,6 +354,13 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         if asked.draft_model is not None:
             draft = _load_draft(asked.draft_model, loaded, asked.attention)
             loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
+        for each, name in (
+            (target, "decoding"),
+            (loaded.draft, "drafting by the draft model"),
+            (loaded.drafting, f"drafting in {loaded.draft_weights}"),
+        ):
+            if each is not None:
+                warn_of_fallbacks(each, name)
         slow = _slowness(plan, target)
         if slow is not None:
             warnings.warn(slow, SlowWarning, stacklevel=2)
@@ -516,7 +524,12 @@ def _packs(asked: ModelConfig, config: PreTrainedConfig) -> bool:
     )
     if coded or asked.attention not in ("auto", "native"):
         return False
-    return why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is None
+    if why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is not None:
+        return False
+    with suppress(Unbuilt):
+        library()
+        return True
+    return False
 
 
 def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
@@ -557,7 +570,7 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
 def _slowness(plan: _LoadPlan, target: Target) -> str | None:
     """Why there is no C program here, where that would make the model's passes."""
     coded = holds_codes(target.model)
-    serves = plan.asked.attention == "auto" and target.dtype.itemsize <= 4
+    serves = plan.asked.attention in ("auto", "native") and target.dtype.itemsize <= 4
     if target.device.type != "cpu" or not (coded or (serves and may_serve(plan.config))):
         return None
     try:

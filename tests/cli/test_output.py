@@ -10,17 +10,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.terminal import on_terminal
 from tests.conftest import make_checkpoint
+from tests.helpers import needs_program
 from tests.jobs.killing import Process
 from tests.rows import every_row
 from tswift import native_build
 from tswift.cli import main
 from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
+from tswift.forward.program import PassProgram
 from tswift.tables import Table
 
 
@@ -102,6 +105,7 @@ def test_a_stdout_that_has_no_such_characters(
 
 
 CODE = """
+from tswift.forward.program import PassProgram
 from tswift.tables import Table
 from tswift.cli.output import Bars
 from tswift.cli.output import show
@@ -254,3 +258,71 @@ def test_quiet_says_nothing_of_a_missing_compiler(
     result = tswift("generate", *words, "--quiet")
     native_build._attempted.cache_clear()
     assert (result.code, result.err) == (0, "")
+
+
+@pytest.fixture
+def blocked(tmp_path: Path, monkeypatch) -> Iterator[None]:
+    """A C compiler that compiles attention, and not the program."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in */program.c*) echo blocked >&2; exit 1;; esac\nexec cc "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    native_build._attempted.cache_clear()
+    yield
+    native_build._attempted.cache_clear()
+
+
+@pytest.fixture
+def lying(monkeypatch) -> None:
+    """A program that computes something else."""
+    right = PassProgram.__call__
+
+    def wrong(self, *given):
+        found = right(self, *given)
+        found.hidden.mul_(1.5)
+        return found
+
+    monkeypatch.setattr(PassProgram, "__call__", wrong)
+
+
+@needs_program
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (
+            "blocked",
+            "the C program that computes {model} needs another C compiler: blocked; without it "
+            "every token takes several times as long",
+        ),
+        (
+            "lying",
+            "decoding is slower than it could be: layers by stock operators (several times as "
+            "long), as a C program gave other logits",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate", ["--len", 4]),
+        ("compare", ["--len", 4, "--methods", "reuse"]),
+        ("bench", ["--lens", 4, "--prefill", 8, "--methods", "reuse", "--warmup", 0, "--no-plots"]),
+        ("serve", ["--port", 0]),
+    ],
+)
+def test_what_stands_in_for_the_program_is_told_in_a_line(
+    tswift, tmp_path: Path, prompt: Path, monkeypatch, request, command, words, fault, line
+) -> None:
+    """Once, before anything is decoded; and a user who wants quiet has it."""
+    request.getfixturevalue(fault)
+    monkeypatch.setattr("tswift.serving.routes.serve", lambda *given: None)
+    model = make_checkpoint(tmp_path / "m", head_dim=32)
+    text = [] if command == "serve" else ["--prompts" if command == "bench" else "--prompt", prompt]
+    words = [command, "--model", model, *words, *text]
+    results = [tswift(*words), tswift(*words, "--quiet")]
+    assert [result.code for result in results] == [0, 0], results[0].err
+    told, *others = (f"{each}\n" for each in results[0].err.splitlines())
+    assert told == f"tswift: {line.format(model=model)}\n"
+    assert not [each for each in (*others, results[1].err) if "slower" in each or "as long" in each]

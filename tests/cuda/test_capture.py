@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.errors import SlowWarning
 from tswift.forward import target as targets
 from tswift.forward.passes import Graphs
 from tswift.forward.target import Target, prefill
@@ -315,6 +317,28 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
     assert "process" in shared.failure
     shared.capture(lambda: runs.append("another"))
     assert "another" not in runs
+
+
+def test_a_capture_that_fails_is_told_before_the_first_step(graphs, monkeypatch) -> None:
+    """And the text is plain decoding's all the same."""
+    target = target_of(graphs)
+    right = target.compute_static
+
+    def waits(*given):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return right(*given)
+
+    monkeypatch.setattr(target, "compute_static", waits)
+    decoding = Decoding(target, random_prompt(90), PARAMS, 3, Drafter(), 30)
+    with pytest.warns(SlowWarning) as told:
+        decoding.prefill()
+    (line,) = (str(each.message) for each in told)
+    said = "decoding is slower than it could be: no CUDA graphs, as operation not permitted when"
+    assert line.startswith(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokens_of(list(decoding.steps())) == on_the_host(90, 30)
 
 
 def test_what_waits_is_found_before_a_capture(graphs) -> None:

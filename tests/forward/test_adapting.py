@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from transformers import LlamaConfig
 import tswift
 from benchmarks import architectures
 from benchmarks.architectures import ARCHITECTURES
-from tests.helpers import needs_program, tiny_target, tokens_of
+from tests.helpers import needs_program, tiny_llama, tiny_target, tokens_of
+from tests.lossless.models import network
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.attention import backends
@@ -23,8 +25,9 @@ from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
+from tswift.errors import NoFault, SlowWarning
 from tswift.forward import adapting
-from tswift.forward.adapting import wrap_model
+from tswift.forward.adapting import warn_of_fallbacks, wrap_model
 from tswift.forward.target import Target, prefill
 from tswift.loading import LoadedModel, _with_copy, load
 from tswift.models import shapes
@@ -235,3 +238,64 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
 def test_heads_by_the_configuration(config: dict[str, object], heads: tuple[int, int]) -> None:
     text = SimpleNamespace(**config)
     assert heads_of(SimpleNamespace(get_text_config=lambda: text))[:2] == heads
+
+
+def told(target: Target) -> list[str]:
+    """What is said to be slow."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_fallbacks(target)
+    assert all(each.category is SlowWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.skipif(
+    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+)
+def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch) -> None:
+    from tswift.forward import fused_layers
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("no kernel image is available\nand more")
+
+    monkeypatch.setattr(fused_layers, "_try_kernels", broken)
+    target = wrap_model(tiny_llama("gqa", torch.float32), "tiny", "triton")
+    line = "layers by stock operators (several times as long), as no kernel image is available"
+    assert told(target) == [f"decoding is slower than it could be: {line}"]
+    assert told(target) == []
+    target.fallbacks.note("sampler", "1 of 4 rows had other tokens")
+    target.fallbacks.note("trees", NoFault("no trees are walked"))
+    assert told(target) == [
+        "decoding is slower than it could be: the sampler by PyTorch (0.1 to 0.8 ms a step more on "
+        "an H100), as 1 of 4 rows had other tokens"
+    ]
+    unwritten = wrap_model(network("Phi-3", torch.float32), "tiny", "triton")
+    assert unwritten.fallbacks["layers"] == "no kernels are written for phi3"
+    assert told(unwritten) == []
+
+
+@pytest.mark.parametrize("name", ["Llama, GQA", "Command R (Cohere)"])
+def test_what_is_as_fast_as_it_can_be_is_not_warned_of(recwarn, tmp_path: Path, name: str) -> None:
+    """Cohere's layers have no program; a CPU has no CUDA."""
+    architectures.checkpoint(ARCHITECTURES[name], tmp_path)
+    load(str(tmp_path), device="cpu")
+    assert not [each for each in recwarn if each.category is SlowWarning]
+
+
+@pytest.mark.parametrize("why", ["fails", "why_not"])
+def test_an_attention_that_fails_on_cuda_is_told_with_what_that_costs(monkeypatch, why) -> None:
+    cuda = torch.device("cuda")
+    reason = "triton attention failed its numerical check"
+    monkeypatch.setattr(adapting, "fails", lambda *given: reason if why == "fails" else None)
+    monkeypatch.setattr(adapting, "choose", lambda *given: "triton" if why == "fails" else "sdpa")
+    monkeypatch.setattr(adapting, "why_not", lambda *given: reason)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4)
+    backend, note = adapting.select_backend("auto", torch.bfloat16, cuda, config)
+    assert (backend, note) == ("sdpa", reason)
+    target = Target(tiny_llama("gqa", torch.float32))
+    target.device = cuda
+    target.fallbacks.note("attention", note)
+    assert told(target) == [
+        "decoding is slower than it could be: attention and layers by stock operators (up to 77 "
+        f"times as long on an H100), as {reason}"
+    ]

@@ -16,7 +16,15 @@ import typer
 import tswift
 from tswift.cli.bench import bench, compare
 from tswift.cli.generate import following, generate, refuse_copies
-from tswift.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, complain, open_closed
+from tswift.cli.output import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    complain,
+    open_closed,
+    warnings_in_a_line,
+)
 from tswift.cli.tools import env, export_generate, heads, roofline, runs, serve
 from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
@@ -79,9 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _command().main(
-            args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
-        )
+        with warnings_in_a_line():
+            code = _command().main(
+                args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
+            )
     except InputError as error:
         return _bad_input(as_typed(error, words))
     except DecodeError as error:

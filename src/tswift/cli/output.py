@@ -74,25 +74,34 @@ def complain(message: str) -> None:
 
 
 @contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """While entered, what is slower than it could be is said in a line on stderr."""
+
+    def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if category is not SlowWarning:
+            show_others(message, category, *where, **more)
+        else:
+            print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        show_others = warnings.showwarning
+        warnings.showwarning = say
+        yield
+
+
+@contextmanager
 def loading_notice(what: str, quiet: bool) -> Iterator[None]:
     """While entered, ``what`` is loaded, which takes seconds: a terminal is told so,
-    and so is who interrupts it. What makes it slow is said in a line.
+    and so is who interrupts it. Those who want quiet are not told either what makes it slow.
     """
     what = one_line(what)
     if sys.stderr is not None and sys.stderr.isatty() and not quiet:
         print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
 
-    def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if category is not SlowWarning:
-            show_others(message, category, *where, **more)
-        elif not quiet:
-            print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
-
+    if quiet:
+        warnings.simplefilter("ignore", SlowWarning)
     try:
-        with warnings.catch_warnings():
-            show_others = warnings.showwarning
-            warnings.showwarning = say
-            yield
+        yield
     except KeyboardInterrupt as stop:
         if not quiet:
             print(

@@ -52,6 +52,7 @@ from tswift.decoding.drafter import (
     TruncateFn,
 )
 from tswift.errors import fault_of
+from tswift.forward.adapting import warn_of_fallbacks
 from tswift.forward.passes import Forwarded, sizes
 from tswift.forward.target import Target, prefill
 from tswift.models.devices import synchronize
@@ -218,6 +219,8 @@ class DeviceStepper:
         self._programs = self._capture(by_host)
         self.state.load(context)  # a warm-up leaves its hidden states
         synchronize(target.device)  # the block is free to be written again
+        for each in [target] if self._draft is None else [target, self._draft.target]:
+            warn_of_fallbacks(each)
 
     @torch.inference_mode()
     def step(

@@ -13,6 +13,7 @@ is tested once per loaded model, on this machine.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tswift.attention.backends import BACKENDS, choose, fails
+from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
-from tswift.errors import InputError, cause_of
+from tswift.errors import InputError, NoFault, SlowWarning, cause_of
 from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
 from tswift.forward.hf import UnsupportedModel, watched
 from tswift.forward.joined import join, separate
@@ -60,6 +61,8 @@ def select_backend(
     backend = choose(attention, dtype, device, width)
     tried = backend != "sdpa" and (backend == "native" or device.type == "cuda")
     reason = fails(backend, dtype, device, width, (kv_heads, groups)) if tried else None
+    if attention == "auto" and backend == "sdpa" and device.type == "cuda":
+        reason = why_not("triton", dtype, device, width)
     if reason is None:
         return backend, ""
     if attention != "auto":
@@ -93,6 +96,44 @@ def execution_note(target: Target) -> str:
         if part in target.fallbacks:
             words += f"; {said} {target.fallbacks[part]}"
     return words
+
+
+# What stands in for a part, and how much longer that took where it was measured (results/h100):
+# what is slow enough for a warning.
+_SLOWER = {
+    "attention": "attention and layers by stock operators",
+    "features": "attention and layers by stock operators",
+    "layers": "layers by stock operators",
+    "states": "states stepped by PyTorch",
+    "steps": "no CUDA graphs",
+    "graphs": "no CUDA graphs",
+    "sampler": "the sampler by PyTorch (0.1 to 0.8 ms a step more on an H100)",
+    "trees": "trees walked by PyTorch",
+}
+_COSTS = {  # by what the device is
+    ("attention", "cuda"): " (up to 77 times as long on an H100)",
+    ("attention", "cpu"): " (several times as long)",
+    ("layers", "cpu"): " (several times as long)",
+}
+
+
+def warn_of_fallbacks(target: Target, model: str = "decoding") -> None:
+    """Warn in one line of what is slower than it could be, since something has failed;
+    of each reason once.
+
+    Whether a part of :class:`~tswift.forward.target.Fallbacks` is told of is decided here.
+    """
+    told = target.fallbacks.told
+    new = [
+        (f"{words}{_COSTS.get((part, target.device.type), '')}", reason)
+        for part, words in _SLOWER.items()
+        if (reason := target.fallbacks.get(part)) and not isinstance(reason, NoFault)
+        if reason not in told
+    ]
+    told.update(reason for _, reason in new)
+    if new:
+        faults = "; ".join(f"{words}, as {reason}" for words, reason in new)
+        warnings.warn(f"{model} is slower than it could be: {faults}", SlowWarning, stacklevel=2)
 
 
 def _how_layers_run(target: Target) -> str:
@@ -391,15 +432,18 @@ def _try_program(
     """Let a C program make the passes of a model, if its logits are those ``expected`` from a
     place in a text on.
     """
+    fault: str | None = "a C program gave other logits"
     try:
         target.pack()
-        if not all(_apart(target, ids, at, place) <= allowed for place, at in expected.items()):
-            raise Unfit("a C program gave other logits")
-    except (Unfit, Unbuilt) as error:
+        if all(_apart(target, ids, at, place) <= allowed for place, at in expected.items()):
+            fault = None
+    except Unfit as error:
+        fault = NoFault(error)
+    except Unbuilt as error:  # which was told before anything was loaded
+        fault = NoFault(f"a C program {error}")
+    if fault is not None:
         target.pack(False)
-        target.fallbacks.note(
-            "layers", f"a C program {error}" if isinstance(error, Unbuilt) else str(error)
-        )
+        target.fallbacks.note("layers", fault)
 
 
 def _compared(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tswift.errors import NoFault
 from tswift.forward.draft_weights import Float8Linear
 from tswift.forward.hf import UnsupportedModel, final_norm
 from tswift.forward.joined import JoinedLinear
@@ -213,7 +214,7 @@ def fuse(network: PreTrainedModel) -> str | None:
         return None
     reason = _unfit(network)
     if reason is not None:
-        return reason
+        return NoFault(reason)
     decoder = network.get_decoder()
     layers = list(decoder.layers)
     norms = [*(layer.input_layernorm for layer in layers), final_norm(decoder)]

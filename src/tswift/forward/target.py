@@ -72,6 +72,10 @@ class Fallbacks(dict[str, str]):
     for the kernels that walk "trees" and that step "states", for the "cache" of another dtype.
     """
 
+    def __init__(self, *known: Mapping[str, str]) -> None:
+        super().__init__(*known)
+        self.told: set[str] = set()  # reasons that a warning has given
+
     def note(self, part: str, reason: str | None) -> None:
         """Keep the reason; None if nothing stands in for the part any more."""
         if reason:

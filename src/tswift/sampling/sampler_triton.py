@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.errors import fault_of
+from tswift.errors import NoFault, fault_of
 from tswift.sampling.parameters import SamplingParams, constants
 from tswift.sampling.rule import FAR, NO_TOKEN, Sampler, seed_stream
 
@@ -333,11 +333,11 @@ def triton_sampler_fault(
     """
     unserved = [name for name in params.filters if name != "min_p"]
     if unserved:
-        return f"no kernel has {' and '.join(unserved)}"
+        return NoFault(f"no kernel has {' and '.join(unserved)}")
     if dtype not in DTYPES and not params.counts:
-        return f"the kernels do not read {str(dtype).removeprefix('torch.')}"
+        return NoFault(f"the kernels do not read {str(dtype).removeprefix('torch.')}")
     if candidates > TritonSampler.MAX_CANDIDATES:
-        return f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates"
+        return NoFault(f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates")
     # logits have been lowered before a kernel reads them
     params = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
     kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
