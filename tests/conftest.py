@@ -64,6 +64,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "triton.runtime.interpreter" in sys.modules:
         _sum_products_in_one_order()
+        _refuse_masks_of_numbers()
 
 
 def _sum_products_in_one_order() -> None:
@@ -83,6 +84,26 @@ def _sum_products_in_one_order() -> None:
         return TensorHandle(total, added.dtype.scalar)
 
     InterpreterBuilder.create_dot = dot
+
+
+def _refuse_masks_of_numbers() -> None:
+    """Let every version of Triton's interpreter refuse what 3.9 does:
+    a mask of a block and a number's comparison, which it holds as numbers.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def strict(name: str, place: int) -> None:
+        theirs = getattr(InterpreterBuilder, name)
+
+        def call(self: object, *given: TensorHandle, **named: object) -> object:
+            if given[place].data.dtype != np.bool_:
+                raise ValueError("mask has unsupported dtype")
+            return theirs(self, *given, **named)
+
+        setattr(InterpreterBuilder, name, call)
+
+    strict("create_masked_load", 1)
+    strict("create_masked_store", 2)
 
 
 SENTENCES = [

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from tswift.attention.backends import why_not
 from tswift.caches import FullKV, KVBuffer, KVShape
@@ -42,6 +43,9 @@ METHODS = {
     for name, method in _METHODS.items()
     if not method.networks and (NO_PROGRAM is None or name != "recall")
 }
+
+# what transformers calls the cache of a pass, before 5.24 and since
+CACHE = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"
 
 VOCAB = 97
 HIDDEN = 32

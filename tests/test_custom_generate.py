@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint
-from tests.helpers import tokens_of
+from tests.helpers import CACHE, tokens_of
 from tswift import custom_generate
 from tswift.cli import main
 from tswift.decoding.drafter import Step
@@ -263,7 +263,7 @@ def test_where_texts_end(
             "stop_strings": tokenizer.decode(whole[-9:-7]),
             "tokenizer": tokenizer,
         },
-        {"max_new_tokens": 40, "past_key_values": DynamicCache(config=model.config)},
+        {"max_new_tokens": 40, CACHE: DynamicCache(config=model.config)},
         {
             "max_new_tokens": 40,
             "cache_implementation": "dynamic",
@@ -275,7 +275,7 @@ def test_where_texts_end(
         {"attention_mask": prompt["input_ids"] * 0 + 1, **pad},
     ):
         found = exported(model, **{**prompt, **settings})
-        cache = settings.get("past_key_values")
+        cache = settings.get(CACHE)
         assert cache is None or cache.get_seq_length() == 0
         assert torch.equal(found, model.generate(**{**prompt, **settings})), settings
     first = {"bos_token_id": 7, "max_new_tokens": 9}
@@ -299,7 +299,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # all fields of a configuration are in a
         "attention_mask": torch.tensor([[0, 1, 1]]),
     },
     "input_ids": {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": None},
-    "past_key_values": {"past_key_values": "held"},
+    CACHE: {CACHE: "held"},
     "use_cache": {"use_cache": False},
     "cache_implementation": {"cache_implementation": "static"},
     "watermarking_config": {"watermarking_config": {"bias": 2.0, "seeding_scheme": "selfhash"}},
@@ -315,7 +315,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # all fields of a configuration are in a
 
 
 def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported: Generate) -> None:
-    REFUSED["past_key_values"]["past_key_values"] = model(**prompt, use_cache=True).past_key_values
+    REFUSED[CACHE][CACHE] = model(**prompt, use_cache=True)[CACHE]
     for name, settings in REFUSED.items():
         with pytest.raises((InputError, ValueError), match=rf"^{name}: [^\n]*$|{name}") as caught:
             exported(model, **{**prompt, **settings})

@@ -46,6 +46,7 @@ _ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_toke
 _NO_MATTER = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _SERVED = {*_SAMPLING, *_ENDING, *_NO_MATTER, "suppress_tokens", "return_dict_in_generate"}
 _OFF = {"cache_implementation": "dynamic", "guidance_scale": 1}  # as good as None
+_CACHES = ("cache", "past_key_values")  # 5.24 renames what is given by the older name
 _NAMES = {**NAMES, "prompt": "input_ids", "method": "tswift_method"}
 
 
@@ -168,17 +169,16 @@ def _prompt(
     if model.config.is_encoder_decoder:
         raise InputError("has an encoder, which tswift does not serve", "model")
     mask = given.pop("attention_mask", None)
-    cache = given.pop("past_key_values", None)
+    for name in _CACHES:
+        cache = given.pop(name, None)
+        if cache is not None and not (type(cache) is DynamicCache and cache.get_seq_length() == 0):
+            raise InputError("must be an empty DynamicCache; tswift has a cache of its own", name)
     if "input_ids" in given and inputs is not None:
         raise InputError("cannot be given together with inputs", "input_ids")
     ids = given.pop("input_ids", inputs)
     for name, value in given.items():
         if value is not False and value != []:
             _refuse(name, value)
-    if cache is not None and not (type(cache) is DynamicCache and cache.get_seq_length() == 0):
-        raise InputError(
-            "must be an empty DynamicCache; tswift has a cache of its own", "past_key_values"
-        )
     if ids is None:
         if config.bos_token_id is None:
             raise InputError(

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint, drawn
-from tests.helpers import first, random_prompt, tokens_of
+from tests.helpers import CACHE, first, random_prompt, tokens_of
 from tswift.caches import FullKV, WindowKV
 from tswift.decoding.loop import chunks
 from tswift.drafting.options import DraftOptions
@@ -79,7 +79,7 @@ def as_published(stock, assistant, text: list[int], path: list[int]) -> Tensor:
     assistant.set_attn_implementation("eager")
     cache = transformers.DynamicCache()  # without a configuration windows are kept whole
     out = stock(
-        torch.tensor([text[:-1]]), past_key_values=cache, use_cache=True, output_hidden_states=True
+        torch.tensor([text[:-1]]), use_cache=True, output_hidden_states=True, **{CACHE: cache}
     )
     # of the last layers with some of their own, which 5.23 returns of E models alone
     kinds = stock.config.get_text_config().layer_types

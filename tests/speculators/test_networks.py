@@ -30,7 +30,7 @@ from tests.drafters import (
     target_of,
     tensors_of,
 )
-from tests.helpers import first, needs_program, random_prompt
+from tests.helpers import CACHE, first, needs_program, random_prompt
 from tswift.caches import FullKV, WindowKV
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
@@ -182,7 +182,7 @@ def test_a_block_is_that_of_transformers_own_module(tmp_path: Path) -> None:
     cache.set_previous_accepted_tokens(len(taps))
     with torch.no_grad():
         out = theirs.double().eval()(
-            noise_embeds=noise[None], context_hidden_states=taps[None], past_key_values=cache
+            noise_embeds=noise[None], context_hidden_states=taps[None], **{CACHE: cache}
         )
         logits = qwen3().lm_head(out.last_hidden_state[0, 1:])
     ours = torch.cat([begun(level, None, root) for level in range(BLOCK - 1)])

@@ -368,7 +368,7 @@ def append_path(
     kept = tl.load(count)
     reached = tl.zeros([], tl.int64)
     for step in range(STEPS):
-        held = (dims < HEAD) & (step < kept)
+        held = dims < tl.where(step < kept, HEAD, 0)  # see walk_tree
         slot = tl.load(slots + step)
         place = head * full_slots + tl.load(places + step) * HEAD
         row = tl.load(source + place + dims, mask=held)

@@ -90,6 +90,9 @@ def walk_tree(
         & (tl.load(ancestors + end * nodes + node, mask=used, other=0) != 0)
         & (depth < longest)
     )
+    # a block compared with a number: a block and a number's comparison are no mask to triton 3.9's
+    # interpreter
+    taken = on_path & (depth > tl.where(count > 0, 0, STEPS))
     tl.store(result, count)
     tl.store(result + 1, live)
     path = result + 2 + longest
@@ -97,14 +100,12 @@ def walk_tree(
     tl.store(path + step, tl.zeros_like(step), mask=some & (step > deepest))
     tl.store(places + depth, held.to(tl.int64) + node, mask=on_path)
     tl.store(places + step, held.to(tl.int64) + tl.zeros_like(step), mask=some & (step > deepest))
-    tl.store(result + 1 + depth, tl.maximum(token, 0), mask=on_path & (depth > 0) & (count > 0))
+    tl.store(result + 1 + depth, tl.maximum(token, 0), mask=taken)
     tl.store(result + 2 + step, tl.zeros_like(step) + new, mask=some & (step >= count - 1))
     tl.store(slots + step, held + step, mask=some)
     if newest is not None:
         # of a token twice on the path the last one counts, whichever is written first
-        tl.atomic_max(
-            newest + tl.maximum(token, 0), place + depth, mask=on_path & (depth > 0) & (count > 0)
-        )
+        tl.atomic_max(newest + tl.maximum(token, 0), place + depth, mask=taken)
         tl.atomic_max(newest + tl.maximum(new, 0), place + count, mask=count > 0)
     tl.store(last, end)
     tl.store(tokens, new, mask=count > 0)

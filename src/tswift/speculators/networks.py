@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -622,7 +623,9 @@ class _Slots:
         self._kv = kv
         self._slots = slots
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Put keys and values ``[1, heads, n, d]`` there, and return all that are held."""
         self._kv.put(layer, self._slots, keys[0], values[0])
         return self._kv.keys[layer][None], self._kv.values[layer][None]
@@ -650,6 +653,9 @@ class MtpSpeculator(DraftNetwork):
         )
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer = model.layers[0]
+        # transformers 5.24 calls a layer's cache otherwise than those before
+        known = signature(self.layer.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
         # where layers of several kinds turn differently: which of these it is
         kinds = getattr(spec.text, "layer_types", None) or ("",)
         self._kind = [kind for kind in kinds if kind in spec.text.rope_parameters]
@@ -676,7 +682,7 @@ class MtpSpeculator(DraftNetwork):
             position_embeddings=angles,
             position_ids=places[None],
             attention_mask=seen,
-            past_key_values=_Slots(kv, slots),
+            **{self._cache: _Slots(kv, slots)},
         )
         return self.norm(out[0])
 
