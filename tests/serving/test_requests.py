@@ -210,8 +210,8 @@ def test_what_it_takes_is_asked_for(
 ) -> None:
     monkeypatch.setattr("tswift.cli.tools.find_spec", lambda name: None)
     assert main(["serve", "--port", "0"]) == 2
-    error = "tswift: error: tswift serve needs starlette and uvicorn: pip install 'tswift[serve]'\n"
-    assert capsys.readouterr().err == error
+    error = "tswift serve needs starlette, uvicorn, pydantic: pip install 'tswift[serve]'"
+    assert capsys.readouterr().err == f"tswift: error: {error}\n"
 
 
 def test_clients_do_not_learn_where_the_model_lies(tmp_path: Path) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    Strict,
-    TypeAdapter,
-    ValidationError,
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
 )
 
 from tswift.errors import MAX_RECORD, InputError, Object, parse_json, read_file
@@ -32,50 +32,51 @@ SCHEMA: Literal[1] = 1
 _LARGEST = 10**300  # of a number in a file; whatever is computed from it is still finite
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
-        raise ValueError("is not of the type number, or too large")
-    return value
+class _Rule(NamedTuple):
+    """What a value has to be beyond its type, in words that follow ``is not``; and a test of it."""
+
+    words: str
+    holds: Callable[[Any], bool]
 
 
-def _setting(value: object) -> object:
-    """The value of a sampling parameter: a text, a number, or several numbers."""
-    several: Iterable[object] = (value,)
-    if isinstance(value, dict):
-        several = value.values()
-    elif isinstance(value, list):
-        several = value
-    for one in several:
-        if not isinstance(one, str):
-            _number(one)
-    return value
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST  # type: ignore[arg-type, operator]
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is a sampling parameter's value: a text, a number, or several numbers."""
+    several = value.values() if isinstance(value, dict) else value
+    return all(
+        isinstance(one, str) or _is_number(one)
+        for one in (several if isinstance(value, list | dict) else [value])  # type: ignore[union-attr]
+    )
+
+
+def _matching(pattern: str) -> _Rule:
+    return _Rule(f"of the form {pattern}", partial(re.search, pattern))  # type: ignore[arg-type]
 
 
 Options = Object  # as typed, or as JSON has them, by name
-Number = Annotated[float, PlainValidator(_number)]  # an int stays one
-Positive = Annotated[Number, Field(gt=0)]
-Amount = Annotated[Number, Field(ge=0)]
-Share = Annotated[Number, Field(ge=0, le=1)]
-Integer = Annotated[int, Strict(), Field(gt=-_LARGEST, lt=_LARGEST)]
-Count = Annotated[Integer, Field(ge=0)]
-Size = Annotated[Integer, Field(ge=1)]
-Flag = Annotated[bool, Strict()]
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}")]
+_NUMBER = "of the type number, or too large"
+Number = Annotated[float, _Rule(_NUMBER, _is_number)]  # an int stays one
+Positive = Annotated[Number, _Rule("above 0", lambda value: value > 0)]
+Amount = Annotated[Number, _Rule("0 or more", lambda value: value >= 0)]
+Share = Annotated[Number, _Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
+Integer = Annotated[int, _Rule(_NUMBER, _is_number)]
+Count = Annotated[Integer, _Rule("0 or more", lambda value: value >= 0)]
+Size = Annotated[Integer, _Rule("1 or more", lambda value: value >= 1)]
+Setting = Annotated[object, _Rule(_NUMBER, _is_setting)]
+Hash = Annotated[str, _matching("^[0-9a-f]{64}$")]
+Time = Annotated[str, _matching("^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}")]
 # running: to come, or it was killed
-State = Annotated[str, Field(pattern="^(running|finished|interrupted)$")]
-Command = Annotated[list[str], Field(min_length=1)]
-Sizes = Annotated[list[Size], Field(min_length=1)]
-
-
-class _Closed:
-    """A field of a file that is not known is refused."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
+State = Annotated[str, _matching("^(running|finished|interrupted)$")]
+_SOME = _Rule("a list of one or more", bool)
+Command = Annotated[list[str], _SOME]
+Sizes = Annotated[list[Size], _SOME]
 
 
 @dataclass(frozen=True)
-class Machine(_Closed):
+class Machine:
     """Rates of a machine: bytes read from memory, and operations in matrix products, per second."""
 
     bandwidth: Positive
@@ -83,7 +84,7 @@ class Machine(_Closed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment(_Closed):
+class Environment:
     """Versions, platform and processors."""
 
     python: str
@@ -104,7 +105,7 @@ class Environment(_Closed):
 
 
 @dataclass(order=True, unsafe_hash=True, kw_only=True)
-class Cell(_Closed):
+class Cell:
     """A cell of the grid: all methods side by side on one case."""
 
     repeat: Count
@@ -119,7 +120,7 @@ class Cell(_Closed):
 
 
 @dataclass(kw_only=True)
-class Point(_Closed):
+class Point:
     """Figures when a method first reached one of the lengths."""
 
     len: Size
@@ -148,10 +149,8 @@ class Point(_Closed):
 _OWN = {each.name for each in fields(Point)} - {"others"}
 
 
-def gather(point: object) -> Any:
+def gather(point: Mapping[str, Any]) -> dict[str, Any]:
     """A point's values by name, with those that have no field of their own among the ``others``."""
-    if not isinstance(point, Mapping):
-        return point
     others = {name: value for name, value in point.items() if name not in _OWN}
     return {**{name: value for name, value in point.items() if name in _OWN}, "others": others}
 
@@ -161,24 +160,24 @@ class Sample(Cell):
     """One run of a method in a cell."""
 
     method: str  # the contender's label
-    estimated: Flag  # whether its time, plain decoding's, is integrated from sampled steps
+    estimated: bool  # whether its time, plain decoding's, is integrated from sampled steps
     prefill_seconds: Amount | None  # None where plain decoding was not run but sampled
-    same_as_ar: Flag | None  # None for plain decoding itself, and where the acceptance is simulated
+    same_as_ar: bool | None  # None for plain decoding itself, and where the acceptance is simulated
     # whether the audit finds no violation: of texts that differ from plain decoding's, and of all
     # if it was sampled
-    explained: Flag | None
+    explained: bool | None
     first_difference: Count | None
     compared_tokens: Count  # with plain decoding's: all of them, or those of the probes
     slices: list[tuple[Count, Amount]]  # tokens and seconds so far
     # positions, and steps' seconds
-    probes: list[tuple[Count, Annotated[list[Amount], Field(min_length=1)]]] | None
-    points: list[Annotated[Point, BeforeValidator(gather)]]
+    probes: list[tuple[Count, Annotated[list[Amount], _SOME]]] | None
+    points: list[Point]
     simulated: Literal[True] | None = None
     ended: Literal[True] | None = None  # by an end-of-text token
 
 
 @dataclass(kw_only=True)
-class Session(_Closed):
+class Session:
     """A process that measured cells."""
 
     host: str
@@ -191,7 +190,7 @@ class Session(_Closed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptEntry(_Closed):
+class PromptEntry:
     """A prompt, by its tokens' hash."""
 
     name: str
@@ -201,7 +200,7 @@ class PromptEntry(_Closed):
 
 
 @dataclass(frozen=True)
-class DraftModel(_Closed):
+class DraftModel:
     """The smaller model that drafts."""
 
     name: str
@@ -209,17 +208,17 @@ class DraftModel(_Closed):
 
 
 @dataclass(frozen=True)
-class Simulation(_Closed):
+class Simulation:
     """What is simulated: random weights in a published model's shape,
     the share of drafted tokens accepted.
     """
 
-    weights: Flag
-    alpha: Annotated[Number, Field(gt=0, le=1)] | None
+    weights: bool
+    alpha: Annotated[Share, _Rule("above 0", bool)] | None
 
 
 @dataclass(kw_only=True)
-class Workload(_Closed):
+class Workload:
     """What is measured; measurements of one workload can be compared.
 
     Its hash is of all the rest.
@@ -232,14 +231,14 @@ class Workload(_Closed):
     attention: str
     heads: str | None
     heads_weights: Hash | None
-    sampling: dict[str, Annotated[object, PlainValidator(_setting)]]
+    sampling: dict[str, Setting]
     drafting: dict[str, Options]  # by label
-    prompts: Annotated[list[PromptEntry], Field(min_length=1)]
+    prompts: Annotated[list[PromptEntry], _SOME]
     prefills: Sizes
     lens: Sizes
-    seeds: Annotated[list[Integer], Field(min_length=1)]
-    methods: Annotated[list[str], Field(min_length=1)]  # contenders' labels
-    ar: Annotated[str, Field(pattern="^(full|sampled)$")]
+    seeds: Annotated[list[Integer], _SOME]
+    methods: Annotated[list[str], _SOME]  # contenders' labels
+    ar: Annotated[str, _matching("^(full|sampled)$")]
     draft_model: DraftModel | None = None
     draft_weights: str | None = None  # where drafting passes do not run on the model as it is
     kv_dtype: str | None = None  # where it is not the model's
@@ -258,12 +257,12 @@ class Workload(_Closed):
 
 
 @dataclass(kw_only=True)
-class Measurement(_Closed):
+class Measurement:
     """A grid of runs: ``bench.json``, or a group of ``suite.json``."""
 
     schema: Literal[1] = SCHEMA
     kind: Literal["bench"] = "bench"
-    simulated: Flag  # times mean something, texts do not
+    simulated: bool  # times mean something, texts do not
     state: State
     started: Time
     ended: Time
@@ -333,8 +332,6 @@ class SuiteText:
 class SuiteRecord:
     """``suite.json``; its rows and the published ones follow from it, and are not read."""
 
-    __pydantic_config__ = ConfigDict(extra="ignore")
-
     schema: Literal[1] = SCHEMA
     kind: Literal["suite"] = "suite"
     suite: str
@@ -344,7 +341,7 @@ class SuiteRecord:
     ended: Time
     command: Command
     missing: list[LeftOut]
-    groups: Annotated[list[Group], Field(min_length=1)]
+    groups: Annotated[list[Group], _SOME]
     texts: list[SuiteText]
     options: Options | None = None
 
@@ -418,15 +415,9 @@ def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
         found = f"{known.get('schema')!s:.40}"
         raise InputError(f"{path} has schema version {found}, this tswift reads {SCHEMA}", option)
     try:
-        return _adapter(kind).validate_python(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        steps = [step for step in first["loc"] if step != "others"]
-        place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[
-            :200
-        ]
-        what = first["msg"].removeprefix("Value error, ")[:100]
-        raise InputError(f"{path} is damaged (${place}: {what})", option) from None
+        return _checked(_KINDS[kind], content, "$")
+    except _Wrong as error:
+        raise InputError(f"{path} is damaged ({error})", option) from None
 
 
 def load_measurement(path: Path, option: str = "against") -> Measurement:
@@ -442,6 +433,76 @@ def load_measurement(path: Path, option: str = "against") -> Measurement:
     return measurement
 
 
+class _Wrong(ValueError):
+    """Which value of a record is wrong, by the way to it, and how."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(f"{place[:200]}: {what[:100]}")
+
+
 @cache
-def _adapter(kind: str) -> TypeAdapter[Measurement | SuiteRecord]:
-    return TypeAdapter(_KINDS[kind])
+def _types(kind: Any) -> dict[str, tuple[Any, Field[Any]]]:
+    """The fields of a dataclass by name, with their types."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {each.name: (hints[each.name], each) for each in fields(kind)}
+
+
+def _checked(kind: Any, value: Any, place: str) -> Any:
+    """A value of JSON as a field of this type has it.
+
+    Raises:
+        _Wrong: it is of another type, or breaks a rule of the type's annotation.
+    """
+    origin = get_origin(kind)
+    parts = get_args(kind)
+    if is_dataclass(kind):
+        return _made(kind, value, place)  # type: ignore[type-var]
+    if origin is Annotated:
+        # a float's rule says what is one
+        value = value if parts[0] is float else _checked(parts[0], value, place)
+        for rule in parts[1:]:
+            if not rule.holds(value):
+                raise _Wrong(place, f"is not {rule.words}")
+        return value
+    if NoneType in parts:
+        (kind,) = (part for part in parts if part is not NoneType)
+        return None if value is None else _checked(kind, value, place)
+    right: Any = list if origin is tuple else origin or kind
+    if origin is Literal:
+        right = type(parts[0])
+    if right not in (object, Any) and type(value) is not right:
+        raise _Wrong(place, f"is not of the type {right.__name__}")
+    if origin is Literal and value not in parts:
+        raise _Wrong(place, f"is not {parts[0]}")
+    if origin is tuple and len(value) != len(parts):
+        raise _Wrong(place, f"is not {len(parts)} values")
+    if right is dict:
+        return {name: _checked(parts[1], one, f"{place}.{name}") for name, one in value.items()}
+    if right is list:
+        kinds = parts if origin is tuple else parts * len(value)
+        made = (_checked(*each, f"{place}[{n}]") for n, each in enumerate(zip(kinds, value)))  # noqa: B905
+        return origin(made)
+    return value
+
+
+def _made(kind: Any, content: Any, place: str) -> Any:
+    """A dataclass of what JSON has of it."""
+    if not isinstance(content, Mapping):
+        raise _Wrong(place, "is not an object")
+    if kind is Point:
+        content = gather(content)
+    types = _types(kind)
+    made = {}
+    for name, value in content.items():
+        if name in types:
+            where = place if name == "others" else f"{place}.{name}"
+            made[name] = _checked(types[name][0], value, where)
+        elif kind is not SuiteRecord:  # whose rows follow from the rest
+            raise _Wrong(f"{place}.{name}", "is no field")
+    for name, (_, each) in types.items():
+        if name not in made and each.default is each.default_factory is MISSING:
+            raise _Wrong(f"{place}.{name}", "Field required")
+    try:
+        return kind(**made)
+    except ValueError as error:
+        raise _Wrong(place, str(error)) from None

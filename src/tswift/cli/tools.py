@@ -312,9 +312,9 @@ def serve(
         name: value for name, value in typed.values.items() if name not in typed.of(ServeConfig)
     }
     base = job(defaults, {}, "-", chat=False)
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
     if missing:
-        raise InputError(f"tswift serve needs {' and '.join(missing)}: pip install 'tswift[serve]'")
+        raise InputError(f"tswift serve needs {', '.join(missing)}: pip install 'tswift[serve]'")
     busy = f"another tswift serve writes to {config.runs}"
     with listen(config) as sock, lock_folder(config.runs, "runs", busy):
         from tswift.jobs.job import Signals

@@ -32,12 +32,13 @@ from tswift.models.architecture import class_of, skeleton
 from tswift.models.checkpoint import StoredTensor
 from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
 from tswift.models.devices import give_back
-from tswift.models.gguf import GGUFFile
 from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder, put
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from tswift.models.gguf import GGUFFile
 
 BITS = {"int8": 8, "int4": 4}  # of a code, by the value of ``--weights``
 _END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them in 6 or 8, too

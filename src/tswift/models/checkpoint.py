@@ -17,6 +17,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import constants, get_session, hf_hub_download
@@ -47,9 +48,12 @@ from tswift.errors import (
 from tswift.models.architecture import fix_turns, refuse_unsupported, skeleton
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
-from tswift.models.gguf import SUFFIX, GGUFFile, read_gguf
 from tswift.models.shapes import StandInTokenizer
 
+if TYPE_CHECKING:
+    from tswift.models.gguf import GGUFFile
+
+SUFFIX = ".gguf"
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 
 _GENERATION = "generation_config.json"
@@ -209,7 +213,11 @@ def gguf_of(model: str) -> GGUFFile | None:
     if model.startswith(SHAPE_PREFIX):
         return None
     source, folder = find_source(model)
-    return read_gguf(Path(source)) if folder is not None and source.endswith(SUFFIX) else None
+    if folder is None or not source.endswith(SUFFIX):
+        return None
+    from tswift.models.gguf import read_gguf  # the package for its numbers is asked for by files
+
+    return read_gguf(Path(source))
 
 
 def read_config(model: str) -> PreTrainedConfig:

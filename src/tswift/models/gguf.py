@@ -28,7 +28,6 @@ from tswift.errors import InputError
 from tswift.models.codes import Codes
 from tswift.sampling.generation_config import LLAMA_CPPS_VALUES
 
-SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # of tensors in a file, unless it says otherwise
