@@ -57,6 +57,7 @@ FLOATS = "forward/test_floats.py"
 WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
+TOKENIZER = "models/test_gguf_tokenizer.py"
 RECURRENT = "forward/test_recurrent.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
@@ -252,6 +253,14 @@ FAULTS = [
           "weight = weight - 1", "weight = weight - 0"),
     Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", f"{GGUF}::test_the_model_is_that_of_the_dequantised_weights",
           '(f"{prefix}rope.freq_base_swa", _NEAR)', '(f"{prefix}rope.freq_base", _NEAR)'),
+    Fault("a way to cut text into words that is not known is as good as another", "models/gguf_tokenizer.py", TOKENIZER,
+          "if pre not in SPLITS:", "pre = pre if pre in SPLITS else 'gpt-2'\n    if False:"),
+    Fault("digits are one word", "models/gguf_tokenizer.py", TOKENIZER,
+          '_DIGIT = r"\\p{N}"', '_DIGIT = r"\\p{N}+"'),
+    Fault("control tokens are text where no byte has their letters", "models/gguf_tokenizer.py", TOKENIZER,
+          "if kind in _WHOLE or", "if kind in _WHOLE and token.isascii() or"),
+    Fault("a run goes on with another tokenizer", "jobs/job.py", "jobs/test_resume.py::test_another_tokenizer_is_refused",
+          'get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash', 'get("tokenizer") is False'),
     Fault("kept codes are those of any checkpoint", "forward/coded.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
     # the KV cache's dtype

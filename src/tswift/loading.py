@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ from tswift.models.checkpoint import (
     refuse_misfit,
     silence,
     stored_tensors,
+    tokenizer_hash,
     weights_hash,
 )
 from tswift.models.config import (
@@ -177,6 +179,11 @@ class LoadedModel:
             )
             raise InputError(reason, "prompt")
         return ids
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Hash of the tokenizer, which many runs may ask for."""
+        return tokenizer_hash(self.tokenizer)
 
     def about(self) -> dict[str, Any]:
         """What was loaded and how, for records."""

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers import first, needs_program
 from tests.jobs.faults import FaultyOs, Killed, power_cut
@@ -24,8 +26,9 @@ from tswift.errors import DecodeError, InputError
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import list_runs, read_saved
+from tswift.jobs.folder import list_runs, read_run, read_saved
 from tswift.jobs.job import Job, Signals, Stopped, resume, start
+from tswift.jobs.verification import with_model
 from tswift.loading import LoadedModel
 from tswift.loading import load as real_load
 from tswift.options import changed
@@ -406,6 +409,26 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
     finally:
         weight.data[7, 3] = kept
     assert not files.in_use(folder)
+
+
+def test_another_tokenizer_is_refused(
+    asked: RunConfig, model: LoadedModel, whole: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run whose record tells of one, which those of earlier versions did not."""
+    folder = interrupted(asked)
+    other = deepcopy(model.tokenizer)
+    other.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    again = replace(model, tokenizer=other)
+    says = f"has another tokenizer than {folder} was made with$"
+    with pytest.raises(InputError, match=says):
+        with_model(read_run(folder), again)
+    with pytest.raises(InputError, match=says):
+        resume(folder, {}, False, [], loaded=again)
+    record = record_of(folder)
+    del record["model"]["tokenizer"]
+    (folder / "run.json").write_text(json.dumps({**record, "checksum": files.checksum(record)}))
+    monkeypatch.setattr(jobs, "load_model", lambda config, ranks: again)
+    assert go_on(folder).tokens == whole[0]
 
 
 def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: Files) -> None:

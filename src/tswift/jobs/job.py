@@ -605,7 +605,12 @@ def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
 def _identity(model: LoadedModel) -> dict[str, object]:
     """What was loaded and how, down to every bit of its weights."""
     weights = model.weights or weights_hash(model.target.model)
-    identity = {**model.about(), "weights": weights, "config": config_hash(model.target.model)}
+    identity = {
+        **model.about(),
+        "weights": weights,
+        "config": config_hash(model.target.model),
+        "tokenizer": model.tokenizer_hash,
+    }
     if model.draft is not None:
         identity["draft"] = {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
     return identity
@@ -690,6 +695,17 @@ def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> 
         return load_model(replace(config, exact=False), ranks)
 
 
+def refuse_other_tokenizer(run: RunRecord, model: LoadedModel) -> None:
+    """Refuse a tokenizer that is not the one the run was made with, where its record has one."""
+    if run.record.model.get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash:
+        then = run.record.environment.get("transformers")
+        now = environment(model.target.device)["transformers"]
+        versions = "" if then == now else f" (transformers {then} then, {now} now)"
+        raise InputError(
+            f"{model.name} has another tokenizer than {run.path} was made with{versions}", "model"
+        )
+
+
 def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> Object:
     """Refuse a model that is not the one the run was made with; returns what it is."""
     identity = _identity(model)
@@ -701,6 +717,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
                 f"{what.replace('_', ' ')} differ"
             )
             raise InputError(message, "model")
+    refuse_other_tokenizer(run, model)
     own = identity.get("kv_dtype", identity["dtype"])
     if own != config.model.kv_dtype:
         raise InputError(

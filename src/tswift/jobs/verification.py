@@ -15,7 +15,7 @@ from tswift.forward.products import holds_codes
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import AuditConfig, take
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
-from tswift.jobs.job import load_exact_or_not
+from tswift.jobs.job import load_exact_or_not, refuse_other_tokenizer
 from tswift.loading import LoadedModel, load_model
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
@@ -117,7 +117,11 @@ def _kv_dtype(config: ModelConfig, asked: Values) -> str:
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     """A run and a loaded model, whose passes are exact no longer if the run's arithmetic was
     another.
+
+    Raises:
+        InputError: it has another tokenizer.
     """
+    refuse_other_tokenizer(run, model)
     note = None
     if run.config.model.exact and (model.exact is None or model.exact != run.bits):
         note = (

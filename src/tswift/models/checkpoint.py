@@ -16,7 +16,6 @@ from hashlib import sha256
 from itertools import chain
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -304,7 +302,10 @@ def read_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, of a hub id or in a GGUF file; ``model`` is for errors."""
     with as_input_error(model, "its tokenizer: "):
         if source.endswith(SUFFIX):
-            tokenizer = _tokenizer_of_gguf(Path(source))
+            from tswift.models.gguf import read_gguf
+            from tswift.models.gguf_tokenizer import tokenizer_of
+
+            tokenizer = tokenizer_of(read_gguf(Path(source)))
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -314,13 +315,11 @@ def read_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _tokenizer_of_gguf(path: Path) -> PreTrainedTokenizerBase:
-    """As transformers makes it of the file; in a folder of its own,
-    as other files beside it would be preferred.
-    """
-    with TemporaryDirectory() as folder:
-        Path(folder, path.name).symlink_to(path.resolve())
-        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over all that makes token ids of a text, and text of token ids."""
+    # what stands before these is how texts are truncated and padded, which every call sets anew
+    parts = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')[2]
+    return sha256(parts.encode()).hexdigest()
 
 
 def eos_ids(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -70,7 +71,7 @@ class GGUFFile:
 
     path: Path
     metadata: Mapping[str, Value]
-    lengths: Mapping[str, int]  # of the arrays among the metadata, whose elements are not kept
+    arrays: Mapping[str, int]  # those among the metadata: where their elements begin
     tensors: Mapping[str, StoredWeight]
 
     @property
@@ -86,6 +87,14 @@ class GGUFFile:
                 f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}"
             )
         return ARCHITECTURES[str(name)]
+
+    def array(self, name: str) -> list[Any]:
+        """The elements of an array among the metadata; empty without one of that name."""
+        if name not in self.arrays:
+            return []
+        with _opened(self.path) as header:
+            header.at = self.arrays[name]
+            return header.array()
 
     @property
     def kinds(self) -> str:
@@ -517,18 +526,36 @@ class _Header:
             return value
         raise self.broken(f"it has a value of the unknown type {kind}")
 
-    def array(self) -> int:
-        """Skip an array; returns how many elements it has."""
+    def array(self) -> list[Any]:
+        """The elements of an array: strings or numbers."""
         kind = self.number("I")
         count = self.number("Q")
         if kind == _STRING:
-            for _ in range(count):
-                self.skip(self.number("Q"))
-        elif kind in _WIDE or kind < len(_NUMBERS):
-            self.skip(count * struct.calcsize(f"<{_WIDE.get(kind) or _NUMBERS[kind]}"))
-        else:
-            raise self.broken(f"it has an array of the unknown type {kind}")
-        return int(count)
+            return self._strings(count)
+        if kind in _WIDE or kind < len(_NUMBERS):
+            form = _WIDE.get(kind) or _NUMBERS[kind]
+            start = self.skip(count * struct.calcsize(f"<{form}"))
+            return list(struct.unpack_from(f"<{count}{form}", self.data, start))
+        raise self.broken(f"it has an array of the unknown type {kind}")
+
+    def _strings(self, count: int) -> list[str]:
+        """So many strings, in a loop of its own: a tokenizer has hundreds of thousands."""
+        data = self.data
+        size = len(data)
+        length = struct.Struct("<Q").unpack_from
+        found = []
+        at = self.at
+        for _ in range(count):
+            start = at + 8
+            at = start + length(data, at)[0] if start <= size else start
+            if at > size:
+                self.skip(size)  # to raise
+            found.append(data[start:at])
+        self.at = at
+        try:
+            return [each.decode() for each in found]
+        except UnicodeDecodeError:
+            raise self.broken("it has a string that is no UTF-8") from None
 
     def tensor(self) -> StoredWeight:
         """Name, type, shape and place of a tensor;
@@ -572,15 +599,21 @@ def read_gguf(path: Path) -> GGUFFile:
         raise InputError(f"{path} cannot be read ({error.strerror or error})", "model") from None
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[_Header]:
+    """The header of a file, at its beginning."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield _Header(path, data)
+
+
 @cache
 def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
     """As above; ``changed`` is when the file was, as loading asks several times."""
     del changed
     if size < 24:
         raise InputError(f"{path} is damaged, or no GGUF file: it has {size:,} bytes", "model")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        header = _Header(path, data)
-        if data[: len(_MAGIC)] != _MAGIC:
+    with _opened(path) as header:
+        if header.data[: len(_MAGIC)] != _MAGIC:
             raise header.broken(f"it does not begin with {_MAGIC.decode()}")
         version = header.number("I")
         tensor_count = header.number("Q")
@@ -589,14 +622,15 @@ def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
             known = " and ".join(map(str, _VERSIONS))
             raise InputError(f"{path} is GGUF of version {version}; tswift reads {known}", "model")
         metadata: dict[str, Value] = {}
-        lengths: dict[str, int] = {}
+        arrays: dict[str, int] = {}
         for _ in range(value_count):
             name = header.text()
             kind = header.number("I")
-            if name in metadata or name in lengths:
+            if name in metadata or name in arrays:
                 raise header.broken(f"it has {name!r:.60} twice")
             if kind == _ARRAY:
-                lengths[name] = header.array()
+                arrays[name] = header.at
+                header.array()
             else:
                 metadata[name] = header.value(kind)
         parts = metadata.get("split.count", 1)
@@ -606,7 +640,7 @@ def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
                 "model",
             )
         tensors = _placed(header, [header.tensor() for _ in range(tensor_count)], metadata)
-    return GGUFFile(path, metadata, lengths, tensors)
+    return GGUFFile(path, metadata, arrays, tensors)
 
 
 def _placed(

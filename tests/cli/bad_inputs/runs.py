@@ -107,6 +107,7 @@ _TO_GO_ON: dict[str, Change] = {
     "a tree of words": _in("drafting", tree=["x"]),
     "weights of another model": _in("model", weights="0" * 64),
     "a configuration of another model": _in("model", config="0" * 64),
+    "another tokenizer": _in("model", tokenizer="0" * 64),
 }
 
 
@@ -136,6 +137,7 @@ def _tokens(name: str) -> Case:
 RUNS: tuple[Case, ...] = (
     *(_case("verify", *each) for each in CHANGES.items()),
     *(_case("generate --resume", *each) for each in _TO_GO_ON.items()),
+    _case("verify", "another tokenizer", _TO_GO_ON["another tokenizer"]),
     *(
         _case("generate --resume", name, CHANGES[name])
         for name in (f"no {RECORD}", "a prompt cut by a token")
