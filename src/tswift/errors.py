@@ -187,30 +187,36 @@ _KINDS = {
 }
 
 
+def kind_of(mode: int) -> str | None:
+    """What something with this mode is, in words; None for a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def _open_named(path: Path) -> int:
+    mode = os.stat(path).st_mode
+    kind = kind_of(mode)
+    if kind and not (stat.S_ISFIFO(mode) and str(path).startswith(_PIPES)):
+        raise OSError(0, f"it is {kind}")
+    return os.open(path, os.O_RDONLY)
+
+
 def read_file(
     path: Path,
     most: int,
     option: str | None = None,
     missing: str | None = None,
-    follow: bool = True,
+    opened: Callable[[Path], int] = _open_named,
 ) -> bytes:
     """All bytes of a file; InputError, naming ``option``, if it cannot be read,
     or has more than ``most`` bytes.
 
     A device or a named pipe is not opened: it might never end, or never begin. A pipe that a shell
     has opened already, as for ``<(command)``, is read. ``missing`` is the error's message if there
-    is no such file. Unless links are to be followed, one is not opened either: it could point at
-    anything.
+    is no such file. ``opened`` gives the descriptor of one in a folder of ours.
     """
     try:
-        status = os.stat(path, follow_symlinks=follow)
-        piped = stat.S_ISFIFO(status.st_mode) and str(path).startswith(_PIPES)
-        if not (stat.S_ISREG(status.st_mode) or piped):
-            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
-            raise InputError(f"{path} cannot be read (it is {kind})", option)
-        no_link = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # nor one that has come meanwhile
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_link)) as file:
-            return read_stream(file, most, str(path), option, status.st_size)
+        with open(opened(path), "rb") as file:
+            return read_stream(file, most, str(path), option, os.fstat(file.fileno()).st_size)
     except InputError:
         raise
     except FileNotFoundError:

@@ -32,6 +32,7 @@ from tswift.jobs.folder import (
     default_path,
     in_use,
     list_runs,
+    open_own,
     parse_journal,
     read_record,
     read_run,
@@ -182,9 +183,23 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     (folder.path / name).rename(tmp_path / "precious")
     (folder.path / name).symlink_to(tmp_path / "precious")
     before = (tmp_path / "precious").read_bytes()
-    with Lock(folder.path) as lock, pytest.raises(SaveFailed):
+    with (
+        Lock(folder.path) as lock,
+        pytest.raises(InputError, match=rf"/{name} cannot be used \(it is a link\)$"),
+    ):
         RunFolder.reopen(folder.path, lock, Record(), checkpoint, "")
     assert (tmp_path / "precious").read_bytes() == before
+
+
+def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "some.new")
+    with pytest.raises(InputError, match=r"/some\.new cannot be used \(it is a named pipe\)$"):
+        write_whole(tmp_path / "some", b"")
+    monkeypatch.setattr(module, "regular", lambda path, option: None)
+    with pytest.raises(OSError, match="No such device"):
+        open_own(tmp_path / "some.new", os.O_WRONLY)
 
 
 @pytest.mark.parametrize("goes", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])

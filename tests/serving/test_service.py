@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import threading
@@ -521,3 +522,25 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(
     # one who was told more by a server that was killed waits, and is told no less later
     assert run.read(9, 1000) is None
     assert run.read(9, 0)[1] == 9
+
+
+def test_a_pipe_in_a_runs_folder_is_not_waited_for(model: LoadedModel, tmp_path: Path) -> None:
+    """In the place of each file, of runs that a server that starts again is to go on with."""
+    with serving(model, tmp_path) as service:
+        run = begun(service.accept(LONG, chat=False))
+    files = ("run.json", "request.json", "prompt.u32", "tokens.u32", "text.txt", "journal", "lock")
+    for name in files:
+        path = shutil.copytree(run.path, tmp_path / name) / name
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    shutil.rmtree(run.path)
+    SAID.clear()
+    with serving(model, tmp_path) as service:
+        until = time.monotonic() + 30
+        while service._runs and time.monotonic() < until:
+            time.sleep(0.005)
+        told = {
+            name: [line for line in SAID if f"/{name}/{name} cannot be used (it is a named" in line]
+            for name in files
+        }
+    assert all(told.values()), SAID

@@ -26,13 +26,14 @@ from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import DecodeError, InputError
+from tswift.jobs.folder import LOCK
 from tswift.speculators.formats import describe_drafter
 from tswift.tables import Reporter
 from tswift.training import run as module
 from tswift.training.config import DraftConfig, HeadsConfig
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
-from tswift.training.tasks import HEADS, MODEL, DraftTrainee
+from tswift.training.tasks import HEADS, MODEL, TEACHER, DraftTrainee
 
 STEPS = 6
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -361,19 +362,21 @@ def test_another_model_or_corpus_or_damage_is_noticed(
         resume(HeadsConfig, tmp_path)
 
 
-@pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT])
+@pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT, LOCK, TEACHER.format(0)])
 def test_what_is_no_file_is_neither_waited_for_nor_followed(
     out: Path, tmp_path: Path, name: str
 ) -> None:
-    (out / name).rename(tmp_path / name)
+    (tmp_path / name).touch()
+    if (out / name).exists():
+        (out / name).rename(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
     (out / name).symlink_to(tmp_path / name)
-    with pytest.raises(InputError, match=rf"^resume: .*{name} cannot be read \(it is a link\)$"):
+    with pytest.raises(InputError, match=rf"{name} cannot be used \(it is a link\)$"):
         resume(HeadsConfig, out)
+    assert (tmp_path / name).read_bytes() == before
     (out / name).unlink()
     os.mkfifo(out / name)
-    with pytest.raises(
-        InputError, match=rf"^resume: .*{name} cannot be read \(it is no regular file\)$"
-    ):
+    with pytest.raises(InputError, match=rf"{name} cannot be used \(it is a named pipe\)$"):
         resume(HeadsConfig, out)
 
 

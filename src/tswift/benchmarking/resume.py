@@ -5,6 +5,7 @@ and from shards that were measured on several machines.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -18,15 +19,15 @@ from tswift.benchmarking.record import (
     Options,
     Record,
     SuiteRecord,
-    read,
+    parse,
     to_json,
     workload_hash,
 )
 from tswift.benchmarking.suites import find_suite
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
+from tswift.errors import MAX_RECORD, InputError, parse_json
 from tswift.jobs.config import fields_of
-from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder
+from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder, read_own
 from tswift.models.config import ModelConfig
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
@@ -47,10 +48,10 @@ def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
 
 def read_record(folder: Path, option: str) -> Record:
     """The record in a benchmark's folder, whether it ran to its end or not."""
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    path = next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
     if path is None:
         raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
-    record = read(path, option)
+    record = parse(parse_json(read_own(path, MAX_RECORD, None, option), path, option), path, option)
     if record.options is None or not all(one.sessions for one in record.parts.values()):
         raise InputError(
             f"{path} was written by an older tswift, which did not keep its options", option

@@ -9,6 +9,7 @@ of the file, so that neither can change under a batch. Several processes share o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tswift.errors import DecodeError, InputError, Object, parse_json, read_file
+from tswift.errors import InputError, Object, parse_json, read_file
 from tswift.jobs.config import MAX_BYTES, RunConfig, Text, read_prompt
 from tswift.jobs.folder import (
     FINISHED,
@@ -240,7 +241,7 @@ def _read_batch(out: Path) -> Object:
 
 def is_batch(folder: Path) -> bool:
     """Whether a folder holds the runs of a file of prompts."""
-    return (folder / BATCH).is_file()
+    return os.path.lexists(folder / BATCH)
 
 
 def reopen(out: Path) -> Batch:
@@ -254,23 +255,19 @@ def reopen(out: Path) -> Batch:
 
 
 def line_of(task: Task) -> str:
-    """A finished text as a line of JSON.
-
-    Raises:
-        DecodeError: it is not there.
-    """
+    """A finished text as a line of JSON; InputError if it is not there whole."""
+    path = task.folder / TEXT
     try:
-        record = read_record(task.folder)
-        text = (task.folder / TEXT).read_bytes().decode()
-        tokens = (task.folder / TOKENS).stat().st_size // 4
-    except (OSError, UnicodeDecodeError, InputError) as error:
-        raise DecodeError(f"{task.folder} cannot be read: {error}") from None
+        text = read_own(path).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is no UTF-8") from None
+    record = read_record(task.folder)
     line = {
         "id": task.text.name.partition("/")[2],
         "folder": task.folder.name,
         "seed": task.config.text.seed,
         "prompt_tokens": record["prompt"]["tokens"],
-        "tokens": tokens,
+        "tokens": len(read_own(task.folder / TOKENS)) // 4,
         "end": record["end"],
         "text": text,
     }

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +33,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tswift.decoding.text import text_of
-from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, parse_json, read_file
+from tswift.errors import (
+    MAX_RECORD,
+    DecodeError,
+    InputError,
+    Object,
+    kind_of,
+    parse_json,
+    read_file,
+)
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.sampling.parameters import SamplingParams
 
@@ -60,8 +67,10 @@ _SECONDS = 2.0
 _TOKENS = 512
 _LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
 _MAX_BYTES = 1 << 30  # of a file: tokens take four
-# of files to write; a link in a run's folder could point at anything
-_FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+# nor is what has come since it was looked at
+_NOT_FOLLOWED = getattr(os, "O_NOFOLLOW", 0)
+_NOT_AWAITED = getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
 _MODE = 0o644
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # of what checksums are taken
 _NEW = ".new"  # what a file is called until all of it is written
@@ -74,6 +83,31 @@ class SaveFailed(DecodeError):
 
 
 # --- files
+
+
+def regular(path: Path, option: str | None = None) -> os.stat_result | None:
+    """The status of a file in a folder of tswift's; None if there is none.
+
+    Raises:
+        InputError: it is a link, which could point at anything, or a pipe or device, which might
+            never begin or end. It names ``option``.
+    """
+    try:
+        status = os.lstat(path)
+    except OSError:  # opening it will tell
+        return None
+    if kind := kind_of(status.st_mode):
+        raise InputError(f"{path} cannot be used (it is {kind})", option)
+    return status
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY, option: str | None = None) -> int:
+    """A descriptor of a file in a folder of tswift's: of a run, a benchmark, a training, a server.
+
+    InputError, without opening it, if it is no regular file, see :func:`regular`.
+    """
+    regular(path, option)
+    return os.open(path, flags | _NOT_FOLLOWED | _NOT_AWAITED | _BINARY, _MODE)
 
 
 def _sync_folder(path: Path) -> None:
@@ -89,11 +123,11 @@ def _sync_folder(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace a file whole, or not at all, whatever happens meanwhile.
 
-    OSError, with its name, if it cannot be.
+    OSError, with its name, if it cannot be; InputError if something else is in its way.
     """
     new = path.with_name(f"{path.name}{_NEW}")
     try:
-        handle = os.open(new, _FLAGS | os.O_CREAT | os.O_TRUNC, _MODE)
+        handle = open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             _write(handle, bytearray(content))
             os.fsync(handle)
@@ -111,18 +145,6 @@ def write_whole(path: Path, content: bytes) -> None:
 def _write(handle: int, content: bytearray) -> None:
     while content:
         del content[: os.write(handle, content)]
-
-
-def refuse_other(path: Path, option: str | None = None) -> Path:
-    """A path that may be missing, but is no link, which could point at anything, nor a pipe:
-    InputError for these.
-    """
-    with suppress(OSError):  # reading it will tell
-        mode = os.lstat(path).st_mode
-        if not stat.S_ISREG(mode):
-            problem = "it is a link" if stat.S_ISLNK(mode) else "it is no regular file"
-            raise InputError(f"{path} cannot be read ({problem})", option)
-    return path
 
 
 def bytes_of(tokens: Sequence[int]) -> bytes:
@@ -228,10 +250,13 @@ def _holds_no_run(path: Path) -> bool:
     """
     left = (PROMPT, REQUEST, *(name + _NEW for name in (PROMPT, REQUEST, RECORD)))
     empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)
-    return all(
-        file.name in left or (file.name in empty and not file.stat().st_size)
-        for file in path.iterdir()
-    )
+    for file in path.iterdir():
+        if file.name not in (*left, *empty):
+            return False
+        status = regular(file)
+        if file.name in empty and status and status.st_size:
+            return False
+    return True
 
 
 def _unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
@@ -244,9 +269,11 @@ class Lock:
     Raises:
         Timeout: another process has it, and still has it after some ``seconds``.
         OSError: there can be none here.
+        InputError: something else has its name.
     """
 
     def __init__(self, folder: Path, seconds: float = _LOCK_SECONDS) -> None:
+        regular(folder / LOCK)
         self._lock = FileLock(folder / LOCK)
         try:
             self._lock.acquire(timeout=seconds, poll_interval=0.05)
@@ -288,7 +315,7 @@ def in_use(folder: Path) -> bool:
     try:
         if (folder / LOCK).exists():
             Lock(folder, 0).release(remove=False)
-    except OSError as error:
+    except (OSError, InputError) as error:
         return isinstance(error, Timeout)
     return False
 
@@ -430,10 +457,8 @@ class RunFolder:
         """Open a file to append to it: after its first ``keep`` bytes,
         or an empty one that need not be there yet.
         """
-        handle = os.open(self.path / name, _FLAGS | (os.O_CREAT if keep is None else 0), _MODE)
+        handle = open_own(self.path / name, os.O_WRONLY | (os.O_CREAT if keep is None else 0))
         self._files[name] = handle, bytearray()
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(0, "it is no regular file", str(self.path / name))
         os.ftruncate(handle, keep or 0)
         os.lseek(handle, 0, os.SEEK_END)
 
@@ -564,6 +589,8 @@ def read_run(path: Path) -> RunRecord:
     """
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
+    for name in (TEXT, LOGPROBS, RECORD + _NEW):  # what is to be written, if it goes on
+        regular(path / name)
     try:
         sampling = record["sampling"]
         eos_ids = tuple(record["model"]["eos_ids"])
@@ -675,11 +702,13 @@ def _ids(data: bytes) -> list[int]:
     return np.frombuffer(data[: len(data) // 4 * 4], "<u4").tolist()
 
 
-def read_own(path: Path, most: int = _MAX_BYTES, missing: str | None = None) -> bytes:
-    """All bytes of a file in a run's folder, which must be no link;
-    see :func:`tswift.errors.read_file`.
+def read_own(
+    path: Path, most: int = _MAX_BYTES, missing: str | None = None, option: str | None = None
+) -> bytes:
+    """All bytes of a file in a folder of tswift's; see :func:`open_own`,
+    and :func:`tswift.errors.read_file`.
     """
-    return read_file(path, most, missing=missing, follow=False)
+    return read_file(path, most, option, missing, lambda path: open_own(path, option=option))
 
 
 def text_fault(

@@ -8,6 +8,7 @@ knows no reader: it appends to a run's text, and readers look there as often as 
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -319,7 +320,7 @@ class Service:
             path
             for path in self._config.runs.iterdir()
             if _ID.fullmatch(path.name) and not path.is_symlink()
-            if (path / RECORD).is_file() or (path / REQUEST).is_file()
+            if any(os.path.lexists(path / name) for name in (RECORD, REQUEST))
         )
 
     def _listed(self, path: Path) -> dict[str, object]:
@@ -515,7 +516,7 @@ class Service:
         return FAILED
 
     def _note(self, run: Run, state: str = "") -> None:
-        with suppress(OSError):
+        with suppress(OSError, InputError):
             run.store(state)
 
     def _text_of(self, token: int) -> str:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
-from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, read_file
+from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
 from tswift.jobs.config import fields_of
 from tswift.jobs.folder import (
     FINISHED,
@@ -30,7 +30,9 @@ from tswift.jobs.folder import (
     create_folder,
     default_path,
     lock_folder,
-    refuse_other,
+    open_own,
+    read_own,
+    regular,
     write_whole,
 )
 from tswift.jobs.job import Signals, Stopped
@@ -437,10 +439,9 @@ class TrainFolder:
 
     def read_record(self) -> Object:
         """The contents of ``train.json``."""
-        path = refuse_other(self.path / RECORD, _FIELD)
-        content = read_file(
-            path, MAX_RECORD, _FIELD, f"{self.path} holds no training: there is no {RECORD} in it"
-        )
+        path = self.path / RECORD
+        missing = f"{self.path} holds no training: there is no {RECORD} in it"
+        content = read_own(path, MAX_RECORD, missing, _FIELD)
         try:
             record = dict(json.loads(content))
             kind = record["kind"]
@@ -501,8 +502,8 @@ class TrainFolder:
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
         """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet."""
-        path = refuse_other(self.path / CHECKPOINT, _FIELD)
-        if not path.exists():
+        path = self.path / CHECKPOINT
+        if regular(path, _FIELD) is None:
             return None
         try:
             with safe_open(path, framework="pt") as file:
@@ -514,17 +515,18 @@ class TrainFolder:
 
     def log(self, line: Values) -> None:
         """Append a line to ``metrics.jsonl``."""
-        with self._writing(METRICS), (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._writing(METRICS):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with open(open_own(self.path / METRICS, flags, _FIELD), "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
     def truncate_log(self, step: int) -> None:
         """Drop the lines of ``metrics.jsonl`` after a step:
         the checkpoint does not know of them.
         """
-        path = refuse_other(self.path / METRICS, _FIELD)
-        lines = (
-            path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        )
+        path = self.path / METRICS
+        known = read_own(path, option=_FIELD) if regular(path, _FIELD) else b""
+        lines = known.decode(errors="replace").splitlines()
         with self._writing(METRICS):
             write_whole(
                 path, "".join(f"{line}\n" for line in lines if _step(line) <= step).encode()

@@ -19,6 +19,7 @@ from tswift.caches import FullKV
 from tswift.errors import DecodeError
 from tswift.forward.hf import output_of
 from tswift.forward.target import Target
+from tswift.jobs.folder import open_own
 from tswift.speculators.heads import lm_head_rows
 
 LIKELIEST = 64  # tokens whose probabilities are learnt; on SmolLM2's own text they have 97% of all
@@ -143,9 +144,9 @@ class Lessons:
             ]
         )
         if room:
-            path.touch()
-            os.truncate(path, self.bytes)
-            self._rows: np.memmap = np.memmap(path, self._record, "r+")
+            with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+                file.truncate(self.bytes)
+                self._rows: np.memmap = np.memmap(file, self._record, "r+")
             whole = self._rows["whole"]
             self.kept = room if whole.all() else int(whole.argmin())
 
@@ -180,7 +181,7 @@ class Lessons:
         row = self._rows[self.kept]
         offset = self.kept * self._record.itemsize
         try:
-            with self._path.open("r+b") as file:
+            with open(open_own(self._path, os.O_RDWR), "r+b") as file:
                 # a full disk shows here, and not when memory is written
                 os.posix_fallocate(file.fileno(), offset, self._record.itemsize)
         except OSError as error:

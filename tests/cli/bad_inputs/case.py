@@ -33,6 +33,7 @@ class World:
     prompt: Path  # a short text
     run: Path  # the folder of a finished run of that model on that prompt
     bench: Path  # a ``bench.json`` of two repeats
+    job: Path  # the folder of a file of two prompts, whose texts are made
     here: Path  # an empty folder, the case's own and its working directory
 
 
@@ -107,16 +108,20 @@ def make_world(folder: Path, here: Path) -> World:
     """Make the files that cases start from, by the commands that make them for users."""
     prompt = folder / "prompt.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "It was."}\n' * 2)
     world = World(
         make_checkpoint(folder / "model"),
         prompt,
         folder / "run",
         folder / "bench" / "bench.json",
+        folder / "job",
         here,
     )
     for words in (
         words_of(world, "generate", "--len", 12, "--out", world.run),
         words_of(world, "bench", "--repeats", 2, "--out", world.bench.parent),
+        ["generate", "--model", world.model, "--len", 4, "--prompts", prompts, "--out", world.job],
     ):
         made = run(words, here)
         assert made.code == 0, made.err

@@ -39,22 +39,6 @@ def _gone(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
 
 
-def _pipe(name: str) -> Change:
-    return lambda folder: [(folder / name).unlink(), os.mkfifo(folder / name)]
-
-
-def _link(name: str, to: str) -> Change:
-    return lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(to)]
-
-
-def _elsewhere(name: str) -> Change:
-    """A link to the file, which lies beside the folder."""
-    return lambda folder: [
-        (folder / name).rename(folder.parent / name),
-        (folder / name).symlink_to(f"../{name}"),
-    ]
-
-
 _DEEP = b"[" * 100_000 + b"]" * 100_000
 _READ = (RECORD, "prompt.u32", "tokens.u32")
 
@@ -82,7 +66,6 @@ CHANGES: dict[str, Change] = {
     "a model with escapes": _in("model", name="./\x1b[31mred\x07\n"),
     "dtype 'nope'": _in("model", dtype="nope"),
     "a record nested deeply": content(RECORD, _DEEP),
-    **{f"a pipe for {name}": _pipe(name) for name in _READ},
     f"64 GB of {RECORD}": lambda folder: sparse(folder / RECORD),
     "64 GB of tokens.u32": lambda folder: sparse(folder / "tokens.u32"),
 }
@@ -100,8 +83,6 @@ _TOKENS: dict[str, Callable[[Path], object]] = {
 # what only matters to a run that goes on
 _TO_GO_ON: dict[str, Change] = {
     "no journal": _gone("journal"),
-    "a journal that is a link": _elsewhere("journal"),
-    "tokens that are a link": _elsewhere("tokens.u32"),
     "a token changed": flip("tokens.u32", 5),
     "a token gone": cut("tokens.u32", -4),
     "a tree of words": _in("drafting", tree=["x"]),
@@ -109,6 +90,45 @@ _TO_GO_ON: dict[str, Change] = {
     "a configuration of another model": _in("model", config="0" * 64),
     "another tokenizer": _in("model", tokenizer="0" * 64),
 }
+
+
+# by command: the folder that it is given, and files of it that something else is in the place of
+_RUN = (RECORD, f"{RECORD}.new", "prompt.u32", "tokens.u32", "text.txt", "logprobs.bin")
+_OF_TEXTS = ("tokens.u32", "text.txt", RECORD)
+_FILES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "verify FOLDER": ("run", _RUN),
+    "generate --len 20 --resume FOLDER": ("run", (*_RUN, "journal", "lock")),
+    "generate --resume FOLDER": (
+        "job",
+        ("batch.json", "out.jsonl.new", "lock", *(f"000001/{name}" for name in _OF_TEXTS)),
+    ),
+    "bench --resume FOLDER": ("bench", ("bench.json", "lock")),
+    "bench --out merged --merge FOLDER": ("bench", ("bench.json",)),
+    "generate --prompt-text x --model MODEL --out FOLDER": (
+        "empty",
+        ("tokens.u32", "text.txt", "journal", "lock", "prompt.u32.new"),
+    ),
+}
+_KINDS: dict[str, Callable[[Path], object]] = {
+    "named pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to("elsewhere"),
+    "folder": Path.mkdir,
+}
+
+
+def _in_the_way(command: str, name: str, kind: str) -> Case:
+    """What is no file is neither opened nor followed."""
+
+    def words(world: World) -> list[object]:
+        folder = world.here / _FILES[command][0]
+        known = {"run": world.run, "bench": world.bench.parent, "job": world.job}.get(folder.name)
+        shutil.copytree(known, folder) if known else folder.mkdir()
+        if (folder / name).exists():
+            (folder / name).rename((folder / name).with_name("elsewhere"))
+        _KINDS[kind](folder / name)
+        return [{"FOLDER": folder, "MODEL": world.model}.get(w, w) for w in command.split()]
+
+    return Case(f"{command}, a {kind} for {name}", words, f"{name} cannot be used (it is a {kind})")
 
 
 def _case(command: str, name: str, change: Change) -> Case:
@@ -143,6 +163,12 @@ RUNS: tuple[Case, ...] = (
         for name in (f"no {RECORD}", "a prompt cut by a token")
     ),
     *map(_tokens, _TOKENS),
+    *(
+        _in_the_way(command, name, kind)
+        for command, (_, names) in _FILES.items()
+        for name in names
+        for kind in _KINDS
+    ),
     *(
         Case(
             f"verify {' '.join(option)} {name[:20]!r}",
