@@ -4,7 +4,6 @@ VENV ?= .venv
 # what `pip -c` holds versions to; on a CUDA machine: make setup CONSTRAINTS=/dev/null
 CONSTRAINTS ?= constraints.txt
 LEN ?= 2000
-OUT ?= runs/gpu/out
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -77,17 +76,17 @@ demo-model: setup  ## train the bundled model anew: make demo-model CORPUS=folde
 demo-draft: setup  ## train the model that drafts for it anew
 	$(BIN)/python -m recipes.demo_draft --corpus $(CORPUS) --out src/tswift/models/demo/draft
 
-# Tests and measurements on a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. Figures
-# are kept in runs/gpu as they are made; OUT gets the report and two archives. Fails if a section failed.
-GPU_SECONDS ?= 530
+# Tests and measurements on a CUDA device, with the interpreter at hand: PyTorch for CUDA is the machine's own. What it
+# lacks may lie in a folder of wheels, SITE=. OUT gets figures as they are made, and the report. Fails if a part failed.
+OUT ?= runs/gpu
 COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
-CACHE ?= $(wildcard results/h200/cache.tgz)
 GPU_FLAGS ?=
 GPU_PYTHON ?= $(PYTHON)
-GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS)
-gpu:  ## tests and measurements on a CUDA device, within nine minutes
-	$(GPU_RUN) --seconds $(GPU_SECONDS) $(if $(COMMIT),--commit $(COMMIT)) $(if $(CACHE),--cache $(CACHE))
+GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS) \
+  $(if $(COMMIT),--commit $(COMMIT)) $(if $(SITE),--site $(SITE)) $(if $(MODEL),--model $(MODEL))
+gpu:  ## tests and measurements on a CUDA device, within seven minutes
+	$(GPU_RUN)
 
 gpu-dry: GPU_PYTHON = $(BIN)/python
-gpu-dry: setup  ## every section of it on the CPU, in tiny sizes
+gpu-dry: setup  ## all of it on the CPU, in tiny sizes
 	$(GPU_RUN) --dry

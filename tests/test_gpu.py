@@ -67,7 +67,7 @@ def core_missing(model: LoadedModel) -> str:
 
 @cuda_only
 def test_nothing_of_the_core_is_done_without() -> None:
-    model = bundled("float32", draft=True)
+    model = bundled("bfloat16", draft=True)
     # the first one's graphs are gone by the second
     twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]
     assert twice[0] == twice[1]
@@ -128,7 +128,7 @@ def test_replayed_programs_write_the_text_of_others(
     method: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same programs without graphs, and of steps that the host takes launch by launch."""
-    model = bundled("float32", draft=True)
+    model = bundled("bfloat16", draft=True)
     replayed = demo_text(model, method, 500)
     assert not core_missing(model)
     if without == "graphs":

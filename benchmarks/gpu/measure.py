@@ -1,6 +1,6 @@
-"""The process that measures: sections in the order given, each until its time is up.
+"""The process that measures, alone: sections in order, each until its time is up.
 
-python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000 passes steps
+python -m benchmarks.gpu.measure --folder runs/gpu --until 1700000000
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import faulthandler
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.gpu import GRACE, LEAST, probe
-from benchmarks.gpu import SECTIONS as SECONDS
+from benchmarks.gpu import SECTIONS, probe
 from benchmarks.gpu.clocks import interleaved
-from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, add_tiny_shapes, at_context, noisy
+from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, at_context, noisy
 from benchmarks.peers import Clock
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
@@ -32,141 +31,85 @@ from tswift.engine import Generation
 from tswift.forward.target import Target, prefill
 from tswift.models.checkpoint import shape_config
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import available_bytes, environment, synchronize
+from tswift.models.devices import environment, synchronize
 from tswift.models.shapes import random_weights, shape_of
 from tswift.sampling.parameters import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0, min_p=0.0, penalty=1.0)
-_ROOM = 4e9  # bytes left free beside the caches
 _PER_STEP = 40  # tokens for which there is room, per timed step
 _PEER_TOKENS = 32
 
 
 def passes(run: Run) -> None:
-    """Passes of the main shape."""
-    _passes(run, run.scale.main, run.scale.contexts, run.scale.nodes)
-
-
-def shapes(run: Run) -> None:
-    """A few passes of the other shapes."""
-    for name in run.scale.others:
-        if run.late(run.scale.load):
-            return
-        _passes(run, name, run.scale.contexts[:3], run.scale.nodes[:1] + run.scale.nodes[2:5:2])
-
-
-def _passes(run: Run, name: str, contexts: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     """Milliseconds of a pass and its logits beside its floor,
     and of the draft pass over a partial cache.
-
-    Verification passes have the model's fixed width; at the first context they are also timed
-    without one.
     """
-    target = run.model(name).target
-    nodes = tuple(count for count in nodes if count <= (target.width or count))
-    most = max(nodes)
-    free = (available_bytes(target.device) or 1e15) - (_ROOM if run.device.type == "cuda" else 0.0)
-    slots = min(free / target.kv_shape.bytes_per_token, target.max_positions)
-    contexts = tuple(context for context in contexts if context + most <= slots)
-    if not contexts:
-        return run.note("left out", why=f"{name}: too little memory for any cache")
-    full = FullKV(target.kv_shape, max(contexts) + most)
+    target = run.model.target
+    contexts = run.scale.contexts[:2]
+    full = FullKV(target.kv_shape, max(contexts) + max(run.scale.nodes))
     part = PartialKV(target.kv_shape, run.scale.budget)
-    loose = FullKV(target.kv_shape, contexts[0] + most)
-    started = time.perf_counter()
-    for kv, limit in ((full, most), (part, 1), (loose, most)):
+    for kv, limit in ((full, max(run.scale.nodes)), (part, 1)):
         noisy(kv)
-        with patch.object(target, "width", None if kv is loose else target.width):
-            # as with --no-exact
-            target.prepare(kv, limit)
-    synchronize(target.device)
-    run.note(
-        "prepared",
-        shape=name,
-        seconds=time.perf_counter() - started,
-        graphs=target.fallbacks.graph_fault,
-    )
+        target.prepare(kv, limit)
     shape = shape_of(target.model, target.dtype.itemsize)
     for context in contexts:
         if run.late():
-            return None
+            return
         runs = {
             ("verify", context, count): probe.one_pass(target, full, count, context)
-            for count in nodes
+            for count in run.scale.nodes
         }
         if context == contexts[0]:
             runs["draft", run.scale.budget, 1] = probe.one_pass(target, part, 1, run.scale.budget)
-            for count in nodes:
-                runs["verify, any width", context, count] = probe.one_pass(
-                    target, loose, count, context
-                )
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
             floor = float(pass_seconds(shape, run.machine, held, 1))
-            about = {"shape": name, "kind": kind, "context": held, "nodes": count}
+            about = {"kind": kind, "context": held, "nodes": count}
             run.note("passes", **about, ms=1e3 * seconds, floor=1e3 * floor, x=seconds / floor)
-    return None
 
 
 def steps(run: Run) -> None:
     """A prompt, real steps at several contexts, and what they come to over the whole text."""
-    model = run.model(run.scale.main)
     contexts = run.scale.contexts
-    begun = min(contexts)
-    for exact, written in ((True, False), (False, False), (True, True)):
-        _prompt(run, model.target, begun, exact, written)
-    cases = [
+    for written in (False, True):
+        _prompt(run, run.model.target, min(contexts), written)
+    for method, nodes, exact, some in (
         ("ar", None, True, contexts),
-        *(("tokenswift", count, True, contexts) for count in run.scale.step_nodes),
-        *((method, None, True, contexts[:2]) for method in ("auto", "cascade")),
-        ("ar", None, False, contexts),
-    ]
-    for method, nodes, exact, some in cases:
+        ("tokenswift", None, True, contexts),
+        ("medusa", None, True, contexts[:2]),
+        ("auto", None, True, contexts[:2]),
+        ("cascade", None, True, contexts[:2]),
+        ("tokenswift", run.scale.tree // 2, True, contexts),
+        ("ar", None, False, contexts[:1]),
+    ):
         per_token: dict[int, float] = {}
-        about = {
-            "method": method if exact else f"{method}, --no-exact",
-            "nodes": nodes or "default",
-        }
+        about = {"method": method, "nodes": nodes, "exact": exact}
         about["simulated alpha"] = None if method == "ar" else ALPHA
         for context in some:
             if run.late():
                 break
-            with patch.object(model.target, "width", model.target.width if exact else None):
-                decode = at_context(model, method, context, _PER_STEP * run.scale.steps, nodes)
+            with patch.object(run.model.target, "width", run.model.target.width if exact else None):
+                decode = at_context(run.model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
             per_token[context] = figures["ms"] / 1e3 / figures["tokens"]
             run.note("steps", **about, context=context, **figures)
             del decode
             run.tidy()
         if len(per_token) > 1:
-            seconds = integrated(per_token, begun, TOKENS)
-            run.note(
-                "integrated from steps",
-                **about,
-                contexts=len(per_token),
-                prefill=begun,
-                seconds=seconds,
-            )
+            seconds = integrated(per_token, min(contexts), TOKENS)
+            run.note("integrated", **about, contexts=len(per_token), seconds=seconds)
 
 
-def _prompt(run: Run, target: Target, tokens: int, exact: bool, written: bool) -> None:
+def _prompt(run: Run, target: Target, tokens: int, written: bool) -> None:
     """Seconds of forwarding a prompt, or a text that was written before, the second time."""
     ids = [index * 7919 % target.vocab_size for index in range(tokens)]
-    with patch.object(target, "width", target.width if exact else None):
-        for _ in range(2):
-            kv = FullKV(target.kv_shape, tokens)
-            synchronize(target.device)
-            started = time.perf_counter()
-            prefill(target, ids, kv, 0 if written else None)
-            synchronize(target.device)
-            seconds = time.perf_counter() - started
-    run.note(
-        "prompt",
-        tokens=tokens,
-        exact=exact,
-        written=written,
-        wide=target.wide_text,
-        seconds=seconds,
-    )
+    for _ in range(2):
+        kv = FullKV(target.kv_shape, tokens)
+        synchronize(target.device)
+        started = time.perf_counter()
+        prefill(target, ids, kv, 0 if written else None)
+        synchronize(target.device)
+        seconds = time.perf_counter() - started
+    run.note("prompt", tokens=tokens, written=written, wide=target.wide_text, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
@@ -201,7 +144,7 @@ def simulated(run: Run) -> None:
     """A text with simulated acceptance, step by step, as far as it comes."""
     length = run.scale.text
     prefill = min(run.scale.contexts)
-    steps = at_context(run.model(run.scale.main), "tokenswift", prefill, length).steps()
+    steps = at_context(run.model, "tokenswift", prefill, length).steps()
     started = time.perf_counter()
     tokens = 0
     shown = 0
@@ -229,9 +172,7 @@ def generate(run: Run) -> None:
     """
     name = SHAPE_PREFIX + run.scale.main
     context = run.scale.peer
-    decode = at_context(
-        run.model(run.scale.main), "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY
-    )
+    decode = at_context(run.model, "ar", context, _PER_STEP * run.scale.steps, params=_GREEDY)
     ours = _timed(run, decode)["ms"]
     run.note("generate", what="tswift, ar", context=context, ms=ours, x=1.0)
     del decode
@@ -248,14 +189,20 @@ def generate(run: Run) -> None:
     run.note("generate", what="transformers, generate", context=context, ms=theirs, x=theirs / ours)
 
 
-SECTIONS: dict[str, Callable[[Run], None]] = {
-    "probe": probe.measure,
-    "passes": passes,
-    "steps": steps,
-    "simulated": simulated,
-    "shapes": shapes,
-    "generate": generate,
-}
+def parts(run: Run) -> None:
+    """What a pass and a step consist of; one that fails does not take the rest along."""
+    for part in (probe.by_kernel, probe.idle, probe.memory, probe.sampler, probe.products):
+        if run.late():
+            return
+        try:
+            part(run)
+        except Exception as error:
+            traceback.print_exc()
+            run.note("left out", why=f"{part.__name__}: {type(error).__name__}: {str(error)[:200]}")
+        run.tidy()
+
+
+_SECTIONS = {each.__name__: each for each in (steps, passes, parts, generate, simulated)}
 
 
 def main() -> int:
@@ -264,42 +211,29 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch")
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("sections", nargs="+")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
-    if args.dry:
-        add_tiny_shapes()
-    run = Run(
-        args.folder, DRY if args.dry else Scale(), torch.device("cpu" if args.dry else "cuda")
-    )
+    device = torch.device("cpu" if args.dry else "cuda")
+    run = Run(args.folder, DRY if args.dry else Scale(), device, "about")
     run.machine = measure_machine(run.device, torch.bfloat16)
     run.note("environment", **{**environment(run.device), **asdict(run.machine)})
-    for name in args.sections:
-        if args.until - time.time() < LEAST:
-            break
+    faulthandler.dump_traceback_later(args.until - time.time(), exit=True)  # something hangs then
+    failed = False
+    for name, seconds in SECTIONS.items():
         run.section = name
-        run.until = min(args.until, time.time() + SECONDS[name])
-        # it hangs then
-        faulthandler.dump_traceback_later(run.until - time.time() + GRACE, exit=True)
-        run.note("begun")
+        run.until = min(args.until, time.time() + seconds)
         started = time.time()
         state = "done"
         try:
-            SECTIONS[name](run)
+            if not run.late():
+                _SECTIONS[name](run)
+            run.tidy()
         except Exception as error:
             traceback.print_exc()
-            state = (
-                f"failed: {type(error).__name__}: "
-                f"{(str(error).strip().splitlines() or [''])[0][:300]}"
-            )
-        run.note("ended", seconds=time.time() - started, state=state)
-        if run.spoiled:  # a new process goes on
-            return 1
-        try:
-            run.tidy()
-        except RuntimeError:  # after an illegal access every call fails: a new process goes on
-            return 1
-    return 0
+            state = f"failed: {type(error).__name__}: {str(error).strip()[:300]}"
+            failed = True
+        run.note("ended", state=state, seconds=time.time() - started)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,19 @@
-"""Where the time goes: idle gaps, kernels of a pass, memory rates, tiles of the attention,
-the sampler.
-"""
+"""Where the time goes: kernels of a pass, idle gaps, rates of memory and products, the sampler."""
 
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from benchmarks.gpu.clocks import covered, interleaved, kernels, replayed
 from benchmarks.gpu.run import Run, at_context, noisy
-from tswift.attention.sdpa import Layout
 from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.drafter import DraftTree
 from tswift.forward.target import Target
@@ -28,36 +24,14 @@ from tswift.sampling.rule import Sampler
 
 _NAMED = 14  # kernels listed by name
 _PROFILED = 10  # steps whose kernels are recorded
-# Of the attention kernel: rows and keys of a tile, warps, stages, registers.
-_CONFIGURATIONS = [
-    (16, 32, 4, 3),
-    (16, 64, 4, 3),
-    (16, 64, 4, 4),
-    (32, 64, 4, 3),
-    (64, 32, 4, 2),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (128, 32, 8, 3),
-    (128, 32, 8, 4, 128),
-    (128, 64, 8, 2),
-    (128, 64, 8, 3),
-    (256, 32, 8, 3),
-    (256, 32, 16, 3),
-]
-_CANDIDATES = 3  # per row
-
-
-def measure(run: Run) -> None:
-    """All parts, the most telling first; one that fails does not take the rest along."""
-    for part in (idle, by_kernel, memory, attention, sampler, tiles):
-        if run.late():
-            return
-        try:
-            part(run)
-        except Exception as error:
-            traceback.print_exc()
-            run.note("left out", why=f"{part.__name__}: {type(error).__name__}: {str(error)[:200]}")
-        run.tidy()
+_PRODUCTS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+_ROWS = (1, 16, 32, 64)
 
 
 def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
@@ -80,7 +54,7 @@ def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[
 
 def idle(run: Run) -> None:
     """How much of a real step the device has nothing to do."""
-    model = run.model(run.scale.main)
+    model = run.model
     count = run.scale.steps
     context = sorted(run.scale.contexts)[len(run.scale.contexts) // 2]
     for method in ("tokenswift", "ar"):
@@ -110,7 +84,7 @@ def _take(steps: Iterator[Any], count: int) -> None:
 
 def by_kernel(run: Run) -> None:
     """What a pass consists of: microseconds by kernel."""
-    target = run.model(run.scale.main).target
+    target = run.model.target
     few = min(run.scale.contexts)
     many = max(run.scale.contexts)
     kv = FullKV(target.kv_shape, many + run.scale.tree)
@@ -141,55 +115,27 @@ def memory(run: Run) -> None:
         run.note("memory", what=f"L2, {megabytes} MB read 64 times", TBps=rate)
 
 
-def attention(run: Run) -> None:
-    """One layer's attention of the main shape, by nodes and context."""
-    _attention(run, run.scale.nodes, [None])
+def products(run: Run) -> None:
+    """What skinny products reach by rows: cuBLAS's and ours."""
+    from tswift.forward.layer_kernels import multiply
+
+    made = {"dtype": torch.bfloat16, "device": run.device}
+    for name, (out, width) in _PRODUCTS.items():
+        if run.device.type == "cpu":
+            out, width = 128, 64
+        weights = torch.randn(max(1, run.scale.products // (2 * out * width)), out, width, **made)
+        rates = {}
+        for rows in _ROWS:
+            given = torch.randn(rows, width, **made)
+            for whose, product in (("cuBLAS", linear), ("ours", multiply)):
+                seconds = replayed(partial(_multiply, product, given, weights), run.device)
+                rates[f"{rows} rows, {whose}, TB/s"] = weights.nbytes / seconds / 1e12
+        run.note("products", product=name, **rates)
 
 
-def tiles(run: Run) -> None:
-    """The same with other configurations of the kernel."""
-    nodes = (run.scale.tree, *(count for count in run.scale.nodes if count != run.scale.tree))
-    _attention(run, nodes, _CONFIGURATIONS if run.device.type == "cuda" else _CONFIGURATIONS[:1])
-
-
-def _attention(run: Run, counts: Sequence[int], tried: Sequence[tuple[int, ...] | None]) -> None:
-    from tswift.attention import triton as backend
-
-    config = shape_config(SHAPE_PREFIX + run.scale.main)
-    heads = config.num_key_value_heads
-    size = config.hidden_size // config.num_attention_heads
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    layout = Layout(heads, config.num_attention_heads // heads, dtype, run.device)
-    contexts = (
-        (max(run.scale.contexts), min(run.scale.contexts)) if run.device.type == "cuda" else (60,)
-    )
-    made = {"dtype": dtype, "device": run.device}
-    keys, values = torch.randn(2, heads, contexts[0] + 128, size, **made)
-    for nodes, tile in product(counts, tried):
-        rows = nodes * layout.groups
-        if tile and not (rows <= tile[0] <= 2 * max(8, rows) or 64 <= tile[0] < rows):
-            continue
-        query = torch.randn(nodes, config.num_attention_heads, size, **made).transpose(0, 1)
-        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=run.device).tril()
-        for context in contexts:
-            if run.late():
-                return
-            length = torch.tensor(context, dtype=torch.int32, device=run.device)
-            about = {"nodes": nodes, "configuration": str(tile or "in use"), "context": context}
-            chosen = (
-                (lambda *_, tile=tile: backend.Configuration(*tile))
-                if tile
-                else backend.configuration
-            )
-            try:
-                with patch.object(backend, "configuration", chosen):
-                    attend = backend.TritonAttention(layout, length, nodes, ancestors)
-                    seconds = replayed(partial(attend, query, keys, values, size**-0.5), run.device)
-            except Exception as error:  # a tile that does not fit: the next one may
-                run.note("attention", **about, error=f"{type(error).__name__}: {str(error)[:100]}")
-                break
-            rate = 2 * context * heads * size * dtype.itemsize / seconds / 1e12
-            run.note("attention", **about, us=1e6 * seconds, TBps=rate)
+def _multiply(product: Callable[[Tensor, Tensor], Any], rows: Tensor, weights: Tensor) -> None:
+    for weight in weights:
+        product(rows, weight)
 
 
 def sampler(run: Run) -> None:

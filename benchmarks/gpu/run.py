@@ -40,69 +40,66 @@ class Scale:
     """How much is measured."""
 
     main: str = "llama3.1-8b"  # shape of which everything is measured
-    others: tuple[str, ...] = ("yarn-llama2-7b-128k", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-1.5b")
     # tokens, in order of value
-    contexts: tuple[int, ...] = (4096, 100_000, 50_000, 20_000, 75_000, 35_000)
-    nodes: tuple[int, ...] = (1, 8, 16, 24, 32, 48, 64)  # of verification passes
+    contexts: tuple[int, ...] = (4096, 100_000, 50_000)
+    nodes: tuple[int, ...] = (1, 8, 16, 32)  # of verification passes
     tree: int = 32  # nodes of the pass whose kernels are looked at
-    step_nodes: tuple[int | None, ...] = (None, 16)  # --nodes of real steps; None for the default
     budget: int = 4096  # tokens of the partial cache that a draft pass reads
-    rounds: int = 20  # timed passes of each kind
-    steps: int = 30  # timed steps of each kind
-    text: int = 20_000  # tokens with simulated acceptance
+    rounds: int = 12  # timed passes of each kind
+    steps: int = 20  # timed steps of each kind
+    text: int = 12_000  # tokens with simulated acceptance
     peer: int = 8192  # tokens of the prompt of transformers' generate
-    load: float = 60.0  # seconds that one more shape takes
+    # that methods write, and of their prompt: by a shape, and by a model with a tokenizer
+    texts: tuple[int, int] = (120, 4096)
+    own_texts: tuple[int, int] = (2000, 1024)
+    products: int = 400_000_000  # bytes of weights that no L2 holds
 
 
 DRY = Scale(
     main="tiny-llama",
-    others=("tiny-mha",),
     contexts=(1100, 1200),  # n-grams are taken from what has left the penalty's window of 1,024
     nodes=(1, 8),
     tree=8,
-    step_nodes=(None, 4),
     budget=128,
     rounds=2,
     steps=3,
     text=40,
     peer=48,
-    load=0.0,
+    texts=(12, 60),
+    own_texts=(12, 60),
+    products=0,
 )
 
 
-def add_tiny_shapes() -> None:
-    """Make the shapes of a dry run known."""
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "max_position_embeddings": 4096,
-    }
-    for name, kv_heads in (("tiny-llama", 2), ("tiny-mha", 4)):
-        SHAPES[name] = LlamaConfig(
-            **sizes,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            dtype="bfloat16",
-        )
+def add_tiny_shape() -> None:
+    """Make the shape of a dry run known."""
+    SHAPES[DRY.main] = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        max_position_embeddings=4096,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        dtype="bfloat16",
+    )
 
 
 class Run:
     """A process that measures: its section and when that ends, the device's rates, and a model."""
 
-    def __init__(self, folder: Path, scale: Scale, device: torch.device) -> None:
+    def __init__(self, folder: Path, scale: Scale, device: torch.device, section: str) -> None:
         self.folder, self.scale, self.device = folder, scale, device
-        self.section = "about"
+        self.section = section
         self.until = 0.0
         self.machine = Machine(1.0, 1.0)
         self._model: LoadedModel | None = None
+        if scale is DRY:
+            add_tiny_shape()
 
-    def late(self, seconds: float = 0.0) -> bool:
-        """Whether fewer seconds are left to the section;
-        it is noted then that something is left out.
-        """
-        if self.until - time.time() < seconds:
+    def late(self) -> bool:
+        """Whether no time is left to the section; it is noted then that something is left out."""
+        if self.until < time.time():
             self.note("left out", why="its time was up")
             return True
         return False
@@ -111,36 +108,33 @@ class Run:
         """Write one figure, or one row of figures, at once."""
         note(self.folder, self.section, table, **values)
 
-    def model(self, name: str) -> LoadedModel:
-        """A shape with random weights; the one before is let go of."""
-        if self._model is None or self._model.name != SHAPE_PREFIX + name:
-            self.drop_model()
-            started = time.perf_counter()
-            self._model = model = load(SHAPE_PREFIX + name, device=str(self.device))
-            if self.device.type == "cpu":
-                # decode as on a GPU, by programs, without the slow interpreter
-                from tests.forward.test_passes import LengthOnDevice
+    def load(self, name: str, **how: Any) -> LoadedModel:
+        """A model in bfloat16, and what is told of it."""
+        started = time.perf_counter()
+        model = load(name, device=str(self.device), dtype="bfloat16", **how)
+        if self.scale is DRY and model.simulated:
+            # decode as on a GPU, by programs, without the slow interpreter
+            from tests.forward.test_passes import LengthOnDevice
 
-                model.target.backend = LengthOnDevice
+            model.target.backend = LengthOnDevice
+        synchronize(model.target.device)
+        about = {
+            key: model.about()[key]
+            for key in ("name", "dtype", "attention", "layers", "exact", "heads")
+        }
+        about["inexact"] = model.target.fallbacks.get("exact")
+        self.note("loaded", **about, seconds=time.perf_counter() - started)
+        return model
+
+    @property
+    def model(self) -> LoadedModel:
+        """The shape that is measured, with random weights that draw few tokens."""
+        if self._model is None:
+            self._model = model = self.load(SHAPE_PREFIX + self.scale.main)
             rows = model.target.model.get_output_embeddings().weight[: _words(model)]
             with torch.inference_mode():  # hidden states are as long as the root of their size
                 rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
-            synchronize(model.target.device)
-            about = {
-                key: model.about()[key]
-                for key in ("name", "dtype", "attention", "layers", "exact", "heads")
-            }
-            about |= {
-                "inexact": model.target.fallbacks.get("exact"),
-                "graphs": model.target.fallbacks.graph_fault,
-            }
-            self.note("loaded", **about, seconds=time.perf_counter() - started)
         return self._model
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether a capture has failed, after which nothing in this process can be relied on."""
-        return self._model is not None and spoiled(self._model)
 
     def drop_model(self) -> None:
         """Let go of the model."""
@@ -153,12 +147,6 @@ class Run:
             gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-
-
-def spoiled(model: LoadedModel) -> bool:
-    """Whether a capture of a model has failed."""
-    graphs = model.target._graphs
-    return graphs is not None and graphs.spoiled
 
 
 def at_context(

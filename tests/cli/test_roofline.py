@@ -12,6 +12,7 @@ import tswift.benchmarking.roofline as roofline_module
 from tests.cli.conftest import Tswift
 from tswift.benchmarking.roofline import Machine
 
+MEASURED = Path(__file__).parents[2] / "results" / "h100" / "figures.jsonl"
 LLAMA = ("roofline", "--model", "shape:llama3.1-8b", "--device", "a100-80g")
 
 
@@ -22,6 +23,21 @@ def test_the_papers_table_2(tswift: Tswift) -> None:
     assert "loading time of the weights 7.4 ms" in lines
     assert "computing time of a node at 131,072 tokens 0.3 ms" in lines
     assert "Roofline: shape:llama3.1-8b, bfloat16, a100-80g" in lines
+
+
+def test_on_a_device_that_was_measured_passes_are_reckoned(tswift: Tswift) -> None:
+    """Those of 1 to 16 nodes that were measured there are as long as that."""
+    words = (*LLAMA[:-1], "h100", "--context", "4096,100000", "--nodes", 1)
+    record = json.loads(tswift(*words, "--json", "-").out)
+    reckoned = {each["context"]: 1e3 * each["reckoned_seconds"] for each in record["passes"]}
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    passes = [row for row in rows if row["table"] == "passes" and row["kind"] == "verify"]
+    seen = [(row["context"], row["ms"]) for row in passes if row["nodes"] <= 16]
+    assert len(seen) == 6
+    for context, measured in seen:
+        assert reckoned[context] == pytest.approx(measured, rel=0.08)
+    assert "reckoned, not measured" in tswift(*words).out.decode()
+    assert "reckoned" not in tswift(*LLAMA, "--json", "-").out.decode()
 
 
 def test_json_of_a_job(tswift: Tswift) -> None:

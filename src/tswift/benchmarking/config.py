@@ -334,7 +334,9 @@ class RooflineQuery:
         panel="Model",
     )
     device: str | None = _machine(
-        None, "a100-80g, h100-sxm, h200; or here, cpu, cuda, cuda:1 ...: measured.", shown="here"
+        None,
+        "a100-80g, h100-sxm, h200; h100, as measured; or here, cpu, cuda, cuda:1 ...: measured.",
+        shown="here",
     )
     bandwidth: float | None = _machine(
         None, "Instead of --device: memory bandwidth in GB/s.", least=1e-9, most=1e9

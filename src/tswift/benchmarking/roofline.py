@@ -64,13 +64,16 @@ _LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
 # Published: the paper's table 2 for the A100; NVIDIA's data sheets for the others. FLOP rates are
-# dense and of 16 bits.
+# dense and of 16 bits. Measured: the H100 of results/h100.
 MACHINES = {
     "a100-80g": Machine(2.04e12, 312e12),
+    "h100": Machine(3.08e12, 799e12),
     "h100-sxm": Machine(3.35e12, 989e12),
     "h200": Machine(4.8e12, 989e12),
 }
 _DTYPES = ("bfloat16", "float16")
+# Seconds that a pass of up to 16 nodes took for each layer beside its bytes, where it was measured
+_BESIDE = {"h100": 57e-6}
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     else:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
-    found = floors(shape, machine, query, max_positions(config))
+    found = floors(shape, machine, query, max_positions(config), _BESIDE.get(where, 0.0))
     about = {"model": query.model, "dtype": words, "device": where}
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
 
@@ -353,6 +356,7 @@ class PassFloor:
     loading_seconds: float
     computing_seconds: float
     floor_seconds: float
+    reckoned_seconds: float | None = None  # what it takes, as one took that was measured
 
 
 @dataclass(frozen=True)
@@ -374,6 +378,9 @@ class Floors:
         for name in ("weight_bytes", "kv_bytes", "state_bytes"):
             shape[name] = getattr(self.shape, name)
         rest = {name: value for name, value in asdict(self).items() if name != "note"}
+        for each in rest["passes"]:
+            if each["reckoned_seconds"] is None:
+                del each["reckoned_seconds"]
         return {**rest, "shape": shape}
 
     def tables(self, label: str) -> list[Table]:
@@ -417,14 +424,26 @@ class Floors:
             "Real passes take longer: tswift bench says by how much.",
             *([f"{self.note}."] if self.note else []),
         ]
+        reckoned = [each.reckoned_seconds for each in self.passes if each.reckoned_seconds]
+        if reckoned:
+            columns.append("reckoned")
+            rows = [[*row, _milliseconds(each)] for row, each in zip(rows, reckoned, strict=True)]
+            notes.append(
+                "reckoned, not measured: the floor, and for each layer what a pass of Llama 3.1 "
+                "8B's shape took beside it on one H100 (results/h100)."
+            )
         return [
             Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1),
             Table(f"Least time of a pass: {label}", columns, rows, notes=notes),
         ]
 
 
-def floors(shape: Shape, machine: Machine, query: RooflineQuery, positions: int) -> Floors:
-    """Floors that a query asks for, of a model with so many ``positions``."""
+def floors(
+    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, beside: float = 0.0
+) -> Floors:
+    """Floors that a query asks for, of a model with so many ``positions``, and what a pass takes if
+    a layer takes ``beside`` seconds more.
+    """
     given = {"lens" if name == "length" else name for name in query.given}
     prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
     note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
@@ -445,7 +464,8 @@ def floors(shape: Shape, machine: Machine, query: RooflineQuery, positions: int)
             shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes,
             loading_seconds(shape, machine, context),
             computing_seconds(shape, machine, context, nodes),
-            float(pass_seconds(shape, machine, context, nodes)),
+            floor := float(pass_seconds(shape, machine, context, nodes)),
+            floor + shape.layers * beside if beside else None,
         )
         for context in contexts
         for nodes in query.nodes
