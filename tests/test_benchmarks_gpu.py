@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,18 @@ def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
     found = command.targets(rows)
     assert [row["verdict"] for row in found] == [verdict] * 5
     assert {row["measured, worst"] for row in command.targets([])} == {"not measured"}
+
+
+def test_published_tables_are_those_of_the_raw_figures() -> None:
+    path = ROOT / "results" / "h100" / "tables.py"
+    spec = spec_from_file_location("tables_of_h100", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    published = path.with_name("README.md").read_text()
+    assert all(table() in published for table in module.TABLES)
+    assert module.texts() in (ROOT / "README.md").read_text()
 
 
 def test_a_text_is_integrated_over_its_contexts() -> None:

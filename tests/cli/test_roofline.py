@@ -12,7 +12,7 @@ import tswift.benchmarking.roofline as roofline_module
 from tests.cli.conftest import Tswift
 from tswift.benchmarking.roofline import Machine
 
-MEASURED = Path(__file__).parents[2] / "results" / "h100" / "figures.jsonl"
+MEASURED = Path(__file__).parents[2] / "results" / "h100" / "figures-simulated.jsonl"
 LLAMA = ("roofline", "--model", "shape:llama3.1-8b", "--device", "a100-80g")
 
 
