@@ -46,7 +46,7 @@ TABLES = {
     EQUALITY: {"loaded", "methods", "bits", "tests", "ended"},
     "steps": {"loaded", "prompt", "steps", "integrated", "ended"},
     "passes": {"passes", "ended"},
-    "parts": {"pass", "idle", "memory", "sampler", "products", "ended"},
+    "parts": {"pass", "idle", "memory", "sampler", "ended"},
     "generate": {"generate", "ended"},
     "simulated": {"simulated", "ended"},
 }

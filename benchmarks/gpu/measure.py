@@ -191,7 +191,7 @@ def generate(run: Run) -> None:
 
 def parts(run: Run) -> None:
     """What a pass and a step consist of; one that fails does not take the rest along."""
-    for part in (probe.by_kernel, probe.idle, probe.memory, probe.sampler, probe.products):
+    for part in (probe.by_kernel, probe.idle, probe.memory, probe.sampler):
         if run.late():
             return
         try:

@@ -1,4 +1,4 @@
-"""Where the time goes: kernels of a pass, idle gaps, rates of memory and products, the sampler."""
+"""Where the time goes: kernels of a pass, idle gaps, rates of memory, the sampler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
 
 from benchmarks.gpu.clocks import covered, interleaved, kernels, replayed
 from benchmarks.gpu.run import Run, at_context, noisy
@@ -24,14 +22,6 @@ from tswift.sampling.rule import Sampler
 
 _NAMED = 14  # kernels listed by name
 _PROFILED = 10  # steps whose kernels are recorded
-_PRODUCTS = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "lm_head": (128256, 4096),
-}
-_ROWS = (1, 16, 32, 64)
 
 
 def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[[], Any]:
@@ -113,29 +103,6 @@ def memory(run: Run) -> None:
         part = big[: megabytes * million // 4].expand(64, -1)
         rate = 4 * part.numel() / replayed(partial(part.sum, 1), run.device) / 1e12
         run.note("memory", what=f"L2, {megabytes} MB read 64 times", TBps=rate)
-
-
-def products(run: Run) -> None:
-    """What skinny products reach by rows: cuBLAS's and ours."""
-    from tswift.forward.layer_kernels import multiply
-
-    made = {"dtype": torch.bfloat16, "device": run.device}
-    for name, (out, width) in _PRODUCTS.items():
-        if run.device.type == "cpu":
-            out, width = 128, 64
-        weights = torch.randn(max(1, run.scale.products // (2 * out * width)), out, width, **made)
-        rates = {}
-        for rows in _ROWS:
-            given = torch.randn(rows, width, **made)
-            for whose, product in (("cuBLAS", linear), ("ours", multiply)):
-                seconds = replayed(partial(_multiply, product, given, weights), run.device)
-                rates[f"{rows} rows, {whose}, TB/s"] = weights.nbytes / seconds / 1e12
-        run.note("products", product=name, **rates)
-
-
-def _multiply(product: Callable[[Tensor, Tensor], Any], rows: Tensor, weights: Tensor) -> None:
-    for weight in weights:
-        product(rows, weight)
 
 
 def sampler(run: Run) -> None:

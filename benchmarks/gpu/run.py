@@ -52,7 +52,6 @@ class Scale:
     # that methods write, and of their prompt: by a shape, and by a model with a tokenizer
     texts: tuple[int, int] = (120, 4096)
     own_texts: tuple[int, int] = (2000, 1024)
-    products: int = 400_000_000  # bytes of weights that no L2 holds
 
 
 DRY = Scale(
@@ -67,7 +66,6 @@ DRY = Scale(
     peer=48,
     texts=(12, 60),
     own_texts=(12, 60),
-    products=0,
 )
 
 
