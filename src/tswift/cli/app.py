@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with warnings_in_a_line():
+        with warnings_in_a_line(quiet=following()):  # rank 0 says it
             code = _command().main(
                 args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
             )

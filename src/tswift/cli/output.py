@@ -74,13 +74,13 @@ def complain(message: str) -> None:
 
 
 @contextmanager
-def warnings_in_a_line() -> Iterator[None]:
-    """While entered, what is slower than it could be is said in a line on stderr."""
+def warnings_in_a_line(quiet: bool) -> Iterator[None]:
+    """While entered, what is slower than it could be is said in a line on stderr, or not at all."""
 
     def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if category is not SlowWarning:
             show_others(message, category, *where, **more)
-        else:
+        elif not quiet:
             print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
 
     with warnings.catch_warnings():
