@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from tswift.decoding.stats import DecodeStats
-from tswift.engine import Request, begin, ending
+from tswift.engine import Request, begin
 from tswift.loading import LoadedModel, load
 from tswift.models.checkpoint import find_source, silence
 from tswift.models.config import DEMO, DEMO_DRAFT
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 from tswift.tables import Table
 
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "prompt-lookup", "assisted"

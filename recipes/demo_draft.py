@@ -21,12 +21,11 @@ from torch import Tensor
 from recipes.corpus import PG19, load_documents, split, token_stream
 from tswift.caches import FullKV
 from tswift.cli.output import Bars
-from tswift.engine import ending
 from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.loading import LoadedModel, load
 from tswift.models.config import DEMO
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 from tswift.training.config import DraftConfig
 from tswift.training.run import METRICS, RECORD, resume, train
 from tswift.training.tasks import MODEL, Scores, compare, mean, read_logits

@@ -101,6 +101,11 @@ def test_greedy_is_that_of_transformers(
         {},
         {"repetition_penalty": 1.2, "suppress_tokens": [20, 21]},
         {"repetition_penalty": 3.0},
+        {
+            "repetition_penalty": 1.2,
+            "min_new_tokens": 30,
+            "eos_token_id": [*range(0, 300, 2), *range(1, 300, 3)],
+        },
     ):
         settings["max_new_tokens"] = 60  # beyond the windows
         expected = model.generate(**prompt, **settings)
@@ -110,7 +115,12 @@ def test_greedy_is_that_of_transformers(
             assert found.dtype == torch.int64
             assert torch.equal(found, expected), (settings, method)
         assert torch.equal(torch.random.get_rng_state(), before)  # nothing was drawn
-    assert len(set(expected[0].tolist())) > 30  # with a penalty it does not go in circles
+        made = expected[0, prompt["input_ids"].shape[1] :].tolist()
+        if "eos_token_id" in settings:
+            assert 30 <= len(made) < 60
+    settings = {"repetition_penalty": 3.0, "max_new_tokens": 60}
+    # with a penalty it does not go in circles
+    assert len(set(model.generate(**prompt, **settings)[0].tolist())) > 30
 
 
 @pytest.mark.slow
@@ -178,7 +188,7 @@ def test_the_distribution_is_that_of_transformers(
             text, logits.clone()
         )
         seen = torch.zeros(40, 97, dtype=torch.bool).scatter_(1, text, True)
-        params = sampling_params(config)
+        params = sampling_params(config).folded()
         ours = warp(logits.clone(), seen if params.penalises else None, params)
         assert torch.equal(ours.isfinite(), theirs.isfinite())
         torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-9)
@@ -304,7 +314,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # all fields of a configuration are in a
     "cache_implementation": {"cache_implementation": "static"},
     "watermarking_config": {"watermarking_config": {"bias": 2.0, "seeding_scheme": "selfhash"}},
     "temperature": {"do_sample": True, "temperature": 0.0},
-    "repetition_penalty": {"repetition_penalty": 0.9},
+    "repetition_penalty": {"repetition_penalty": 0.0},
     "max_length": {"max_length": 3},
     "max_new_tokens": {"max_new_tokens": 5000},
     "tokenizer": {"stop_strings": "the"},

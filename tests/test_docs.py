@@ -61,7 +61,7 @@ def _commands(command: Any) -> Iterator[Any]:
 
 def test_every_option_is_on_a_page() -> None:
     text = "".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text))
     for command in _commands(typer.main.get_command(app)):
         for parameter in command.params:
             if parameter.param_type_name == "option":

@@ -42,7 +42,14 @@ _SAMPLING = (
     "eta_cutoff",
     "repetition_penalty",
 )
-_ENDING = ("max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id")
+_ENDING = (
+    "max_length",
+    "max_new_tokens",
+    "min_new_tokens",
+    "max_time",
+    "stop_strings",
+    "eos_token_id",
+)
 _NO_MATTER = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version")
 _SERVED = {*_SAMPLING, *_ENDING, *_NO_MATTER, "suppress_tokens", "return_dict_in_generate"}
 _OFF = {"cache_implementation": "dynamic", "guidance_scale": 1}  # as good as None
@@ -106,7 +113,7 @@ def generate(
             raise InputError("is missing, which stop_strings need", "tokenizer")
         criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
     try:
-        params = sampling_params(config)
+        params = replace(sampling_params(config), min_tokens=config.min_new_tokens or 0)
         loaded, turn = _adopted(model)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if config.do_sample else 0
         loaded = replace(loaded, eos_ids=_ends(config))

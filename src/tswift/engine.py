@@ -15,7 +15,7 @@ from tswift.decoding.device_step import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import agree, lockstep
 from tswift.decoding.loop import Decoding
-from tswift.decoding.text import TextStream, check_stop
+from tswift.decoding.text import TextRules, TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.costs import costs_of, measure
 from tswift.drafting.history import LogitHistory
@@ -28,13 +28,14 @@ from tswift.forward.target import Target
 from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.sampling.parameters import MAX_TOP, SamplingParams
+from tswift.sampling.parameters import MAX_TOP, SamplingParams, ending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
+_RULES = TextRules()
 _KNOWN = 64  # tokens before a step that its text may depend on
 _ROWS = 3  # of float64 for each node of a pass: logits, filtered logits, noise
 # of weights and caches, that a CUDA pass takes beside them at least: queries of a prompt's chunk,
@@ -156,7 +157,7 @@ def preflight(
     kind = find_method(demand.method)
     if demand.flexible:
         demand = replace(demand, length=fitting(demand.length, demand.prompt, spec.max_positions))
-    _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias)
+    _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     if spec.heads is not None or not kind.needs_heads:
         demand = replace(demand, options=resolve(demand.method, spec, spec.heads, demand.options))
     draft = None
@@ -247,14 +248,18 @@ class Request:
     seed: int = 0
     options: DraftOptions = _OPTIONS
     stop_at_eos: bool = False
+    ignore_eos: bool = False
     written: Sequence[int] = ()
-    stop: str | Sequence[str] = ()
+    rules: TextRules = _RULES  # those of its ends are added to these
     logprobs: int | None = None
-    stop_on_loop: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stop_at_eos, bool):
-            raise InputError(f"must be True or False, got {self.stop_at_eos!r:.60}", "stop_at_eos")
+        for name in ("stop_at_eos", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"must be True or False, got {getattr(self, name)!r:.60}", name)
+        if self.stop_at_eos and self.ignore_eos:
+            raise InputError("cannot be given together with stop_at_eos", "ignore_eos")
+        loop = self.rules.loop
         for name, fine, expected in (
             ("prompt", _are_ids(self.prompt), "a text or token ids"),
             ("length", isinstance(self.length, Integral), "an integer"),
@@ -268,13 +273,9 @@ class Request:
                 self.logprobs is None or isinstance(self.logprobs, Integral),
                 "an integer",
             ),
-            (
-                "stop_on_loop",
-                self.stop_on_loop is None or _positive(self.stop_on_loop),
-                "an integer above 0",
-            ),
+            ("stop_on_loop", loop is None or _positive(loop), "an integer above 0"),
         ):
-            value = getattr(self, name)
+            value = loop if name == "stop_on_loop" else getattr(self, name)
             if not fine or isinstance(value, bool):
                 raise InputError(f"must be {expected}, got {value!r:.60}", name)
 
@@ -289,18 +290,19 @@ class Request:
             )
         if not self.prompt:
             raise InputError("has no tokens", "prompt")
-        named = {"banned": self.params.banned, "logit_bias": self.params.logit_bias}
+        named = {
+            name: getattr(self.params, name) for name in ("banned", "logit_bias", "stop_token_ids")
+        }
         _refuse_ids(vocab_size, prompt=self.prompt, written=self.written, **named)
         most = min(MAX_TOP, vocab_size)
         if self.logprobs is not None and not 0 <= self.logprobs <= most:
             raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
 
-    def text(self, tokenizer: PreTrainedTokenizerBase) -> TextStream | None:
+    def text(self, tokenizer: PreTrainedTokenizerBase, rules: TextRules) -> TextStream | None:
         """The text so far, in which stop strings and loops are looked for; None where none is."""
-        strings = check_stop(self.stop)
-        if not strings and self.stop_on_loop is None:
+        if not rules.stop and rules.loop is None:
             return None
-        text = TextStream(tokenizer, strings, self.stop_on_loop)
+        text = TextStream(tokenizer, rules)
         text.add(self.written)
         if text.looped:
             raise InputError("the text so far ends in a loop already", "stop_on_loop")
@@ -327,7 +329,7 @@ class Generation:
 
     decoding: Decoding  # its KV cache is allocated
     depth: int  # maximum tokens drafted along a path
-    stop: tuple[int, ...]  # token ids that end the text early
+    rules: TextRules  # with the token ids that end the text early
     params: SamplingParams  # banned end-of-text tokens included
     options: DraftOptions  # resolved
     need: MemoryEstimate  # of a rank, for its own part
@@ -338,19 +340,8 @@ class Generation:
         """The steps of the decode; prefills first unless that was done (by
         all ranks or by none).
         """
-        steps = self.decoding.steps(self.stop, self.text)
+        steps = self.decoding.steps(self.rules.ends, self.text)
         return steps if self.ranks.count == 1 else lockstep(steps, self.ranks)
-
-
-def ending(
-    params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool
-) -> tuple[SamplingParams, tuple[int, ...]]:
-    """Sampling parameters and stop tokens: end at an end-of-text token,
-    or at an exact length by never drawing one.
-    """
-    if stop_at_eos:
-        return params, tuple(eos_ids)
-    return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), ()
 
 
 def begin(
@@ -374,8 +365,11 @@ def begin(
     request = ranks.share(request)
     with ranks.fail_together():
         request.check(model.target.vocab_size)
-        text = request.text(model.tokenizer)
-        params, eos_ids = ending(request.params, model.eos_ids, request.stop_at_eos)
+        params, ends = ending(
+            request.params, model.eos_ids, request.stop_at_eos, request.ignore_eos
+        )
+        rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
+        text = request.text(model.tokenizer, rules)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
             warn_of_fallbacks(model.target)
@@ -413,7 +407,7 @@ def begin(
             request.written,
             request.logprobs,
         )
-    return Generation(decoding, drafter.depth, eos_ids, params, resolved, need, ranks, text)
+    return Generation(decoding, drafter.depth, rules, params, resolved, need, ranks, text)
 
 
 @wraps(loading.load)
@@ -435,10 +429,13 @@ def generate(
     seed: int = 0,
     options: DraftOptions | None = None,
     stop_at_eos: bool = False,
+    ignore_eos: bool = False,
     written: Sequence[int] = (),
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
     stop_on_loop: int | None = None,
+    include_stop_str_in_output: bool = False,
+    skip_special_tokens: bool = True,
 ) -> Iterator[Step]:
     """Continue a text.
 
@@ -455,6 +452,7 @@ def generate(
             default.
         stop_at_eos: end at an end-of-text token, which is the last one then. Otherwise those are
             never drawn.
+        ignore_eos: draw end-of-text tokens like any other, and go on after them.
         written: the tokens that an earlier call with the same arguments has generated so far: the
             text goes on as that call's would have. It must not have come to its end; that is not
             checked of end-of-text tokens.
@@ -463,6 +461,9 @@ def generate(
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones
             (0 to 20): ``Step.logprobs``, see ``tswift.sampling.rule.row_type``.
         stop_on_loop: end the text when the same so many tokens stand there thrice in a row.
+        include_stop_str_in_output: the steps' texts have what ended the text: the stop string, or
+            the token, unless that is skipped.
+        skip_special_tokens: they have no special tokens.
 
     Returns:
         An iterator of steps, each with one or more new tokens. The text so far is prefilled when
@@ -481,16 +482,25 @@ def generate(
         seed,
         _OPTIONS if options is None else options,
         stop_at_eos,
+        ignore_eos,
         written,
-        stop,
+        TextRules(
+            check_stop(stop),
+            stop_on_loop,
+            skip_special=skip_special_tokens,
+            include_stop=include_stop_str_in_output,
+            include_end=include_stop_str_in_output,
+        ),
         logprobs,
-        stop_on_loop,
     )
     refuse_unused([method], request.options.changed())
     run = begin(model, request)
     if not hasattr(model.tokenizer, "backend_tokenizer"):  # random weights have no texts
         return run.steps()
-    return _with_text(run, length, written, TextStream(model.tokenizer, check_stop(stop)))
+    # of what is there already it knows the end alone
+    least = run.rules.least - max(0, len(written) - _KNOWN)
+    rules = replace(run.rules, loop=None, least=least)
+    return _with_text(run, length, written, TextStream(model.tokenizer, rules))
 
 
 def _with_text(
@@ -502,7 +512,7 @@ def _with_text(
     for step in run.steps():
         count += len(step.tokens)
         text = stream.add(step.tokens)
-        ended = run.text is not None and run.text.ended
-        if count >= length or step.tokens[-1] in run.stop or ended:
+        ended = stream.ended or (run.text is not None and run.text.ended)
+        if count >= length or ended:
             text += stream.finish()  # nothing is to come that could complete it
         yield replace(step, text=text)

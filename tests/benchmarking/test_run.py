@@ -61,6 +61,7 @@ from tswift.benchmarking.workloads import Prompt, Text, encode, read_texts
 from tswift.decoding.drafter import DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
+from tswift.decoding.text import TextRules
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, MemoryEstimate
 from tswift.errors import InputError
@@ -83,7 +84,7 @@ def run_of(method: str, length: int, seed: int = 3) -> Run:
     run = Run(
         method,
         method,
-        Generation(decoding, drafter.depth, (), PLAIN, drafting, MemoryEstimate(0)),
+        Generation(decoding, drafter.depth, TextRules(), PLAIN, drafting, MemoryEstimate(0)),
     )
     run.prefill()
     return run

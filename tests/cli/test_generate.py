@@ -388,8 +388,8 @@ OWN = {
     "top_k": 0,
     "top_p": 0.9,
     "min_p": 0.0,
-    "penalty": 1.1,
-    "window": 1 << 40,
+    "penalty": 1.0,
+    "repetition_penalty": 1.1,
 }
 PAPERS = {
     "temperature": 1.0,
@@ -411,7 +411,7 @@ LLAMA_CPPS = {
 LLAMA = "llama.cpp's"
 IN_WORDS = {
     LLAMA: "temperature 0.8, min-p 0.05, top-k 40, top-p 0.95",
-    "the model's own": "temperature 0.6, top-p 0.9, penalty 1.1 over all of the text",
+    "the model's own": "temperature 0.6, top-p 0.9, repetition penalty 1.1",
     "the paper's": "temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens",
 }
 
@@ -470,11 +470,13 @@ def test_what_is_typed_goes_before_the_models_own(
         5,
         "--chat",
     ]
-    result = tswift(*words, "--temperature", 0.8, "--window", 64, "--out", tmp_path / "a")
+    result = tswift(
+        *words, "--temperature", 0.8, "--penalty", 1.2, "--window", 64, "--out", tmp_path / "a"
+    )
     assert result.code == 0, result.err
     assert (
-        "sampling: temperature 0.8, top-p 0.9, penalty 1.1 over 64 tokens (the model's own, but for"
-        in result.err
+        "sampling: temperature 0.8, top-p 0.9, penalty 1.2 over 64 tokens, repetition penalty 1.1 "
+        "(the model's own, but for" in result.err
     )
     result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "b")
     assert result.code == 0, result.err
@@ -561,9 +563,7 @@ def test_yarn_is_part_of_what_is_resumed(
 def test_what_a_model_recommends_and_cannot_be_had(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
-    (chatty / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "repetition_penalty": 0.9})
-    )
+    (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "min_p": 1.5}))
     words = [
         "generate",
         "--no-progress",
@@ -579,7 +579,7 @@ def test_what_a_model_recommends_and_cannot_be_had(
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert "--sampling: " in result.err
     assert "generation_config.json" in result.err
-    assert "repetition_penalty must be at least 1, got 0.9" in result.err
+    assert "min_p must be between 0 and 1, got 1.5" in result.err
     assert not (tmp_path / "a").exists()
     assert tswift(*words, "--out", tmp_path / "a", "--sampling", "paper").code == 0
 

@@ -15,7 +15,7 @@ import torch
 from tests.helpers import METHODS, first, options_for, tokens_of
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import DraftTree
-from tswift.decoding.text import TextStream
+from tswift.decoding.text import TextRules, TextStream
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.loading import LoadedModel, load
@@ -67,7 +67,9 @@ def test_every_node_counts_its_own_path(seed: int) -> None:
     while len(tree) < 8:
         tree.grow(random.randrange(len(tree)), random.randrange(vocab), "random")
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(seed))
-    lowered = sampler.lowered(logits, torch.tensor(tree.tokens), tree.ancestors())
+    places = torch.tensor(tree.depths) + sampler.length - 1
+    nodes = torch.tensor(tree.tokens), places, tree.ancestors()
+    lowered = sampler.lowered(logits, *nodes)
     for node in range(8):
         path = []
         at = node
@@ -122,7 +124,7 @@ def test_a_loop_is_seen_where_it_is_complete(size: int, model: LoadedModel) -> N
         tokens = [
             random.randrange(1, 3) for _ in range(random.randrange(9))
         ] + piece * random.randrange(5)
-        stream = TextStream(model.tokenizer, (), size)
+        stream = TextStream(model.tokenizer, TextRules(loop=size))
         seen = [at for at, token in enumerate(tokens, 1) if (stream.add([token]), stream.looped)[1]]
         end = seen[0] if seen else None
         assert end == thrice(tokens, size)

@@ -18,12 +18,12 @@ from tswift.attention.sdpa import ReferenceAttention
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import Demand, Request, begin, ending, preflight
+from tswift.engine import Demand, Request, begin, preflight
 from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 
 
 def test_end_of_text_is_banned_or_stops() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import METHODS, options_for, tokens_of
 from tests.sampling.test_rule import transformers_warp
 from tswift.decoding.drafter import Step
-from tswift.decoding.text import TextStream
+from tswift.decoding.text import TextRules, TextStream
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, generate, preflight
 from tswift.errors import InputError
@@ -103,7 +103,7 @@ def test_biases_and_stop_strings_under_methods(
     for method in METHODS if every else ("ar", data.draw(st.sampled_from(FAST))):
         made = tokens_of(steps_of(model, method, params, stop=stop))
         assert made == plain[:count], (method, stop)
-        stream = TextStream(model.tokenizer, stop)
+        stream = TextStream(model.tokenizer, TextRules(tuple(stop)))
         assert stream.add(made) + stream.finish() == text
         assert stream.stopped == each
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from recipes.corpus import train_tokenizer
-from tswift.decoding.text import TextStream
+from tswift.decoding.text import EVERYTHING, TextRules, TextStream
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def tokenizer() -> Any:
 
 
 def _pieces(tokenizer: Any, tokens: list[int], step: int) -> list[str]:
-    stream = TextStream(tokenizer)
+    stream = TextStream(tokenizer, EVERYTHING)
     return [
         *(stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)),
         stream.finish(),
@@ -97,7 +97,7 @@ def test_the_text_ends_before_the_first_stop_string(
     ]
     stop = [each for each in stop if each and "\ufffd" not in each]
     text, each, count = _ended(used, tokens, stop)
-    stream = TextStream(used, stop)
+    stream = TextStream(used, TextRules(tuple(stop), skip_special=False))
     pieces = []
     step = data.draw(st.integers(1, 4))
     for begin in range(0, len(tokens), step):
@@ -110,7 +110,7 @@ def test_the_text_ends_before_the_first_stop_string(
 
 def test_what_may_become_a_stop_string_is_held_back(tokenizer: Any) -> None:
     def pieces(text: str, *stop: str) -> list[str]:
-        stream = TextStream(tokenizer, stop)
+        stream = TextStream(tokenizer, TextRules(stop))
         return [*(stream.add(tokenizer(each)["input_ids"]) for each in text), stream.finish()]
 
     assert pieces("aabaac", "aab", "aac") == ["", "", "", "", "", "", ""]
@@ -131,7 +131,7 @@ def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
         (tokenizer, lambda: byte[0]),
         (merging, lambda: rng.randrange(len(merging))),
     ):
-        stream = TextStream(used)
+        stream = TextStream(used, EVERYTHING)
         longest = 0
         for _ in range(3000):
             stream.add([draw()])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 4), st.floats(-100, 100), max_size=3),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -1.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    min_tokens=st.sampled_from([0, 0, 3, 20]),
+    stop_token_ids=st.sampled_from([(), (2,), (4, 0)]),
+    ends=st.sampled_from([(), (1,)]),
 )
 
 
@@ -77,7 +82,7 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     where = torch.tensor(tree.tokens), positions, tree.ancestors()
     logits = rows(kind, nodes, vocab, seed, dtype)
     seen = sampler.seen(*where)
-    lowered = sampler.lowered(logits, where[0], where[2])
+    lowered = sampler.lowered(logits, *where)
     wanted = by_torch(sampler, lowered, seen, positions + 1)
     assert sampler.draw_nodes(logits, where)[0] == wanted
     followed, _ = sampler.draw_nodes(logits, where, tree.parents)
@@ -85,7 +90,9 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     assert tree.walk(followed) == path
     assert [followed[node] for node in path] == [wanted[node] for node in path]
     drawn, others = sampler.draw_with_runner_up(lowered, seen, positions + 1)
-    assert params.counts or drawn == wanted  # float64 is PyTorch's, which orders equals as it likes
+    assert (
+        lowered.dtype == torch.float64 or drawn == wanted
+    )  # float64 is PyTorch's, which orders equals as it likes
     scores = sampler.scores(lowered, seen, positions + 1)
     best = scores.topk(2).values
     leads = (best[:, 0] - best[:, 1]).tolist()
@@ -101,13 +108,20 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
                 assert scores[node, found[1][node][0]] == best[node, 1]
 
 
+COUNTED = {"presence_penalty": -0.7, "frequency_penalty": 0.9}
+REPEATED = {"repetition_penalty": 2.0, "logit_bias": {1: 0.3}, "frequency_penalty": 0.4}
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(seed: int) -> None:
+@pytest.mark.parametrize("named", [COUNTED, REPEATED], ids=["counted", "repeated"])
+def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(
+    seed: int, named: dict[str, Any]
+) -> None:
     """Down a tree that has what is drawn after each node, and a sibling before it; of so few
     tokens that some are drawn again.
     """
-    params = SamplingParams(penalty=1.0, min_p=0.0, presence_penalty=-0.7, frequency_penalty=0.9)
-    vocab = 4
+    params = SamplingParams(penalty=1.0, min_p=0.0, **named)
+    vocab = 12 if named is REPEATED else 4
     depth = 6
     random = Random(seed)
     sampler = Sampler(params, seed, vocab, CPU, prompt=1)
@@ -120,7 +134,7 @@ def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(seed: int) -> None:
         count = len(tree)
         positions = torch.tensor(tree.depths) + sampler.length - 1
         nodes = torch.tensor(tree.tokens), positions, tree.ancestors()
-        lowered = sampler.lowered(logits[:count], nodes[0], nodes[2])
+        lowered = sampler.lowered(logits[:count], *nodes)
         wanted = by_torch(sampler, lowered, None, positions + 1)
         followed, _ = sampler.draw_nodes(logits[:count], nodes, tree.parents)
         path = tree.walk(wanted)

@@ -18,7 +18,7 @@ from tests.jobs.test_prompt import TEMPLATE
 
 TEXT = "The ship had lain three days becalmed."
 # nothing is dropped or punished, or the tiny model would repeat a line for ever; and no rounding
-SAMPLING = ("--temperature", 1.3, "--min-p", 0, "--dtype", "float64")
+SAMPLING = ("--sampling", "paper", "--temperature", 1.3, "--min-p", 0, "--dtype", "float64")
 
 
 def with_template(checkpoint: Path, folder: Path) -> Path:

@@ -41,7 +41,7 @@ def test_a_server(
     monkeypatch.setattr(files, "_SECONDS", 3600.0)
     before.mkdir()
     with serving(model, before) as service:
-        whole = bytes(done(service.accept(BODY, False)).text)
+        whole = bytes(done(service.accept_one(BODY, False)).text)
     next(before.iterdir()).rename(tmp_path / "whole")
 
     def answer(accept: bool) -> None:
@@ -49,7 +49,7 @@ def test_a_server(
             accepted.write_text("")
         with serving(model, runs) as service:
             if accept:
-                accepted.write_text(service.accept(BODY, False).id)
+                accepted.write_text(service.accept_one(BODY, False).id)
             for path in runs.iterdir():
                 if (path / "request.json").exists():
                     assert bytes(done(service.find(path.name)).text) == whole

@@ -85,9 +85,15 @@ def test_without_a_seed_one_is_drawn_and_kept() -> None:
 
 # by field, of a completion and of a chat: bodies that are refused by its name
 COMPLETIONS: dict[str, list[dict[str, Any]]] = {
-    "n": [{"n": 2}, {"n": True}],
+    "n": [{"n": 17}, {"n": 0}, {"n": True}],
     "best_of": [{"best_of": 2}],
-    "echo": [{"echo": True}],
+    "echo": [{"echo": 1}, {"echo": True, "logprobs": 0}],
+    "repetition_penalty": [{"repetition_penalty": 0}, {"repetition_penalty": "much"}],
+    "min_tokens": [{"min_tokens": -1}],
+    "stop_token_ids": [{"stop_token_ids": 5}, {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]}],
+    "ignore_eos": [{"ignore_eos": 1}, {"ignore_eos": True, "stop_at_eos": True}],
+    "skip_special_tokens": [{"skip_special_tokens": "no"}],
+    "include_stop_str_in_output": [{"include_stop_str_in_output": 1}],
     "frequency_penalty": [{"frequency_penalty": 2.5}, {"frequency_penalty": "some"}],
     "temprature": [{"temprature": 1}],
     "messages": [{"messages": []}],
@@ -113,6 +119,7 @@ COMPLETIONS: dict[str, list[dict[str, Any]]] = {
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 CHATS: dict[str, list[dict[str, Any]]] = {
     "tools": [{"tools": [{}]}],
+    "echo": [{"echo": True}],
     "response_format": [{"response_format": {"type": "json_object"}}],
     "max_completion_tokens": [
         {"max_completion_tokens": -1},

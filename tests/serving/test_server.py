@@ -148,6 +148,81 @@ def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_pa
     assert complete(max_tokens=60, seed=7).choices[0].text != whole
 
 
+def test_names_that_clients_send(
+    server: Server, complete: Complete, model: Path, tmp_path: Path
+) -> None:
+    """By OpenAI's own client, whose extra_body has those of vLLM."""
+    asked: dict[str, Any] = {"max_tokens": 60, "seed": 7, "logit_bias": {"0": 4}}
+    plain = complete(**asked).choices[0]
+    assert plain.finish_reason == "stop"
+    whole = complete({"ignore_eos": True}, **asked).choices[0]
+    assert (whole.finish_reason, whole.text.startswith(plain.text)) == ("length", True)
+    own = {"ignore_eos": True, "skip_special_tokens": False}
+    special = complete(own, **asked).choices[0].text
+    assert special.replace("<|endoftext|>", "") == whole.text != special
+    shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert complete(shown, **asked).choices[0].text == plain.text + "<|endoftext|>"
+    late = complete({"min_tokens": 25}, **asked)
+    assert late.usage.completion_tokens > 25 > complete(**asked).usage.completion_tokens
+    middle = whole.text[12:15]
+    shown = {"ignore_eos": True, "include_stop_str_in_output": True}
+    answer = complete(shown, **asked, stop=[middle]).choices[0]
+    before = whole.text[: whole.text.index(middle)]
+    assert (answer.text, answer.finish_reason) == (before + middle, "stop")
+    words = ("--repetition-penalty", 1.4, "--min-tokens", 9, "--len", 60, "--seed", 7)
+    repeated = generated(tmp_path, model, *words, "--stop-at-eos", "--logit-bias", "0=4")
+    own = {"repetition_penalty": 1.4, "min_tokens": 9}
+    assert complete(own, **asked).choices[0].text == repeated
+    ids = [*range(1, 300, 2)]
+    stopped = complete({"ignore_eos": True, "stop_token_ids": ids}, **asked)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert whole.text.startswith(stopped.choices[0].text)
+    assert complete(**asked, echo=True).choices[0].text == TEXT + plain.text
+    chunks = list(complete(**asked, echo=True, stream=True))
+    assert text_of(chunks) == TEXT + plain.text
+
+
+def test_several_texts_of_a_request(server: Server, complete: Complete) -> None:
+    """One after the other, with seeds that follow each other: each is a run of its own."""
+    alone = [complete(max_tokens=30, seed=seed) for seed in (5, 6, 7)]
+    answer = complete(max_tokens=30, seed=5, n=3)
+    assert [each.text for each in answer.choices] == [each.choices[0].text for each in alone]
+    assert [each.index for each in answer.choices] == [0, 1, 2]
+    own = alone[0].usage
+    assert answer.usage.prompt_tokens == own.prompt_tokens
+    assert answer.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = list(complete(max_tokens=30, seed=5, n=3, **streaming))
+    texts = ["", "", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [each.text for each in answer.choices]
+    assert last.usage.completion_tokens == answer.usage.completion_tokens
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert server.get(f"/v1/runs/{last.id}")["seed"] == 5
+
+
+def test_what_vllms_benchmark_sends(server: Server, model: Path) -> None:
+    """Both kinds of requests, with all fields that `vllm bench serve` gives them."""
+    usual = {
+        "model": model.name,
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    completion = {"prompt": TEXT, "max_tokens": 40, "logprobs": None}
+    said = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+    chat = {"messages": said, "max_completion_tokens": 40}
+    for path, own in (("completions", completion), ("chat/completions", chat)):
+        code, content = asked(server, "POST", f"/v1/{path}", {**usual, **own})
+        assert code == 200, content
+        events = events_of(content)
+        assert events[-1]["usage"]["completion_tokens"] == 40
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.slow
 def test_a_chat_is_the_text_of_generate_chat(
     client: openai.OpenAI, model: Path, tmp_path: Path
@@ -186,7 +261,7 @@ def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(
     text = answer.choices[0].text
     assert answer.choices[0].finish_reason == "stop"
     assert 5 < answer.usage.completion_tokens < 300
-    assert (server.runs / answer.id / "text.txt").read_bytes().decode() == text + "<|endoftext|>"
+    assert (server.runs / answer.id / "text.txt").read_bytes().decode() == text
     run = server.get(f"/v1/runs/{answer.id}")
     assert (run["text"], run["finish_reason"]) == (text, "stop")
     _, events = asked(server, "GET", f"/v1/runs/{answer.id}/events")
@@ -284,7 +359,7 @@ def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) 
     ("fields", "param", "code"),
     [
         ({"model": "gpt-4o"}, "model", "model_not_found"),
-        ({"n": 2}, "n", "unsupported_field"),
+        ({"best_of": 2}, "best_of", "unsupported_field"),
         ({"max_tokens": 100_000}, "max_tokens", "context_length_exceeded"),
         ({"prompt": [10**6]}, "prompt", "invalid_value"),
         ({"own": {"method": "block"}}, "drafter", "invalid_value"),

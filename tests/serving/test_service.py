@@ -148,7 +148,7 @@ def test_any_end_of_text_token_is_no_part_of_the_text(
     with serving(two_ends, tmp_path) as service:
         for ends in (0, 12):
             run = done(
-                service.accept(
+                service.accept_one(
                     {"prompt": TEXT, "max_tokens": 9, "logit_bias": {str(ends): 100}}, False
                 )
             )
@@ -213,7 +213,7 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
         body = {**asked_for, **body}
         _, headers, _ = asked(service, "POST", "/v1/completions", body, leave=True)
         assert ended(service, service.find(headers["x-run-id"])).state == state
-    run = begun(service.accept({**asked_for, "cancel_on_disconnect": True}, False))
+    run = begun(service.accept_one({**asked_for, "cancel_on_disconnect": True}, False))
     asked(service, "GET", f"/v1/runs/{run.id}/events", leave=True)
     assert done(run).state == "finished"
 
@@ -221,7 +221,7 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
 def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
     service: Service, model: LoadedModel
 ) -> None:
-    run = done(service.accept({**SHORT, "logprobs": 0}, False))
+    run = done(service.accept_one({**SHORT, "logprobs": 0}, False))
     whole: Any = Logprobs(run, model.tokenizer, 0).up_to(5)
     again = Run(run.path, run.config, run.request)
     late = Logprobs(again, model.tokenizer, 3)
@@ -233,8 +233,8 @@ def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
 
 def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
     with serving(two_ends, tmp_path) as service:
-        first = begun(service.accept(LONG, False))
-        waiting = service.accept(LONG, False)
+        first = begun(service.accept_one(LONG, False))
+        waiting = service.accept_one(LONG, False)
         assert refusal(service, first, {"max_tokens": 3001})[:2] == (409, "max_tokens")
         for run in (waiting, first):
             service.cancel(run)
@@ -246,7 +246,7 @@ def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
                 assert refusal(service, run, body)[:2] == (400, next(iter(body)))
                 assert service.find(run.id).state == "cancelled"
         for more in ({"logit_bias": {"12": 100}, "stop_at_eos": True}, {"stop": "e"}):
-            run = done(service.accept({**LONG, **more}, False))
+            run = done(service.accept_one({**LONG, **more}, False))
             assert run.state == "finished"
             assert refusal(service, run, {"max_tokens": 3001})[:2] == (409, "max_tokens")
         with Lock(run.path):
@@ -258,8 +258,11 @@ def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
 
 def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None:
     with serving(model, tmp_path) as service:
-        short, shorter = done(service.accept(SHORT, False)), done(service.accept(SHORT, False))
-        begun(service.accept(LONG, False))
+        short, shorter = (
+            done(service.accept_one(SHORT, False)),
+            done(service.accept_one(SHORT, False)),
+        )
+        begun(service.accept_one(LONG, False))
         assert service.resume(short.id, 9).state == QUEUED
         service.cancel(service.resume(shorter.id, 9))
     with serving(model, tmp_path) as service:
@@ -272,8 +275,8 @@ def test_runs_of_another_model_are_left_alone(
     model: LoadedModel, two_ends: LoadedModel, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path) as service:
-        first = begun(service.accept({**LONG, "max_tokens": 600}, False))
-        waiting = service.accept(SHORT, False)
+        first = begun(service.accept_one({**LONG, "max_tokens": 600}, False))
+        waiting = service.accept_one(SHORT, False)
     SAID.clear()
     with serving(two_ends, tmp_path) as service:
         for run in (first, waiting):
@@ -287,7 +290,7 @@ def test_runs_of_another_model_are_left_alone(
 
 def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
     with serving(model, tmp_path) as service:
-        names = [done(service.accept(SHORT, False)).id for _ in range(2)]
+        names = [done(service.accept_one(SHORT, False)).id for _ in range(2)]
     for name, file in zip(names, ("request.json", "run.json"), strict=True):
         (tmp_path / name / file).write_text("{}")
     SAID.clear()
@@ -306,7 +309,7 @@ def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, nam
     """Not even to the file itself, which lies elsewhere now."""
     (tmp_path / "runs").mkdir()
     with serving(model, tmp_path / "runs") as service:
-        run = done(service.accept({**SHORT, "logprobs": 1}, False))
+        run = done(service.accept_one({**SHORT, "logprobs": 1}, False))
         assert service.find(run.id).text == run.text
         (run.path / name).rename(tmp_path / name)
         (run.path / name).symlink_to(tmp_path / name)
@@ -318,7 +321,7 @@ def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", ["text.txt", "logprobs.bin", "tokens.u32"])
 def test_what_does_not_fit_is_not_served(service: Service, name: str) -> None:
-    run = done(service.accept({**SHORT, "logprobs": 1}, False))
+    run = done(service.accept_one({**SHORT, "logprobs": 1}, False))
     content = (run.path / name).read_bytes()
     (run.path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Refused, match=f"{name} (is not the text of|does not match its checksum)"):
@@ -338,13 +341,17 @@ def recommending(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("typed", "body", "wanted"),
     [
-        ({}, {}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0, "penalty": 1.1}),
+        ({}, {}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}),
         (
             {},
             {"temperature": 0.3, "min_p": 0.2},
-            {"temperature": 0.3, "top_k": 20, "min_p": 0.2, "penalty": 1.1},
+            {"temperature": 0.3, "top_k": 20, "min_p": 0.2, "repetition_penalty": 1.1},
         ),
-        ({"top_k": 9}, {}, {"temperature": 0.6, "top_k": 9, "min_p": 0.0, "penalty": 1.1}),
+        (
+            {"top_k": 9},
+            {},
+            {"temperature": 0.6, "top_k": 9, "min_p": 0.0, "repetition_penalty": 1.1},
+        ),
         (
             {"sampling_from": "paper"},
             {},
@@ -368,7 +375,7 @@ def test_sampling_that_nobody_asked_for(
     """It is the model's own, also for who comes to a server that was killed before."""
     preset = {"model": recommending.name} if "preset" in typed else {}
     service = Service(recommending, ServeConfig(runs=tmp_path), {**typed, **preset}, SAID.append)
-    run = done(service.accept({**SHORT, **body}, False))
+    run = done(service.accept_one({**SHORT, **body}, False))
     service.close()
     service.thread.join()
     drawn = json.loads((run.path / "run.json").read_text())["sampling"]
@@ -381,7 +388,7 @@ def test_who_sends_nothing_is_not_penalised(service: Service) -> None:
     """Nor who sent a temperature of 0 alone, for which OpenAI's interface knows no penalty."""
     usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty": 1.0}
     for sent in ({}, {"temperature": 0}, {"temperature": 0, "penalty": 1.1}):
-        run = done(service.accept({**SHORT, **sent}, False))
+        run = done(service.accept_one({**SHORT, **sent}, False))
         drawn = json.loads((run.path / "run.json").read_text())["sampling"]
         assert {name: drawn[name] for name in usual} == {**usual, **sent}
         assert (drawn["presence_penalty"], drawn["frequency_penalty"]) == (0, 0)
@@ -401,8 +408,8 @@ def test_cancel_and_resume_at_the_same_time(
             threads[0].join(0.3)
         write(path, content)
 
-    begun(service.accept(LONG, False))
-    waiting = service.accept(SHORT, False)
+    begun(service.accept_one(LONG, False))
+    waiting = service.accept_one(SHORT, False)
     monkeypatch.setattr(runs, "write_whole", slow)
     service.cancel(waiting)
     threads[0].join()
@@ -463,16 +470,8 @@ def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         # what is held back is sent when the text ends, and not when it is interrupted
         (3, ("Caf", "", "\ufffd"), INTERRUPTED, "length", "Caf"),
         (3, ("Caf", "", "\ufffd"), FINISHED, "length", "Caf\ufffd"),
-        # an end-of-text token is no part of it, however it comes
-        *(
-            (7, ("One", *pieces), FINISHED, "eos", text)
-            for *pieces, text in (
-                ("</s>", "", "One"),
-                ("</", "s>", "One"),
-                ("!</s", ">", "One!"),
-                ("", "</s>", "One"),
-            )
-        ),
+        (7, ("One", "", ""), FINISHED, "eos", "One"),
+        (7, ("One", "!", ""), FINISHED, "eos", "One!"),
     ],
 )
 def test_what_is_shown_of_a_text(
@@ -482,10 +481,9 @@ def test_what_is_shown_of_a_text(
     job: Any = SimpleNamespace(
         config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING
     )
-    job.generation = SimpleNamespace(stop=(7,))
     job.end = lambda: {"reason": end}
     job.rows = b""
-    show = run.follow(job, {7: "</s>"}.__getitem__)
+    show = run.follow(job)
     job.tokens += [3]
     show(pieces[0], DecodeStats(0, tokens=1))
     job.tokens += [last]
@@ -527,7 +525,7 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(
 def test_a_pipe_in_a_runs_folder_is_not_waited_for(model: LoadedModel, tmp_path: Path) -> None:
     """In the place of each file, of runs that a server that starts again is to go on with."""
     with serving(model, tmp_path) as service:
-        run = begun(service.accept(LONG, chat=False))
+        run = begun(service.accept_one(LONG, chat=False))
     files = ("run.json", "request.json", "prompt.u32", "tokens.u32", "text.txt", "journal", "lock")
     for name in files:
         path = shutil.copytree(run.path, tmp_path / name) / name

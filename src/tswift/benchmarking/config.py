@@ -32,7 +32,7 @@ from tswift.options import (
     parse_numbers,
     part,
 )
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel
@@ -436,7 +436,7 @@ def configure(
         flexible: whether nobody gave it, so that it gives way to the model's positions.
     """
     from tswift.drafting.methods import cut_note, resolve
-    from tswift.engine import Demand, ending, preflight
+    from tswift.engine import Demand, preflight
     from tswift.loading import load_model
 
     drafting = options.check()
@@ -453,6 +453,8 @@ def configure(
         raise renamed(error, {"method": "methods"}) from None
     if options.stop_at_eos and not model.eos_ids:
         raise InputError(f"{model.name} names no end-of-text token", "stop_at_eos")
+    if options.sampling.stop_token_ids and not options.stop_at_eos:
+        raise InputError("go with --stop-at-eos: else lengths are exact", "stop_token_ids")
     params, _ = ending(options.sampling, model.eos_ids, options.stop_at_eos)
     cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)

@@ -64,6 +64,10 @@ def read_record(folder: Path, option: str) -> Record:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in record.options.items()
     }
+    if record.options.get("temperature") == 0:
+        # older ones have the paper's penalty there, which nobody typed
+        used = next(iter(record.parts.values())).workload.sampling
+        record.options.setdefault("penalty", used["penalty"])
     try:
         if isinstance(record, SuiteRecord):
             find_suite(record.suite)

@@ -53,6 +53,7 @@ from tswift.jobs.config import fingerprint
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.devices import available_bytes, environment, gigabytes, now
+from tswift.sampling.parameters import SamplingParams
 
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
@@ -140,7 +141,7 @@ class Run:
             step = next(self._steps)
             self.tokens += step.tokens
             self.stats.add(step)
-            self.ended = step.tokens[-1] in self._open.stop
+            self.ended = step.tokens[-1] in self._open.rules.ends
         # work that the last step left on the device belongs to this run, not to the next one's
         # first step
         self.stats.seconds += self._open.decoding.settle()
@@ -617,6 +618,10 @@ def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
         run.close()
 
 
+# of sampling, what the hashes of all workloads are taken of
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "eta", "penalty", "window", "banned")
+
+
 def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Workload:
     """What is measured.
 
@@ -626,9 +631,11 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
     about = config.model.about()
     draft = model.draft
     simulated = config.simulated
-    newer = ("logit_bias", "order", "presence_penalty", "frequency_penalty")
+    usual = asdict(SamplingParams())
     sampling = {
-        name: value for name, value in asdict(config.params).items() if value or name not in newer
+        name: value
+        for name, value in asdict(config.params).items()
+        if name in _SAMPLED or value != usual[name]
     }
     drafting = {
         label: {name: value for name, value in options.items() if (label, name, value) != _IMPLIED}

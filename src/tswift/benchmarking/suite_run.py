@@ -30,12 +30,13 @@ from tswift.decoding.stats import distinct
 from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import Demand, check, ending, preflight
+from tswift.engine import Demand, check, preflight
 from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
 from tswift.options import Values, changed
+from tswift.sampling.parameters import ending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

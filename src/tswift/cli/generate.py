@@ -194,7 +194,7 @@ def generate(
         except InputError as error:
             raise InputError(error.message, error.field or "resume") from None
     refuse_missing_heads(typed.values.get("heads"))
-    text = None if config is None else config.text.read(config.model.model)
+    said = None if config is None else config.read()
     what = f"the model of {resume}" if config is None else config.model.model
     with ExitStack() as stack:
         with loading_notice(what, quiet):
@@ -206,7 +206,7 @@ def generate(
             all_of_them = stack.enter_context(leading(device))
             job: Job | None
             if config is not None:
-                job = start(config, typed.command, all_of_them, text)
+                job = start(config, typed.command, all_of_them, said)
             else:
                 assert resume is not None
                 job = resumed(resume, typed.values, discard_damaged, typed.command, all_of_them)

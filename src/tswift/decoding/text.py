@@ -1,9 +1,10 @@
-"""Token ids turned back to text as they come, up to the first stop string if there are any."""
+"""Token ids turned back to text as they come, up to what ends it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError
@@ -34,47 +35,80 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(strings)
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """What ends a text, and which of its tokens it shows.
+
+    Attributes:
+        stop: strings of :func:`check_stop`, the first of which ends it; one that is the text of a
+            special token means that token.
+        loop: it ends when the same so many tokens stand there thrice in a row.
+        ends: token ids, the first of which ends it.
+        skip_special: show no special tokens.
+        include_stop: show the string that ends it.
+        include_end: show the token that does, if it is not skipped.
+        least: no string ends it within so many tokens.
+    """
+
+    stop: tuple[str, ...] = ()
+    loop: int | None = None
+    ends: frozenset[int] = frozenset()
+    skip_special: bool = True
+    include_stop: bool = False
+    include_end: bool = False
+    least: int = 0
+
+
+EVERYTHING = TextRules(skip_special=False, include_end=True)  # every token is shown, and none ends
+
+
 def text_of(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], stop: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], rules: TextRules = TextRules()
 ) -> str:
     """The text that a :class:`TextStream` gives of tokens, its end included."""
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(tokenizer, rules)
     return stream.add(tokens) + stream.finish()
 
 
 class TextStream:
-    """The text of a growing list of tokens, special tokens included, up to the first stop string.
+    """The text of a growing list of tokens, up to what ends it.
 
     It knows the last few tokens only, however long the text: how a token decodes may depend on the
     one before it, and a character begun on the tokens to come. The text is that of all tokens
-    decoded together. (Where a tokenizer falls back to bytes, and they are no characters, what was
-    given before them stays given.)
+    shown, decoded together. (Where a tokenizer falls back to bytes, and they are no characters,
+    what was given before them stays given.)
 
     With stop strings the text ends before the first one in it: the one that is complete first, and
     of those that end with the same character the longest. What may be the beginning of one is held
-    back. The tokenizer is a transformers one with a ``backend_tokenizer``; stop strings are those
-    of :func:`check_stop`.
-
-    With ``loop`` the text also ends with the token by which the same so many tokens stand there
-    thrice in a row.
+    back. The tokenizer is a transformers one with a ``backend_tokenizer``.
 
     Attributes:
         stopped: the stop string that has ended the text; None if none has. Tokens added after it
             add nothing.
-        looped: whether such a loop has ended it.
+        looped: whether a loop has ended it.
+        end: the token that has ended it; None if none has.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), loop: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: TextRules = TextRules()) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
-        self._last: deque[int] = deque(maxlen=loop)
-        self._loop = loop
+        special = {
+            token: added.content
+            for token, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
+        self._rules = rules
+        self._hidden = frozenset(special) if rules.skip_special else frozenset()
+        # special tokens that a stop string names
+        self._named = {token: text for token, text in special.items() if text in rules.stop}
+        self._count = 0
+        self.end: int | None = None
+        self._last: deque[int] = deque(maxlen=rules.loop)
+        self._loop = rules.loop
         self._alike = 0  # newest tokens that are those so many places before
         self.looped = False
         self._before: list[int] = []  # the last tokens whose text was given
         self._held: list[int] = []  # those after them
-        self._stop = stop
+        self._stop = rules.stop
         self._waiting = ""  # text that may be the beginning of a stop string
         self.stopped: str | None = None
 
@@ -86,7 +120,8 @@ class TextStream:
         for token in tokens:
             if self.ended:
                 break
-            self._watch(token)
+            if not self._watch(token):
+                continue
             self._held.append(token)
             piece = ""
             text = self._after(self._before, self._held)
@@ -99,16 +134,30 @@ class TextStream:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string or a loop has ended the text."""
-        return self.stopped is not None or self.looped
+        """Whether a token, a stop string or a loop has ended the text."""
+        return self.end is not None or self.stopped is not None or self.looped
 
-    def _watch(self, token: int) -> None:
-        if self._loop is None:
-            return
-        again = len(self._last) == self._loop and self._last[0] == token
-        self._alike = self._alike + 1 if again else 0
-        self._last.append(token)
-        self.looped = self._alike >= (_TIMES - 1) * self._loop
+    def _watch(self, token: int) -> bool:
+        """Count a token, and see whether it ends the text; returns whether it is shown."""
+        self._count += 1
+        shown = token not in self._hidden
+        if token in self._rules.ends:
+            self.end = token
+            shown = shown and self._rules.include_end
+        elif token in self._named and not self._early:
+            self.stopped = self._named[token]
+            shown = shown and self._rules.include_stop
+        if self._loop is not None:
+            again = len(self._last) == self._loop and self._last[0] == token
+            self._alike = self._alike + 1 if again else 0
+            self._last.append(token)
+            self.looped = self._alike >= (_TIMES - 1) * self._loop
+        return shown
+
+    @property
+    def _early(self) -> bool:
+        """Whether it is too early for a stop string."""
+        return self._count <= self._rules.least
 
     def finish(self) -> str:
         """The text that was held back; bytes that are no character become U+FFFD."""
@@ -120,22 +169,24 @@ class TextStream:
         text = self._waiting + piece
         # a token may complete a stop string and begin a character
         whole = text + self._after(self._before, self._held).rstrip(_BROKEN) if self._held else text
-        found = [
-            (whole.index(stop) + len(stop), -len(stop), stop)
-            for stop in self._stop
-            if stop in whole
-        ]
+        found = [] if self._early else self._ends_in(whole)
         if found:
             end, length, self.stopped = min(found)
             self._held = []
             self._waiting = ""
-            return whole[: end + length]
+            return whole[: end if self._rules.include_stop else end + length]
         longest = max(map(len, self._stop)) - 1
         begun = max(0, len(text) - longest)
         while not any(stop.startswith(text[begun:]) for stop in self._stop):
             begun += 1
         self._waiting = text[begun:]
         return text[:begun]
+
+    def _ends_in(self, whole: str) -> list[tuple[int, int, str]]:
+        """Of the stop strings that end behind what waits: where, less their length, and each."""
+        known = len(self._waiting)
+        places = ((stop, whole.find(stop, max(0, known + 1 - len(stop)))) for stop in self._stop)
+        return [(at + len(stop), -len(stop), stop) for stop, at in places if at >= 0]
 
     def _let_go(self, text: str) -> str:
         """What of broken bytes no token to come can mend:

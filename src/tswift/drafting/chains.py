@@ -228,7 +228,9 @@ class ChainSource(Source):
         """A fork over another cache, with a sampler of its own; the text is the same list."""
         aside = replace(context, sampler=context.sampler.copy(), kv=kv, recorder=None)
         if not self._shared_noise:
-            aside.sampler.params = replace(aside.sampler.params, temperature=0.0)
+            own = aside.sampler.params
+            # of a penalty that nobody typed, temperature 0 would make none
+            aside.sampler.params = replace(own, temperature=0.0, penalty=float(own.penalty))
         return aside
 
     def committed(self, context: Context, most: int) -> None:

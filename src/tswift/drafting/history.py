@@ -237,16 +237,17 @@ class LogitHistory:
         _point(self._ask, self._fixed | self._asked)
         # biases are in what is kept already, and an unusual order of filters makes guesses a bit
         # worse
-        rule = replace(params, logit_bias=LogitBias(), banned=(), order="")
+        rule = replace(params, logit_bias=LogitBias(), banned=(), order="", min_tokens=0)
         program = CSampler(rule, seed_stream(sampler.seed), width)
         noisy = self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
         # on a device they are not looked at
-        counts = sampler.counts.numpy() if sampler.counts.device.type == "cpu" else None
+        on_cpu = sampler.counts.device.type == "cpu"
         self._rank = program.row_ranker(
             *given,
             self._asked["positions"] if noisy else None,
-            counts if sampler.counting else None,
+            sampler.counts.numpy() if sampler.counting and on_cpu else None,
+            sampler.newest.numpy() if params.repeats and on_cpu else None,
         )
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, Object, parse_json, read_file
-from tswift.jobs.config import MAX_BYTES, RunConfig, Text, read_prompt
+from tswift.jobs.config import MAX_BYTES, RunConfig, Text
 from tswift.jobs.folder import (
     FINISHED,
     LOCK,
@@ -43,10 +43,20 @@ BATCH = "batch.json"
 OUT = "out.jsonl"
 # of a line
 _OWN = {
-    "len": "length",
-    "seed": "seed",
-    **{each.name: each.name for each in fields(SamplingParams)},
+    **dict.fromkeys(("len", "max_tokens"), "length"),
+    **{
+        name: name
+        for name in (
+            "seed",
+            "stop",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            *(each.name for each in fields(SamplingParams)),
+        )
+    },
 }
+_DEFAULTS = 2  # a number in ``batch.json`` for the defaults of options that are not in it
 _TOLD = 5  # bad lines that are named
 _PLACES = 6  # digits of a run's name: its line
 _PATIENCE = 60.0  # seconds that another process may take to write what all share
@@ -83,18 +93,16 @@ class Batch:
         self.out = out
         self._values = values
         self._prompts = prompts
-        self.config = RunConfig.of(**values, prompt_text="a line's")
+        self.config = RunConfig.of(**{**_before(out, values), **values}, prompt_text="a line's")
         self._model: LoadedModel | None = None
-        self._system = (
-            None if self.config.system is None else read_prompt(self.config.system, "system")
-        )
+        _, self._system = self.config.read()
         self.tasks = list(self._read())
 
     def _read(self) -> Iterator[Task]:
         bad = []
         for line in read_lines(self._prompts, OPTION):
             own = {
-                name: line.fields[field]
+                name: _listed(name, line.fields[field])
                 for field, name in _OWN.items()
                 if line.fields.get(field) is not None
             }
@@ -125,7 +133,8 @@ class Batch:
             raise InputError(f"{self._prompts} has no prompts", OPTION)
         options = {name: value for name, value in self._values.items() if name != "out"}
         digest = sha256(read_file(self._prompts, MAX_BYTES, OPTION)).hexdigest()
-        asked = {"prompts": str(self._prompts.resolve()), "sha256": digest, "options": options}
+        file = {"prompts": str(self._prompts.resolve()), "sha256": digest}
+        asked = {**file, "defaults": _DEFAULTS, "options": options}
         content = json.dumps(asked, default=str, indent=1).encode()
         with self._alone() as made:
             if not (self.out / BATCH).exists():
@@ -225,6 +234,24 @@ class Batch:
         if (task.folder / RECORD).exists():
             return resume(task.folder, {}, False, command, loaded=model)
         return start(task.config, command, loaded=model, ids=self._ids(task, model))
+
+
+def _listed(name: str, value: object) -> object:
+    """A line's value of an option, in which JSON has lists, and a stop string may stand alone."""
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _before(out: Path, values: Values) -> Values:
+    """The defaults of a folder that an older tswift began, in which all texts are to be alike."""
+    if not (out / BATCH).exists() or "defaults" in _read_batch(out):
+        return {}
+    before: dict[str, object] = {"stop_at_eos": False, "skip_special_tokens": False}
+    made = next((path.parent for path in sorted(out.glob(f"*/{RECORD}"))), None)
+    if made is not None and "preset" not in values:
+        before["sampling_from"] = read_record(made)["options"].get("sampling_from")
+    return before
 
 
 def _read_batch(out: Path) -> Object:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tswift.decoding.text import check_stop
+from tswift.decoding.text import TextRules, check_stop
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
 from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
@@ -29,7 +29,7 @@ from tswift.options import (
     part,
 )
 from tswift.sampling.generation_config import PAPERS, SOURCES
-from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped
+from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped, ending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +64,13 @@ def read_prompt(source: str | None, option: str = "prompt") -> str:
     except OSError as error:  # a closed descriptor
         raise InputError(f"{name} cannot be read ({error.strerror})", option) from None
     return check_prompt(text, option, name)
+
+
+def read_message(source: str, option: str) -> str:
+    """As :func:`read_prompt`, what somebody says in a chat: the end of a file's last line is no
+    part of it.
+    """
+    return read_prompt(source, option).removesuffix("\n").removesuffix("\r")
 
 
 def bundled_prompts() -> Path:
@@ -275,7 +282,12 @@ class TextConfig:
     """Which text is to be written, by whatever method: its prompt, its length and its seed."""
 
     length: int = option(
-        100_000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40
+        100_000,
+        "Tokens to generate, exactly.",
+        flag="--len",
+        also=("--max-tokens", "-n"),
+        least=1,
+        most=1 << 40,
     )
     prompt: str | None = option(
         None,
@@ -335,11 +347,17 @@ class RunConfig:
     model: ModelConfig = part(ModelConfig)
     text: TextConfig = part(TextConfig)
     method: str = option("auto", f"One of {', '.join(METHODS)}.")
-    stop_at_eos: bool = option(
-        False,
+    stop_at_eos: bool | None = option(
+        None,
         "Stop at an end-of-text token instead of never drawing one.",
-        flag="--stop-at-eos",
+        shown="yes with --chat, else no",
+    )
+    ignore_eos: bool = option(
+        False,
+        "Draw end-of-text tokens like any other, and go on after them.",
+        flag="--ignore-eos",
         shown="",
+        rare=True,
     )
     stop: tuple[str, ...] = option(
         (),
@@ -356,6 +374,22 @@ class RunConfig:
         metavar="N",
         least=1,
         most=1 << 20,
+    )
+    include_stop_str_in_output: bool | None = option(
+        None,
+        "Show what ends the text: the stop string, or the token.",
+        panel="Output",
+        flag="--include-stop-str-in-output",
+        shown="no, but for a token that --keep-special-tokens keeps",
+        rare=True,
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "Show no special tokens in the text, or keep them.",
+        panel="Output",
+        flag="--skip-special-tokens/--keep-special-tokens",
+        shown="skipped",
+        rare=True,
     )
     logprobs: int | None = option(
         None,
@@ -406,6 +440,8 @@ class RunConfig:
                 "cannot be given together with --preset, which sets the sampling", "sampling_from"
             )
         check_stop(self.stop)
+        if self.ignore_eos and self.stop_at_eos:
+            raise InputError("cannot be given together with --stop-at-eos", "ignore_eos")
         refuse_shape(self.model.model)
         heads = {} if self.model.heads_wanted is None else {"heads": self.model.heads_wanted}
         refuse_unused([self.method], {**given_options(self.drafting, self.given), **heads})
@@ -458,6 +494,10 @@ class RunConfig:
             text=TextConfig(length=options["length"], seed=options["seed"]),
             method=options["method"],
             stop_at_eos=options["stop_at_eos"],
+            ignore_eos=options.get("ignore_eos", False),
+            include_stop_str_in_output=options.get("include_stop_str_in_output"),
+            # runs that know nothing of it were written with all tokens
+            skip_special_tokens=options.get("skip_special_tokens", False),
             stop=tuple(options.get("stop", ())),
             stop_on_loop=options.get("stop_on_loop"),
             logprobs=options.get("logprobs"),
@@ -475,8 +515,38 @@ class RunConfig:
             name: given_options(getattr(self, name), self.given)
             for name in ("sampling", "drafting")
         }
+        own["stop_at_eos"] = self.ends_at_eos
         own["sampling_from"] = self.sampling_from or PAPERS
         return {**asdict(self.model), **asdict(self.text), **own, **given}
+
+    def read(self) -> tuple[str, str | None]:
+        """The prompt's text, or what a user says, and the system prompt."""
+        system = None if self.system is None else read_message(self.system, "system")
+        if self.chat and self.text.prompt is not None:
+            return read_message(self.text.prompt, "prompt"), system
+        return self.text.read(self.model.model), system
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether an end-of-text token ends the text."""
+        usual = self.chat and not self.ignore_eos
+        return usual if self.stop_at_eos is None else self.stop_at_eos
+
+    def text_rules(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> TextRules:
+        """What ends the text, and what is shown of it: by the sampling parameters, and the model's
+        end-of-text tokens.
+        """
+        _, ends = ending(params, eos_ids, self.ends_at_eos, self.ignore_eos)
+        include = self.include_stop_str_in_output
+        return TextRules(
+            self.stop,
+            self.stop_on_loop,
+            frozenset(ends),
+            self.skip_special_tokens,
+            bool(include),
+            not self.skip_special_tokens if include is None else include,
+            params.min_tokens,
+        )
 
     def sampling_with(self, usual: SamplingParams) -> SamplingParams:
         """The job's sampling, where what is not given is as usual."""

@@ -32,7 +32,7 @@ from zlib import crc32
 import numpy as np
 from filelock import FileLock, Timeout
 
-from tswift.decoding.text import text_of
+from tswift.decoding.text import TextRules, text_of
 from tswift.errors import (
     MAX_RECORD,
     DecodeError,
@@ -569,6 +569,11 @@ class RunRecord:
     bits: str | None
     eos_ids: tuple[int, ...]  # the model's end-of-text tokens
 
+    @property
+    def rules(self) -> TextRules:
+        """What ends its text, and what is shown of it."""
+        return self.config.text_rules(self.params, self.eos_ids)
+
 
 class Saved(NamedTuple):
     """How far a run came, as its journal vouches for it."""
@@ -594,7 +599,8 @@ def read_run(path: Path) -> RunRecord:
     try:
         sampling = record["sampling"]
         eos_ids = tuple(record["model"]["eos_ids"])
-        params = SamplingParams(**{**sampling, "banned": tuple(sampling["banned"])})
+        ids = {name: tuple(sampling.get(name, ())) for name in ("banned", "ends")}
+        params = SamplingParams(**{**sampling, **ids})
         config = RunConfig.from_record(record)
         recorded_prompt = record["prompt"]["sha256"]
         sessions = record.get("resumed", ())
@@ -711,9 +717,7 @@ def read_own(
     return read_file(path, most, option, missing, lambda path: open_own(path, option=option))
 
 
-def text_fault(
-    path: Path, state: str, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]
-) -> str:
+def text_fault(path: Path, state: str, tokenizer: PreTrainedTokenizerBase, rules: TextRules) -> str:
     """What is wrong with a run's ``text.txt``, which is to be the text of its tokens;
     empty if nothing is.
 
@@ -724,7 +728,7 @@ def text_fault(
     whole = state in (FINISHED, INTERRUPTED)
     # the text before the tokens: a process that is writing them writes the tokens first
     found = read_own(file) if whole or file.exists() else b""
-    text = text_of(tokenizer, _ids(read_own(path / TOKENS)), stop).encode()
+    text = text_of(tokenizer, _ids(read_own(path / TOKENS)), rules).encode()
     if text == found if whole else text.startswith(found):
         return ""
     pairs = enumerate(zip(text, found, strict=False))

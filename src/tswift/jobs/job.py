@@ -35,7 +35,6 @@ from tswift.jobs.config import (
     banned_ids,
     fingerprint,
     preset_note,
-    read_prompt,
     take,
 )
 from tswift.jobs.folder import (
@@ -252,18 +251,16 @@ class Job:
         return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
 
     def end(self) -> dict[str, str]:
-        """How a finished text ended: ``stop`` (and at which ``string``), ``loop``,
+        """How a finished text ended: ``stop`` (and at which ``string`` or ``token``), ``loop``,
         ``eos`` or ``length``.
         """
         if self.text.stopped is not None:
             return {"reason": BY_STRING, "string": self.text.stopped}
         if self.text.looped:
             return {"reason": BY_LOOP}
-        return {
-            "reason": "eos"
-            if self.tokens[-1:] and self.tokens[-1] in self.generation.stop
-            else "length"
-        }
+        if self.text.end in self.generation.params.stop_token_ids:
+            return {"reason": BY_STRING, "token": str(self.text.end)}
+        return {"reason": "length" if self.text.end is None else "eos"}
 
     def statement(self) -> list[str]:
         """What is about to be done, in lines for people."""
@@ -350,7 +347,7 @@ def start(
     config: RunConfig,
     command: Sequence[str],
     ranks: Dist = ALONE,
-    text: str | None = None,
+    said: tuple[str, str | None] | None = None,
     loaded: LoadedModel | None = None,
     ids: Sequence[int] | None = None,
 ) -> Job:
@@ -362,15 +359,15 @@ def start(
         command: the words of the command line, for ``run.json``.
         ranks: those that do it together, of which this is the first; the others follow
             (``tswift.cli.generate``).
-        text, ids: the prompt, or its token ids, if they are known already.
+        said: what :meth:`RunConfig.read` gives, if it was read already.
+        ids: the prompt's token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to
             draft with.
     """
     wanted = config.to_load()
     asked = config.text.length
     flexible = "length" not in config.given
-    text = config.text.read(config.model.model) if text is None and ids is None else text or ""
-    system = None if config.system is None else read_prompt(config.system, "system")
+    text, system = said or (config.read() if ids is None else ("", None))
     if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
         least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
@@ -388,8 +385,8 @@ def start(
             )
         prompt = list(ids or ())
         if ids is None:
-            said = Text(config.text.source, text).encode(model, config.chat, system)
-            prompt = take(said, config.text.prefill, bundled=config.text.bundled)
+            encoded = Text(config.text.source, text).encode(model, config.chat, system)
+            prompt = take(encoded, config.text.prefill, bundled=config.text.bundled)
         if flexible:
             length = fitting(config.text.length, len(prompt), model.target.max_positions)
             config = replace(config, text=replace(config.text, length=length))
@@ -417,7 +414,7 @@ def start(
             "positions"
         )
     stats = DecodeStats(generation.depth)
-    text_stream = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+    text_stream = TextStream(model.tokenizer, generation.rules)
     return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
 
 
@@ -463,7 +460,7 @@ def resume(
         config = _changed(run.config, asked)
         made = len(saved.tokens)
         _refuse_tokens(saved, path, config.text.length, discard_damaged)
-        ended = config.stop_at_eos and made > 0 and saved.tokens[-1] in run.eos_ids
+        ended = made > 0 and saved.tokens[-1] in run.rules.ends
         stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
         if run.record.state == FINISHED and (config.text.length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
@@ -509,7 +506,7 @@ def _continued(
 ) -> Job:
     """A job that goes on from a run's last checkpoint; ``ended``: with an end-of-text token."""
     if config.stop or config.stop_on_loop:
-        whole = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+        whole = TextStream(model.tokenizer, run.rules)
         whole.add(saved.tokens)
         ended = ended or whole.ended
     # a run that was stopped after its last token and before its last record has to draw that
@@ -522,7 +519,7 @@ def _continued(
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
         raise InputError(f"the journal of {run.path} is broken: {error}", OPTION) from None
-    text = TextStream(model.tokenizer, config.stop, config.stop_on_loop)
+    text = TextStream(model.tokenizer, generation.rules)
     before = text.add(tokens)
     folder = RunFolder.reopen(run.path, lock, run.record, checkpoint, before, row_bytes(config))
     return Job(
@@ -567,11 +564,11 @@ def _check_text(
 ) -> None:
     """Refuse a finished run with another text than that of its tokens, or write that text."""
     tokenizer = load_tokenizer(run.config.model.model) if loaded is None else loaded.tokenizer
-    fault = text_fault(run.path, run.record.state, tokenizer, run.config.stop)
+    fault = text_fault(run.path, run.record.state, tokenizer, run.rules)
     if fault and not discard_damaged:
         raise InputError(f"{fault}; --discard-damaged writes it anew", OPTION)
     if fault:
-        write_whole(run.path / TEXT, text_of(tokenizer, saved.tokens, run.config.stop).encode())
+        write_whole(run.path / TEXT, text_of(tokenizer, saved.tokens, run.rules).encode())
 
 
 def _begin(
@@ -588,11 +585,11 @@ def _begin(
         params,
         config.text.seed,
         config.drafting,
-        config.stop_at_eos,
+        config.ends_at_eos,
+        config.ignore_eos,
         written,
-        config.stop,
+        config.text_rules(params),
         config.logprobs,
-        config.stop_on_loop,
     )
     return begin(model, request)
 

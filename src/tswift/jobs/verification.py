@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Demand, check, ending
+from tswift.engine import Demand, check
 from tswift.errors import InputError
 from tswift.forward.products import holds_codes
 from tswift.forward.target import OnProgress
@@ -21,7 +21,7 @@ from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import Values, changed, given_options
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     if model.exact is not None and (note or not run.config.model.exact):
         model.target.set_width(None)
         model = replace(model, exact=None)
-    fault = text_fault(run.path, run.record.state, model.tokenizer, run.config.stop)
+    fault = text_fault(run.path, run.record.state, model.tokenizer, run.rules)
     audited = AuditInput(
         model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault
     )

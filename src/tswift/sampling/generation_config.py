@@ -11,14 +11,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tswift.errors import InputError
-from tswift.sampling.parameters import ALL, SamplingParams, Untyped
+from tswift.sampling.parameters import SamplingParams, Untyped
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # there, by ours
-NAMES = {"penalty": "repetition_penalty", "eta": "eta_cutoff", "banned": "suppress_tokens"}
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "eta": 0.0, "penalty": 1.0}
+NAMES = {"eta": "eta_cutoff", "banned": "suppress_tokens", "min_tokens": "min_new_tokens"}
+_NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "eta": 0.0,
+    "repetition_penalty": 1.0,
+}
 _ORDER = "top_k,top_p,min_p,eta"  # of transformers
 PAPERS, MODELS_OWN, LLAMA_CPPS = "paper", "model", "llama.cpp"
 SOURCES = {
@@ -59,7 +66,7 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
     """
     asked = {ours: getattr(config, NAMES.get(ours, ours)) for ours in _NEUTRAL}
     if not config.do_sample:
-        asked = {"temperature": 0.0, "penalty": asked["penalty"]}
+        asked = {"temperature": 0.0, "repetition_penalty": asked["repetition_penalty"]}
     elif asked["temperature"] == 0:
         raise InputError(
             "must be above 0 with do_sample; without it the most likely token is taken",
@@ -69,7 +76,7 @@ def sampling_params(config: GenerationConfig) -> SamplingParams:
         **_NEUTRAL,
         **{name: value for name, value in asked.items() if value is not None},
     }
-    params = SamplingParams(**values, window=ALL, banned=tuple(config.suppress_tokens or ()))
+    params = SamplingParams(**values, penalty=1.0, banned=tuple(config.suppress_tokens or ()))
     on = {*params.filters}
     # elsewhere the order makes no difference: min-p and top-k take what they take whatever the
     # other leaves
@@ -99,7 +106,7 @@ def _own_params(config: GenerationConfig, model: str) -> SamplingParams:
     asked.do_sample = config.do_sample is not False and config.temperature != 0
     try:
         own = sampling_params(asked)
-        return replace(own, penalty=Untyped(own.penalty))
+        return replace(own, repetition_penalty=Untyped(own.repetition_penalty))
     except InputError as error:
         name = NAMES.get(str(error.field), error.field)
         reason = (

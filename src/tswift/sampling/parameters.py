@@ -7,13 +7,13 @@ A new filter touches this file alone: a field with the value that turns it off, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from tswift.errors import InputError
-from tswift.options import check_options, option, options_of
+from tswift.options import check_options, option, options_of, parse_numbers
 
 if TYPE_CHECKING:  # imported by whoever has logits; ranges are checked without it
     from torch import Tensor, device
@@ -110,7 +110,13 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token in the generated text, as in OpenAI's
             interface.
         frequency_penalty: likewise, as often as the token is there.
+        repetition_penalty: of transformers: logits of all tokens in prompt and text are divided by
+            it where they are positive, and multiplied by it elsewhere; 1 changes nothing. It comes
+            after the biases, and before presence and frequency.
+        min_tokens: tokens to be generated before ``ends`` and ``stop_token_ids`` can be drawn.
+        stop_token_ids: token ids that end the text.
         banned: token ids that are never drawn.
+        ends: the model's end-of-text tokens, where those may be drawn.
         order: names of filters with commas between, in the order in which they are applied; the
             others come after them.
         logit_bias: numbers added to the logits of token ids before anything else, -100 to 100.
@@ -173,7 +179,35 @@ class SamplingParams:
         least=-2,
         most=2,
     )
+    repetition_penalty: float = option(
+        1.0,
+        "Penalty on all tokens of prompt and text, as in transformers; 1 is none.",
+        rare=True,
+        panel=_PANEL,
+        above=0,
+        most=1e100,
+    )
+    min_tokens: int = option(
+        0,
+        "No end of the text before so many tokens.",
+        rare=True,
+        panel=_PANEL,
+        metavar="N",
+        least=0,
+        most=1 << 40,
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "Token ids that end the text, with commas between.",
+        rare=True,
+        panel=_PANEL,
+        shown="",
+        parse=parse_numbers,
+        metavar="IDS",
+        least=0,
+    )
     banned: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
     order: str = ""
     logit_bias: Mapping[int, float] = option(
         LogitBias(),
@@ -189,15 +223,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_options(self)
         object.__setattr__(self, "logit_bias", LogitBias.checked(self.logit_bias))
-        if isinstance(self.penalty, Untyped):
-            object.__setattr__(self, "penalty", self.penalty.at(self.temperature))
+        for name in ("penalty", "repetition_penalty"):
+            if isinstance(penalty := getattr(self, name), Untyped):
+                object.__setattr__(self, name, penalty.at(self.temperature))
         if 0 < self.temperature < 1e-100:
             raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
-        ids = self.banned
-        if not isinstance(ids, tuple) or not all(
-            isinstance(token, Integral) and token >= 0 for token in ids
-        ):
-            raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", "banned")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # JSON has lists
+        for name in ("banned", "ends"):
+            ids: Any = getattr(self, name)
+            if not isinstance(ids, tuple) or not all(
+                isinstance(token, Integral) and int(token) >= 0 for token in ids
+            ):
+                raise InputError(f"must be a tuple of token ids, got {ids!r:.60}", name)
         named = str(self.order).split(",") if self.order else []
         if len({*named}) < len(named) or not {*named} <= _FILTERS.keys():
             raise InputError(
@@ -217,6 +254,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(self, name):
                 said.append(f"{name.replace('_', ' ')} {getattr(self, name):g}")
+        if self.repeats:
+            said.append(f"repetition penalty {self.repetition_penalty:g}")
+        if self.min_tokens:
+            said.append(f"no end before {self.min_tokens:,} tokens")
         if self.logit_bias:
             said.append(f"{len(self.logit_bias)} logits biased")
         return ", ".join(said)
@@ -230,6 +271,25 @@ class SamplingParams:
     def counts(self) -> bool:
         """Whether it matters how often tokens are in the generated text."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the penalty of transformers does anything."""
+        return self.repetition_penalty != 1
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Token ids that are not drawn before there are ``min_tokens``."""
+        return tuple(dict.fromkeys((*self.ends, *self.stop_token_ids))) if self.min_tokens else ()
+
+    def folded(self) -> SamplingParams:
+        """The same distribution with one penalty less: where transformers' is the only one,
+        it is the contextual one with a window that has no end.
+        """
+        if not self.repeats or self.repetition_penalty < 1 or self.penalises or self.counts:
+            return self
+        penalty = float(self.repetition_penalty)
+        return replace(self, penalty=penalty, window=ALL, repetition_penalty=1.0)
 
     @property
     def filters(self) -> tuple[str, ...]:
@@ -251,6 +311,22 @@ OFF: dict[str, Any] = {
     for each, carried in options_of(SamplingParams)
     if carried.off is not None
 }
+
+
+def ending(
+    params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool, ignore_eos: bool = False
+) -> tuple[SamplingParams, tuple[int, ...]]:
+    """Sampling parameters and the tokens that end a text.
+
+    It ends at an end-of-text token, or such are drawn like any other, or never.
+    """
+    stop = params.stop_token_ids
+    if ignore_eos:
+        return params, stop
+    if stop_at_eos:
+        # what never matters is in no record
+        return replace(params, ends=tuple(eos_ids) if params.min_tokens else ()), (*eos_ids, *stop)
+    return replace(params, banned=tuple(sorted({*params.banned, *eos_ids}))), stop
 
 
 def constants(params: SamplingParams, device: device | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,6 +355,14 @@ def bias(
     return logits
 
 
+def repeated(logits: Tensor, there: Tensor, penalty: float) -> Tensor:
+    """Logits with those lowered by a penalty whose tokens are ``there``."""
+    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal,
+    # which rounds otherwise
+    lower = (logits / logits.new_full((), penalty)).where(logits > 0, logits * penalty)
+    return lower.where(there, logits)
+
+
 def warp(
     logits: Tensor,
     seen: Tensor | None,
@@ -302,15 +386,10 @@ def warp(
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     bias(logits, params, held)
-    # divisors are tensors: by a number CUDA does not divide, but multiplies by its reciprocal,
-    # which rounds otherwise
     if params.temperature not in (0, 1):
         logits /= logits.new_full((), params.temperature)
     if seen is not None:
-        lower = (logits / logits.new_full((), params.penalty)).where(
-            logits > 0, logits * params.penalty
-        )
-        logits = lower.where(seen, logits)
+        logits = repeated(logits, seen, params.penalty)
     if params.temperature == 0:
         return logits
     for name in params.filters:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tswift.sampling.parameters import SamplingParams, constants, warp
+from tswift.sampling.parameters import LogitBias, SamplingParams, bias, constants, repeated, warp
 from tswift.sampling.sampler_c import MOST, CSampler, Drawn, c_sampler
 
 if TYPE_CHECKING:
@@ -104,20 +105,28 @@ class _Rule:
     a sampler and its copies come back to it.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, tokens: Tensor) -> None:
+    def __init__(self, params: SamplingParams, seed: int, tokens: Tensor, prompt: int) -> None:
         self.params = params
+        # what is left to be done to lowered logits
+        self.rest = replace(params, logit_bias=LogitBias()) if params.repeats else params
         self._seed = seed
         self._tokens = tokens
+        self._prompt = prompt
         self.penalises = params.penalises
         self.counts = params.counts
+        self.repeats = params.repeats
         self.constants = constants(params, tokens.device)
+        self.left = constants(self.rest, tokens.device)
+        self.late = torch.tensor(params.late, dtype=torch.int64).to(tokens.device)
+        self.first = prompt + params.min_tokens  # position where ends may be drawn
         # by candidates of a row, 0: draws
         self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}
 
     @functools.cached_property
     def program(self) -> CSampler | None:
         """The C program; None where there is none."""
-        return c_sampler(self.params, seed_stream(self._seed), len(self._tokens))
+        stream = seed_stream(self._seed)
+        return c_sampler(self.params, stream, len(self._tokens), self._prompt)
 
 
 def _copied(numbers: Tensor) -> Tensor:
@@ -140,7 +149,7 @@ class Sampler:
 
     Attributes:
         newest: ``[V]`` int64, the position of each token's last occurrence in the text, kept if
-            tokens are penalised; changed in place.
+            that ``matters``; changed in place.
         counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed
             in place.
         length: tokens in the text so far.
@@ -170,20 +179,29 @@ class Sampler:
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters. To set them may copy to the device, so that no draw has to."""
+        """The sampling parameters, :meth:`~SamplingParams.folded`. To set them may copy to the
+        device, so that no draw has to.
+        """
         return self._rule.params
 
     @params.setter
     def params(self, params: SamplingParams) -> None:
         vocab_size = len(self._tokens)
-        for name, ids in (("banned", params.banned), ("biased", params.logit_bias)):
+        params = params.folded()
+        named = {"banned": params.banned, "biased": params.logit_bias, "late": params.late}
+        for name, ids in named.items():
             if any(not 0 <= token < vocab_size for token in ids):
                 raise ValueError(
                     f"{name} ids must be below the vocabulary's size {vocab_size}, got {[*ids]}"
                 )
         if params not in self._rules:
-            self._rules[params] = _Rule(params, self.seed, self._tokens)
+            self._rules[params] = _Rule(params, self.seed, self._tokens, self.prompt)
         self._rule = self._rules[params]
+
+    @property
+    def rest(self) -> SamplingParams:
+        """The parameters with what :meth:`lowered` has done left out."""
+        return self._rule.rest
 
     @property
     def penalises(self) -> bool:
@@ -194,6 +212,11 @@ class Sampler:
     def counting(self) -> bool:
         """Whether it matters how often tokens are in the generated text."""
         return self._rule.counts
+
+    @property
+    def matters(self) -> bool:
+        """Whether it matters where tokens are in the text."""
+        return self._rule.penalises or self._rule.repeats
 
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
@@ -222,21 +245,21 @@ class Sampler:
         self.fault = None
         for count in {0, min(candidates, len(self._tokens))}:
             read = dtype if count else self._lowered_dtype(dtype)
-            fault = triton_sampler_fault(self.params, len(self._tokens), read, device, count)
+            fault = triton_sampler_fault(self.rest, len(self._tokens), read, device, count)
             if fault is None and (read, count) not in self._rule.fused:
                 # never replaced: what a captured graph reads has to stay where it is
                 self._rule.fused[read, count] = TritonSampler(
-                    self.params, self.seed, len(self._tokens), device
+                    self.rest, self.seed, len(self._tokens), device
                 )
             self.fault = self.fault or fault
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.penalises and tokens and self.newest.device.type == "cpu":
+        if self.matters and tokens and self.newest.device.type == "cpu":
             newest = self.newest.numpy()
             for position, token in enumerate(tokens, start=self.length):
                 newest[token] = position
-        elif self.penalises and tokens:
+        elif self.matters and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(
                 self.length, self.length + len(tokens), device=self.newest.device
@@ -259,7 +282,7 @@ class Sampler:
         Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be
         ``NO_TOKEN``.
         """
-        if self.penalises:
+        if self.matters:
             appended = torch.arange(len(tokens), device=tokens.device) < count
             self.newest.scatter_reduce_(
                 0, self._ids(tokens), positions.where(appended, FAR), "amax"
@@ -273,7 +296,7 @@ class Sampler:
 
     def _lowered_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of what :meth:`lowered` makes of a model's logits."""
-        return torch.float64 if self.counting else dtype
+        return torch.float64 if self.counting or self._rule.repeats else dtype
 
     def _ids(self, tokens: Tensor) -> Tensor:
         """Token ids to index with."""
@@ -296,22 +319,38 @@ class Sampler:
         if not self.penalises:
             return None
         window = self.params.window
-        seen = self.newest > (positions - window)[:, None]
+        near = ancestors & (positions[:, None] - positions < window)
+        return self._with_path(self.newest > (positions - window)[:, None], tokens, near)
+
+    def _with_path(self, found: Tensor, tokens: Tensor, near: Tensor) -> Tensor:
+        """The tokens found in the text, ``[n, V]`` bool, and those of a node's ancestors that are
+        near ``[n, n]``.
+        """
         if len(tokens) > 1:
             tokens = self._ids(tokens)
-            near = ancestors & (positions[:, None] - positions < window)
             # what is not near is replaced by the node's own token, so that nothing has to be
             # counted
-            seen.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
-        return seen
+            found.scatter_(1, torch.where(near, tokens, tokens[:, None]), True)
+        return found
 
-    def lowered(self, logits: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """Logits ``[n, V]`` after the nodes of a draft tree,
-        less what presence and frequency take off: in float64.
+    def lowered(
+        self, logits: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor
+    ) -> Tensor:
+        """Logits ``[n, V]`` after the nodes of a draft tree, less what repetition, presence and
+        frequency take off (in float64), and without the ends for which it is too early.
 
         Nodes are as for :meth:`seen`. Of the generated text the root is a part, and each node's
-        drafted ancestors are.
+        drafted ancestors are. Where tokens are penalised for their repetition, biases have been
+        added.
         """
+        rule = self._rule
+        if len(rule.late):
+            early = (positions + 1 < rule.first)[:, None]
+            ends = logits.index_select(1, rule.late).masked_fill(early, -math.inf)
+            logits = logits.index_copy(1, rule.late, ends)
+        if rule.repeats:
+            there = (self.newest > FAR).repeat(len(tokens), 1)
+            logits = self._repeated(logits, self._with_path(there, tokens, ancestors))
         if not self.counting:
             return logits
         counts = self.counts.repeat(len(tokens), 1)
@@ -319,13 +358,21 @@ class Sampler:
         counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
         return logits.double() - self._taken(counts)
 
+    def _repeated(self, logits: Tensor, there: Tensor) -> Tensor:
+        own = self.params
+        logits = bias(logits.to(torch.float64, copy=True), own, self._rule.constants)
+        return repeated(logits, there, own.repetition_penalty)
+
     def lowered_draft(self, logits: Tensor) -> Tensor:
         """As :meth:`lowered`, roughly: a draft's logits, by what was generated alone, in their own
         dtype.
         """
-        if not self.counting:
-            return logits
-        return (logits - self._taken(self.counts)).to(logits.dtype)
+        dtype = logits.dtype
+        if self._rule.repeats:
+            logits = self._repeated(logits, self.newest > FAR)
+        if self.counting:
+            logits = logits - self._taken(self.counts)
+        return logits.to(dtype)
 
     def _taken(self, counts: Tensor) -> Tensor:
         """What presence and frequency take off logits, by how often tokens were generated."""
@@ -343,7 +390,7 @@ class Sampler:
         positions = torch.arange(self.length - 1, self.length - 1 + count, device=device)
         causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
         ids = torch.tensor(tokens, device=device)
-        found = self.lowered(logits, ids, causal), self.seen(ids, positions, causal)
+        found = self.lowered(logits, ids, positions, causal), self.seen(ids, positions, causal)
         self.extend(tokens[1:])
         return found
 
@@ -365,7 +412,7 @@ class Sampler:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype:
         ``[n, V]`` float64.
         """
-        return warp(logits.to(torch.float64, copy=True), seen, self.params, self._rule.constants)
+        return warp(logits.to(torch.float64, copy=True), seen, self.rest, self._rule.left)
 
     def scores(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
@@ -409,7 +456,7 @@ class Sampler:
                 return followed
         if not with_runner_up and (self._lowered_dtype(logits.dtype), 0) in self._rule.fused:
             return self.draw_rows(logits, *nodes).tolist(), []
-        logits = self.lowered(logits, nodes[0], nodes[2])
+        logits = self.lowered(logits, *nodes)
         seen = self.seen(*nodes)
         places = nodes[1] + 1
         if with_runner_up:
@@ -427,7 +474,7 @@ class Sampler:
         """As :meth:`CSampler.follow`, which there has to be."""
         program = self.program(logits.dtype)
         assert program is not None
-        newest = self.newest if self.penalises else None
+        newest = self.newest if self.matters else None
         counts = self.counts if self.counting else None
         return program.follow(logits, nodes, parents, newest, counts, verification, with_runner_up)
 
@@ -485,7 +532,7 @@ class Sampler:
         of it and replayed. Logits are ``[n, V]``, the nodes those of :meth:`seen`: the tokens drawn
         come next. ``[n]`` int64.
         """
-        logits = self.lowered(logits, tokens, ancestors)
+        logits = self.lowered(logits, tokens, positions, ancestors)
         fused = self._rule.fused.get((logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MAX_NODES:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)

@@ -19,6 +19,7 @@ enum {
 
 typedef void parallel_region(void (*work)(void *), void *given, unsigned threads, unsigned flags);
 
+static const int64_t FAR = -((int64_t)1 << 62); /* position of a token that is not in the text */
 static const double NEAR = 1e-8;       /* chances, or logits, that may fall on another side of an edge in PyTorch */
 static const double LOG_2 = 0.69315;   /* a bit more than it is */
 static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
@@ -30,23 +31,24 @@ typedef struct {
     int64_t *best;              /* [rows, count] tokens */
     double *scores;             /* [rows, count], minus infinity where there is none */
     const uint8_t *seen;        /* [rows, vocabulary] or one row for all: the tokens that are penalised; or none, or: */
-    const int64_t *newest;      /* by token: the position of its last occurrence */
+    const int64_t *newest;      /* by token: the position of its last occurrence; none if that does not matter */
     const int64_t *tokens, *places; /* [rows]: of the nodes of a tree, its tokens and their positions */
     const uint8_t *ancestors;   /* [rows, rows] of the nodes */
     const double *counts;       /* by token: how often it was generated, the root included; none if that does not matter */
     const uint8_t *banned;      /* by token, or none */
     const int64_t *biased;      /* [biases] tokens */
     const double *bias;         /* [biases], added to their logits */
+    const int64_t *late;        /* [lates] tokens that are not drawn at positions before `first` */
     const int32_t *ids;         /* [rows, vocabulary] or one row for all: which token each logit is of; none for its place */
     uint8_t *unsure;            /* [rows]: whether PyTorch might rank otherwise */
     double *space;              /* [threads, 2 * vocabulary] */
     int32_t *kept;              /* [threads, vocabulary] */
     uint8_t *mask;              /* [threads, vocabulary] */
     parallel_region *parallel;  /* tswift_parallel of pool.c */
-    int64_t by_row, by_seen, by_ids, rows, vocabulary, half, count, ahead, window, top_k, threads, biases;
+    int64_t by_row, by_seen, by_ids, rows, vocabulary, half, count, ahead, window, top_k, threads, biases, lates, first;
     uint64_t seed;
     double temperature, penalty, log_min_p, eta, top_p; /* log_min_p: minus infinity for none */
-    double presence, frequency; /* penalties */
+    double repetition, presence, frequency; /* penalties */
 } Call;
 
 typedef struct {
@@ -74,7 +76,7 @@ static int64_t place_of(const Call *c, int64_t token) {
 
 static const uint8_t *penalised(const Call *c, int64_t row) {
     if (c->seen) return c->seen + row * c->by_seen;
-    if (!c->newest) return 0;
+    if (!c->newest || !c->places || c->penalty == 1) return 0;
     const int64_t from = c->places[row] - c->window, count = c->vocabulary, *newest = c->newest;
     uint8_t *restrict mask = c->mask;
     if (c->ids)
@@ -105,28 +107,43 @@ INLINE void read(const Call *c, int64_t row, int64_t first, int64_t count, doubl
     }
 }
 
-/* What presence and frequency take off a token's logit. */
-INLINE double taken(const Call *c, double times) { return c->frequency * times + c->presence * (times > 0); }
+/* A token's logit, less what repetition takes off it if it is in the text, and presence and frequency by how often it
+   was generated. */
+INLINE double lowered(const Call *c, double logit, int there, double times) {
+    if (there) logit = logit > 0 ? logit / c->repetition : logit * c->repetition;
+    return logit - (c->frequency * times + c->presence * (times > 0));
+}
 
-/* Lower the logits of a node's row by what was generated, drafted ancestors included; of a row that is no node's, by
-   what was generated. */
+static void add_biases(const Call *c, double *restrict w) {
+    for (int64_t i = 0; i < c->biases; i++) {
+        const int64_t place = place_of(c, c->biased[i]);
+        if (place >= 0) w[place] += c->bias[i];
+    }
+}
+
+/* Lower the logits of a node's row by the text, drafted ancestors included; of a row that is no node's, by the text. */
 static void lower(const Call *c, int64_t row, double *restrict w) {
     const double *restrict counts = c->counts;
+    const int64_t *restrict newest = c->repetition != 1 ? c->newest : 0;
+    if (!counts && !newest) return;
     if (c->ids) {
         const int32_t *ids = c->ids + row * c->by_ids;
         for (int64_t t = 0; t < c->vocabulary; t++)
-            if (w[t] > -INFINITY) w[t] -= taken(c, counts[ids[t]]);
+            if (w[t] > -INFINITY)
+                w[t] = lowered(c, w[t], newest && newest[ids[t]] > FAR, counts ? counts[ids[t]] : 0);
         return;
     }
     const uint8_t *path = c->ancestors + row * c->rows;
-    for (int64_t t = 0; t < c->vocabulary; t++) w[t] -= taken(c, counts[t]);
+    for (int64_t t = 0; t < c->vocabulary; t++)
+        w[t] = lowered(c, w[t], newest && newest[t] > FAR, counts ? counts[t] : 0);
     for (int64_t node = 1; node < c->rows; node++) {
         if (!path[node]) continue;
         const int64_t token = c->tokens[node];
-        double times = counts[token];
-        for (int64_t other = 1; other < c->rows; other++) times += path[other] && c->tokens[other] == token;
-        read(c, row, token, 1, w + token);
-        w[token] -= taken(c, times);
+        double times = counts ? counts[token] : 0, logit;
+        for (int64_t other = 1; counts && other < c->rows; other++) times += path[other] && c->tokens[other] == token;
+        read(c, row, token, 1, &logit);
+        for (int64_t i = 0; newest && i < c->biases; i++) logit += c->biased[i] == token ? c->bias[i] : 0;
+        w[token] = lowered(c, logit, newest != 0, times);
     }
 }
 
@@ -136,13 +153,17 @@ static double warp(const Call *c, int64_t row, double *restrict w) {
     const double temperature = c->temperature, penalty = c->penalty;
     const uint8_t *restrict seen = penalised(c, row);
     read(c, row, 0, count, w);
-    if (c->counts) lower(c, row, w);
-    for (int64_t i = 0; i < c->biases; i++) {
-        const int64_t place = place_of(c, c->biased[i]);
-        if (place >= 0) w[place] += c->bias[i];
-    }
+    const int first = c->repetition != 1; /* whether biases come before what lowers */
+    if (first) add_biases(c, w);
+    lower(c, row, w);
+    if (!first) add_biases(c, w);
     if (c->banned)
         for (int64_t t = 0; t < count; t++) w[t] = c->banned[c->ids ? c->ids[t] : t] ? -INFINITY : w[t];
+    if (c->positions && c->positions[row] + c->ahead < c->first)
+        for (int64_t i = 0; i < c->lates; i++) {
+            const int64_t place = place_of(c, c->late[i]);
+            if (place >= 0) w[place] = -INFINITY;
+        }
     if (temperature != 0 && temperature != 1)
         for (int64_t t = 0; t < count; t++) w[t] /= temperature;
     if (seen)

@@ -70,12 +70,15 @@ class CSampler:
     """The sampling rule for parameters and a seed; logits are float32 or bfloat16, on the CPU.
 
     ``stream`` is of the seed, as :func:`~tswift.sampling.rule.seed_stream` gives it; ``vocab_size``
-    is ``V``. Raises :class:`Unbuilt` where there is no program.
+    is ``V``, ``prompt`` how many tokens of the text were not generated. Raises :class:`Unbuilt`
+    where there is no program.
     """
 
     DTYPES: ClassVar = (torch.float32, torch.bfloat16)
 
-    def __init__(self, params: SamplingParams, stream: int, vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, stream: int, vocab_size: int, prompt: int = 0
+    ) -> None:
         library = build(_SOURCE, options=widest_vectors())
         self._run = library.tswift_rank
         self._follow = library.tswift_follow
@@ -90,6 +93,7 @@ class CSampler:
             **({"banned": banned} if params.banned else {}),
             "biased": biased,
             "bias": bias,
+            "late": torch.tensor(params.late, dtype=torch.int64),
             "space": torch.empty(threads * 2 * vocab_size, dtype=torch.float64),
             "kept": torch.empty(threads * vocab_size, dtype=torch.int32),
             "mask": torch.empty(threads * vocab_size, dtype=torch.uint8),
@@ -98,6 +102,8 @@ class CSampler:
             name: held.data_ptr() for name, held in self._held.items()
         } | {
             "biases": len(bias),
+            "lates": len(params.late),
+            "first": prompt + params.min_tokens,
             "parallel": parallel_region(),
             "threads": threads,
             "vocabulary": vocab_size,
@@ -106,12 +112,15 @@ class CSampler:
             "seed": stream,
             "temperature": params.temperature,
             "penalty": params.penalty,
+            "repetition": params.repetition_penalty,
             "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
             "eta": params.eta,
             "top_p": params.top_p,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
         }
+        # rows that are ranked have been lowered by repetition, and biases come before that
+        self._of_lowered = {**self._fixed, **({"biases": 0} if params.repeats else {})}
         # made once: what is new is far from the processor after every pass
         self._rows = _Rows(0, 2, self._fixed)
         self._levels = _Rows(0, 1, self._fixed)
@@ -148,7 +157,7 @@ class CSampler:
             rows=rows,
             half=int(logits.dtype == torch.bfloat16),
             count=count,
-            **self._fixed,
+            **self._of_lowered,
         )
         if seen is not None:
             seen = seen.contiguous()
@@ -175,7 +184,7 @@ class CSampler:
             nodes: tokens, positions and ancestors, as for
                 :meth:`~tswift.sampling.rule.Sampler.seen`; what is drawn comes after them.
             parents: of the nodes.
-            newest: the sampler's, if tokens are penalised.
+            newest: the sampler's, if it matters where tokens are in the text.
             counts: the sampler's, if it matters how often tokens were generated.
             verification: address of what the pass and the logits are computed from first; None if
                 they are there.
@@ -221,6 +230,7 @@ class CSampler:
         seen: NDArray[np.uint8] | None,
         positions: NDArray[np.int64] | None,
         counts: NDArray[np.float64] | None,
+        newest: NDArray[np.int64] | None,
     ) -> Callable[[int, int], tuple[list[list[int]], list[list[float]]]]:
         """A function that ranks tokens of which each row names its own,
         as they are in these arrays when it is called.
@@ -228,8 +238,8 @@ class CSampler:
         It is asked for the first rows, so many, and for how many tokens of each, and gives lists of
         tokens and scores. ``ids`` are ``[n, m]``, of the size in place of the vocabulary's;
         ``logits`` are minus infinity where there is no token; ``seen`` is nonzero for what is
-        penalised; without ``positions`` ``[n]`` there is no noise; ``counts`` are the sampler's, if
-        they matter.
+        penalised; without ``positions`` ``[n]`` there is no noise; ``counts`` and ``newest`` are
+        the sampler's, if they matter.
         """
         rows, width = ids.shape
         best = np.empty(rows * MOST, np.int64)
@@ -240,6 +250,7 @@ class CSampler:
             "seen": seen,
             "positions": positions,
             "counts": counts,
+            "newest": newest,
             "best": best,
             "scores": scores,
             "unsure": np.empty(rows, np.uint8),
@@ -311,11 +322,13 @@ class CSampler:
         return rows.best[:], rows.scores[:]
 
 
-def c_sampler(params: SamplingParams, stream: int, vocab_size: int) -> CSampler | None:
+def c_sampler(
+    params: SamplingParams, stream: int, vocab_size: int, prompt: int = 0
+) -> CSampler | None:
     """The program; None where there is no C compiler, or for a filter that it does not know."""
     if params.filters != tuple(name for name in _FILTERS if name in params.filters):
         return None
     try:
-        return CSampler(params, stream, vocab_size)
+        return CSampler(params, stream, vocab_size, prompt)
     except Unbuilt:
         return None

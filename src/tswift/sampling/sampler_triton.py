@@ -334,12 +334,14 @@ def triton_sampler_fault(
     unserved = [name for name in params.filters if name != "min_p"]
     if unserved:
         return NoFault(f"no kernel has {' and '.join(unserved)}")
-    if dtype not in DTYPES and not params.counts:
+    if dtype not in DTYPES and not (params.counts or params.repeats):
         return NoFault(f"the kernels do not read {str(dtype).removeprefix('torch.')}")
     if candidates > TritonSampler.MAX_CANDIDATES:
         return NoFault(f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates")
     # logits have been lowered before a kernel reads them
-    params = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+    params = replace(
+        params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0
+    )
     kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
     key = (
         candidates,

@@ -50,6 +50,7 @@ class Request:
 
     wants: frozenset[str]  # ``chat``, ``include_usage`` and those of ``_SWITCHES`` that are on
     config: RunConfig  # the job; its length is the most there may be where ``limit`` is None
+    count: int  # texts, one after the other, with seeds that follow each other
     limit: str | None  # the field that says how many tokens
     prompt: Any  # a text, token ids, or a chat's messages
     body: Values  # as it came, with the seed that was drawn for it if it had none
@@ -64,17 +65,22 @@ _OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
         "seed",
         "method",
         "stop_at_eos",
+        "ignore_eos",
         "stop",
         "stop_on_loop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
         *(each.name for each, _ in options_of(SamplingParams)),
     )
 }
-_SWITCHES = ("stream", "figures", "cancel_on_disconnect")
-_KNOWN = (*_OPTIONS, *_SWITCHES, "model", "stream_options", "user", "logprobs")
+_LISTS = ("stop", "stop_token_ids")  # of these, where JSON has a list
+_MOST_TEXTS = 16
+_SWITCHES = ("stream", "figures", "cancel_on_disconnect", "echo")
+_KNOWN = (*_OPTIONS, *_SWITCHES[:3], "model", "n", "stream_options", "user", "logprobs")
 # fields that are not served, and the values, besides null, with which they ask for nothing
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    **dict.fromkeys(("echo", "store"), (False,)),
+    "best_of": (1,),
+    **dict.fromkeys(("echo", "store", "use_beam_search"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(
@@ -156,6 +162,8 @@ class _Switches(_Strict):
     stream: bool = False
     figures: bool = False
     cancel_on_disconnect: bool = False
+    echo: bool = False
+    n: int = Field(1, ge=1, le=_MOST_TEXTS)
     stream_options: _StreamOptions | None = None
     user: str = Field("", max_length=512)
     messages: list[Annotated[_Message, BeforeValidator(_filled)]] = Field([], min_length=1)
@@ -186,7 +194,8 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
         model: the name of the model that is served.
     """
     prompt_field, count_field = ("messages", "top_logprobs") if chat else ("prompt", "logprobs")
-    given = _served(body, (*_KNOWN, prompt_field, count_field))
+    own_fields = (prompt_field, count_field, *(() if chat else ("echo",)))
+    given = _served(body, (*_KNOWN, *own_fields))
     if given.get("model", model) != model:
         message = f"the model {given['model']!r:.80} is not served here; {model} is"
         raise Refused(404, message, "model", "model_not_found")
@@ -205,9 +214,11 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
     limits = [name for name, option in _OPTIONS.items() if option == "length" and name in given]
     if len(limits) == 2 and repr(given[limits[0]]) != repr(given[limits[1]]):
         raise _wrong(limits[1], f"and {limits[0]} must be the same where both are given")
-    if "stop" in asked:  # "" and [] stop nowhere
-        stop = asked["stop"]
-        asked["stop"] = tuple(stop) if isinstance(stop, list) else (stop,) if stop != "" else ()
+    if isinstance(stop := asked.get("stop", []), str):  # "" stops nowhere
+        asked["stop"] = (stop,) if stop else ()
+    for name in _LISTS:
+        if isinstance(value := asked.get(name), list):
+            asked[name] = tuple(value)
     counted = given.get("logprobs") is not None
     if chat and given.get("logprobs", False) not in (True, False):
         raise _wrong("logprobs", "must be true or false")
@@ -217,13 +228,23 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
     elif counted:
         asked["logprobs"] = given.get(count_field, 0)
         names["logprobs"] = count_field
+    if "logprobs" in asked and checked.echo:
+        raise _wrong("echo", "goes without logprobs")
     asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
+    usual = {"stop_at_eos": not asked.get("ignore_eos"), "include_stop_str_in_output": False}
     try:
-        config = job(typed, {"stop_at_eos": True, **asked}, prompt, chat)
+        config = job(typed, {**usual, **asked}, prompt, chat)
     except InputError as error:
         raise refused(error, names, prompt_field) from None
     kept = {**body, "seed": asked["seed"]}
-    return Request(frozenset(wants), config, next(iter(limits), None), prompt, kept, typed, model)
+    limit = next(iter(limits), None)
+    return Request(frozenset(wants), config, checked.n, limit, prompt, kept, typed, model)
+
+
+def each_alone(request: Request) -> list[Values]:
+    """The bodies that ask for a request's texts one by one."""
+    rest = {name: value for name, value in request.body.items() if name != "n"}
+    return [{**rest, "seed": rest["seed"] + index} for index in range(request.count)]
 
 
 def _said(messages: Sequence[_Message]) -> tuple[dict[str, str], ...]:
@@ -240,7 +261,7 @@ def _said(messages: Sequence[_Message]) -> tuple[dict[str, str], ...]:
 def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
     """The fields that ask for something, all of them known and served."""
     for name, value in body.items():
-        nothing = _NOT_SERVED.get(name)
+        nothing = None if name in known else _NOT_SERVED.get(name)
         if nothing is None and name not in known:
             raise Refused(
                 400,

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tswift
-from tswift.decoding.text import TextStream
+from tswift.decoding.text import TextRules, TextStream
 from tswift.errors import Object
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
@@ -244,90 +244,117 @@ class Api:
             )
             raise Refused(400, f"Last-Event-ID {message}", "Last-Event-ID")
         body = await run_in_threadpool(parse_body, await _body(request))
-        run = await run_in_threadpool(self._service.accept, body, chat)
-        return await self._answer(
-            request, run, run.wants("stream"), leaving=run.wants("cancel_on_disconnect")
-        )
+        runs = await run_in_threadpool(self._service.accept, body, chat)
+        stream, leaving = runs[0].wants("stream"), runs[0].wants("cancel_on_disconnect")
+        return await self._answer(request, runs, stream, leaving=leaving)
 
     async def _answer(
         self,
         request: HttpRequest,
-        run: Run,
+        runs: Sequence[Run],
         stream: bool,
         have: tuple[int, int] | None = None,
         leaving: bool = False,
     ) -> Response:
-        """Follow a run to its end, or to the end of the connection; which, ``leaving``,
-        cancels the run.
+        """Follow runs to their end, or to the end of the connection; which, ``leaving``,
+        cancels them.
 
-        Where it is not streamed it comes whole. A reader who comes again says what they ``have``:
-        tokens and bytes.
+        Where they are not streamed they come whole. A reader who comes again says what they
+        ``have`` of a run: tokens and bytes.
         """
+        ids = {"X-Run-Id": ", ".join(run.id for run in runs)}
         if stream:
             # a run that is done stays done
-            then = BackgroundTask(self._service.cancel, run) if leaving else None
-            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Run-Id": run.id}
+            then = BackgroundTask(self._cancel_all, runs) if leaving else None
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **ids}
             return StreamingResponse(
-                self._events(run, have), 200, headers, "text/event-stream", then
+                self._events(runs, have), 200, headers, "text/event-stream", then
             )
         gone = asyncio.ensure_future(_gone(request.receive))
         try:
-            while run.open and not gone.done():
+            while any(run.open for run in runs) and not gone.done():
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             gone.cancel()
-        if run.open and leaving:
-            await run_in_threadpool(self._service.cancel, run)
-        if run.state != FINISHED:
-            return _error(_failure(run), {"X-Run-Id": run.id, **_NO_RETRY})
-        text = run.text.decode(errors="replace")
+        if leaving and any(run.open for run in runs):
+            await run_in_threadpool(self._cancel_all, runs)
+        for run in runs:
+            if run.state != FINISHED:
+                return _error(_failure(run), {**ids, **_NO_RETRY})
+        choices = [self._choice(index, run) for index, run in enumerate(runs)]
+        whole = {**self._head(runs[0]), "choices": choices, "usage": _usage(runs)}
+        return JSONResponse({**whole, **_figures(runs[0])}, headers=ids)
+
+    def _cancel_all(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self._service.cancel(run)
+
+    def _choice(self, index: int, run: Run) -> dict[str, object]:
+        tokenizer = self._model.tokenizer
+        text = run.echo(tokenizer) + run.text.decode(errors="replace")
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {
-            "index": 0,
+        return {
+            "index": index,
             **({"message": message} if run.wants("chat") else {"text": text}),
-            "logprobs": Logprobs(run, self._model.tokenizer, 0).up_to(run.stats.tokens),
+            "logprobs": Logprobs(run, tokenizer, 0).up_to(run.stats.tokens),
             "finish_reason": run.finish_reason,
         }
-        whole = {**self._head(run), "choices": [choice], "usage": _usage(run), **_figures(run)}
-        return JSONResponse(whole, headers={"X-Run-Id": run.id})
 
-    async def _events(self, run: Run, have: tuple[int, int] | None) -> AsyncIterator[str]:
-        """A run's text as server-sent events; an event's id says how many tokens and bytes came so
-        far.
+    async def _events(
+        self, runs: Sequence[Run], have: tuple[int, int] | None
+    ) -> AsyncIterator[str]:
+        """Runs' texts as server-sent events, one after the other."""
+        # lines without an empty one behind them: clients may take that for an event without data
+        yield "retry: 1000\n"
+        head = self._head(runs[0], ".chunk")
+        usage = runs[0].wants("include_usage")
+        if usage:
+            head["usage"] = None
+        for index, run in enumerate(runs):
+            async for event in self._events_of(run, index, head, have, len(runs) > 1):
+                yield event
+            if run.state != FINISHED:
+                yield f"data: {json.dumps(_error_body(_failure(run)))}\n\n"
+                return
+        if usage:
+            name = "" if len(runs) > 1 else f"id: {runs[0].stats.tokens}:{len(runs[0].text)}\n"
+            last = {**head, "choices": [], "usage": _usage(runs)}
+            yield f"{name}data: {json.dumps(last)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _events_of(
+        self, run: Run, index: int, head: Object, have: tuple[int, int] | None, several: bool
+    ) -> AsyncIterator[str]:
+        """The events of one run's text; an event's id says how many tokens and bytes came so far,
+        unless there are ``several`` runs.
         """
         tokens, start = have or (0, 0)
         logprobs = Logprobs(run, self._model.tokenizer, tokens)
-        head = self._head(run, ".chunk")
         chat = run.wants("chat")
-        usage = run.wants("include_usage")
-        # lines without an empty one behind them: clients may take that for an event without data
-        yield "retry: 1000\n"
 
-        def event(choices: list[dict[str, object]], **others: object) -> str:
-            chunk = {**head, "choices": choices, **({"usage": None} if usage else {}), **others}
-            return f"id: {tokens}:{start}\ndata: {json.dumps(chunk)}\n\n"
-
-        def choice(
-            text: str | None, reason: str | None = None, role: bool = False
-        ) -> list[dict[str, object]]:
-            rest: dict[str, object] = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
-            if not chat:
-                return [{"index": 0, "text": text or "", **rest}]
-            delta = {
-                **({"role": "assistant"} if role else {}),
-                **({} if text is None else {"content": text}),
-            }
-            return [{"index": 0, "delta": delta, **rest}]
+        def event(text: str | None, reason: str | None = None, **delta: str) -> str:
+            rest: Object = {"logprobs": logprobs.up_to(tokens), "finish_reason": reason}
+            if chat:
+                own: Object = {"delta": {**delta, **({} if text is None else {"content": text})}}
+            else:
+                own = {"text": text or ""}
+            chunk = {**head, "choices": [{"index": index, **own, **rest}]}
+            if text or reason:
+                chunk |= _figures(run)
+            name = "" if several else f"id: {tokens}:{start}\n"
+            return f"{name}data: {json.dumps(chunk)}\n\n"
 
         if chat and have is None:
-            yield event(choice("", role=True))
+            yield event("", role="assistant")
+        elif have is None and (echo := run.echo(self._model.tokenizer)):
+            yield event(echo)
         last = time.monotonic()
         while True:
             whole = not run.open
             piece = run.read(tokens, start)
             if piece is not None:
                 text, tokens, start = piece
-                yield event(choice(text), **_figures(run))
+                yield event(text)
                 last = time.monotonic()
             elif whole:
                 break
@@ -335,14 +362,9 @@ class Api:
                 yield f": {run.state}\n"
                 last = time.monotonic()
             await asyncio.sleep(0 if whole else _LOOK_SECONDS)
-        if run.state != FINISHED:
-            yield f"data: {json.dumps(_error_body(_failure(run)))}\n\n"
-            return
-        tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
-        yield event(choice(None, run.finish_reason), **_figures(run))
-        if usage:
-            yield event([], usage=_usage(run))
-        yield "data: [DONE]\n\n"
+        if run.state == FINISHED:
+            tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
+            yield event(None, run.finish_reason)
 
     def _head(self, run: Run, part: str = "") -> dict[str, object]:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
@@ -371,7 +393,7 @@ class Api:
             "seed": run.config.text.seed,
             "finish_reason": run.finish_reason,
             "figures": run.figures(),
-            "usage": _usage(run),
+            "usage": _usage([run]),
             "text": bytes(run.text).decode(errors="replace"),
         }
         return JSONResponse(about)
@@ -381,7 +403,7 @@ class Api:
         run = await run_in_threadpool(self._service.find, request.path_params["id"])
         if not run.open and run.state != FINISHED:
             raise Refused(409, _failure(run).message, "id", "run_not_running")
-        return await self._answer(request, run, True, have)
+        return await self._answer(request, [run], True, have)
 
     async def _resume(self, request: HttpRequest) -> Response:
         have = _have(request)
@@ -402,7 +424,7 @@ class Api:
         )
         if stream is None:
             stream = have is not None or run.wants("stream")
-        return await self._answer(request, run, stream, have)
+        return await self._answer(request, [run], stream, have)
 
     async def _cancel(self, request: HttpRequest) -> Response:
         run = await run_in_threadpool(self._service.find, request.path_params["id"])
@@ -423,7 +445,7 @@ class Logprobs:
         self._run = run
         self._tokenizer = tokenizer
         self._given = given
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, TextRules(skip_special=run.config.skip_special_tokens))
         self._offset: int | None = None  # of the first token to give, once it is made
 
     def up_to(self, tokens: int) -> Object | None:
@@ -491,14 +513,17 @@ def _figures(run: Run) -> dict[str, object]:
     return {"figures": run.figures()} if run.wants("figures") else {}
 
 
-def _usage(run: Run) -> dict[str, object]:
-    """Tokens as OpenAI counts them; predicted ones are those that were drafted."""
-    figures = run.figures()
-    prompt = run.prompt_tokens
-    made = run.stats.tokens
+def _usage(runs: Sequence[Run]) -> dict[str, object]:
+    """Tokens as OpenAI counts them, of runs with the same prompt; predicted ones are those that
+    were drafted.
+    """
+    figures = [run.figures() for run in runs]
+    prompt = runs[0].prompt_tokens
+    made = sum(run.stats.tokens for run in runs)
+    accepted, drafted = (sum(each[name] for each in figures) for name in ("accepted", "drafted"))
     details = {
-        "accepted_prediction_tokens": figures["accepted"],
-        "rejected_prediction_tokens": max(0, figures["drafted"] - figures["accepted"]),
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": max(0, drafted - accepted),
     }
     return {
         "prompt_tokens": prompt,

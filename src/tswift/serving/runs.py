@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
@@ -34,7 +35,6 @@ from tswift.jobs.folder import (
     INTERRUPTED,
     KILLED,
     LOGPROBS,
-    PROMPT,
     RECORD,
     REQUEST,
     RUNNING,
@@ -42,8 +42,8 @@ from tswift.jobs.folder import (
     default_path,
     inspect_run,
     read_own,
+    read_run,
     read_saved,
-    read_tokens,
     text_fault,
     write_whole,
 )
@@ -56,7 +56,10 @@ from tswift.options import Values, changed
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
 from tswift.serving.config import job as job_of
-from tswift.serving.requests import Refused, Request, parse, refused
+from tswift.serving.requests import Refused, Request, each_alone, parse, refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _EOS = "eos"
 QUEUED, CANCELLED, IN_USE = "queued", "cancelled", "in use"
@@ -161,15 +164,20 @@ class Run:
             "tokens_per_second": round(stats.tokens_per_second, 2),
         }
 
+    def echo(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The prompt, if it is to stand before the text."""
+        if self.request is None or not self.wants("echo"):
+            return ""
+        prompt = self.request.prompt
+        return prompt if isinstance(prompt, str) else text_of(tokenizer, prompt)
+
     @property
     def finish_reason(self) -> str | None:
         """In OpenAI's format; None while it is not finished."""
         return None if self.state != FINISHED else "length" if self.end == "length" else "stop"
 
-    def follow(self, job: Job, text_of: Callable[[int], str]) -> Callable[[str, DecodeStats], None]:
-        """What a job is to call after every step; ``text_of`` gives the text of a token id."""
-        ends = frozenset(job.generation.stop)
-        held = ""
+    def follow(self, job: Job) -> Callable[[str, DecodeStats], None]:
+        """What a job is to call after every step."""
         self.stats = job.stats.copy()
         wanted = job.config.logprobs is not None
         if wanted and job.tokens:
@@ -178,17 +186,11 @@ class Run:
         self.grow(job.before, job.stats.tokens)
 
         def show(piece: str, stats: DecodeStats) -> None:
-            nonlocal held
             if job.state == FINISHED:
                 self.end = job.end()["reason"]
-                piece = (held + piece).removesuffix(
-                    text_of(job.tokens[-1]) if self.end == _EOS else ""
-                )
             elif job.state != RUNNING:
                 # a character or a stop string that was begun may be another when it goes on
                 piece = ""
-            elif job.tokens[-1:] and job.tokens[-1] in ends:
-                held, piece = piece, ""
             if wanted and len(self.ids) < len(job.tokens):
                 self.rows += job.rows
                 self.ids.extend(job.tokens[len(self.ids) :])
@@ -269,8 +271,25 @@ class Service:
 
     # --- what clients ask for
 
-    def accept(self, body: Mapping[str, object], chat: bool) -> Run:
-        """Queue a request."""
+    def accept(self, body: Mapping[str, object], chat: bool) -> list[Run]:
+        """Queue a request: a run for each of its texts."""
+        request = parse(body, chat, self._typed, self.model_id)
+        if request.count > self._config.queue + 1:
+            most = f"{self._config.queue + 1:,} texts at a time"
+            raise Refused(400, f"n: the server's queue has room for {most}", "n")
+        self._refuse_full(request.count)
+        runs: list[Run] = []
+        try:
+            for own in each_alone(request):
+                runs.append(self.accept_one(own, chat))
+        except Refused:
+            for run in runs:
+                self.cancel(run)
+            raise
+        return runs
+
+    def accept_one(self, body: Mapping[str, object], chat: bool) -> Run:
+        """Queue a request for one text."""
         request = parse(body, chat, self._typed, self.model_id)
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
@@ -376,11 +395,11 @@ class Service:
 
     # --- accepting
 
-    def _refuse_full(self) -> None:
+    def _refuse_full(self, more: int = 1) -> None:
         if self._closing:
             raise Refused(503, "the server is stopping", code="stopping", wait=5)
         runs = list(self._runs.values())
-        if len(runs) > self._config.queue:
+        if len(runs) + more > self._config.queue + 1:
             first = runs[0]
             speed = first.stats.tokens_per_second or self._speed
             wait = (first.config.text.length - first.stats.tokens) / speed if speed else 10
@@ -436,11 +455,12 @@ class Service:
             self._refuse_excess(len(ids), 1, "prompt")
             if request.limit is not None:
                 self._refuse_excess(len(ids), config.text.length, request.limit)
-            for token in config.sampling.logit_bias:
-                if token >= target.vocab_size:
-                    raise InputError(
-                        f"has token id {token:,}, the model has {target.vocab_size:,}", "logit_bias"
-                    )
+            for name in ("logit_bias", "stop_token_ids"):
+                for token in getattr(config.sampling, name):
+                    if token >= target.vocab_size:
+                        raise InputError(
+                            f"has token id {token:,}, the model has {target.vocab_size:,}", name
+                        )
             resolve(config.method, target, model.heads, config.drafting)
             if find_method(config.method).draft and model.draft is None:
                 raise InputError(
@@ -495,7 +515,7 @@ class Service:
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
-            job.run(run.follow(job, self._text_of), run.show_prefill)
+            job.run(run.follow(job), run.show_prefill)
             return FINISHED
         except _Stop:
             return run.stopping
@@ -518,9 +538,6 @@ class Service:
     def _note(self, run: Run, state: str = "") -> None:
         with suppress(OSError, InputError):
             run.store(state)
-
-    def _text_of(self, token: int) -> str:
-        return str(self.model.tokenizer.decode([token], skip_special_tokens=False))
 
     # --- folders
 
@@ -609,16 +626,15 @@ class Service:
         run.reason = entry.reason or run.reason
         if not whole:
             return run
-        saved = read_saved(path, read_tokens(path / PROMPT), row_bytes(config))
+        made = read_run(path)
+        saved = read_saved(path, made.prompt, row_bytes(config))
         ids = saved.tokens[: run.stats.tokens]
         fault = saved.damage
         if entry.state == FINISHED and not fault:
-            fault = text_fault(path, entry.state, self.model.tokenizer, config.stop)
+            fault = text_fault(path, entry.state, self.model.tokenizer, made.rules)
         if fault:
             raise InputError(fault)
-        text = text_of(self.model.tokenizer, ids, config.stop)
-        if run.end == _EOS:
-            text = text.removesuffix(self._text_of(ids[-1]))
+        text = text_of(self.model.tokenizer, ids, made.rules)
         if run.request is not None and config.logprobs is not None and ids:
             run.rows += read_own(path / LOGPROBS)
             run.ids.extend(ids)

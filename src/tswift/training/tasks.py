@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tswift.caches import FullKV
 from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
-from tswift.engine import Request, begin, ending
+from tswift.engine import Request, begin
 from tswift.errors import InputError, Object, renamed
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
-from tswift.sampling.parameters import SamplingParams
+from tswift.sampling.parameters import SamplingParams, ending
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES
 from tswift.speculators.heads_files import load_heads
