@@ -14,7 +14,7 @@ import torch
 from tests.conftest import make_checkpoint
 from tests.helpers import needs_program
 from tests.rows import every_row
-from tswift import native_build
+from tswift import loading, native_build
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.errors import InputError, SlowWarning
@@ -225,6 +225,46 @@ def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, l
     assert "\n" not in str(caught.value)
 
 
+@every_row(
+    ("tool", "how"),
+    [
+        ("apt-get", "get one by apt-get install build-essential"),
+        ("apk", "get one by apk add build-base"),
+        ("dnf", "get one by dnf install gcc"),
+        ("xcode-select", "get one by xcode-select --install"),
+        ("nothing", "install gcc or clang"),
+    ],
+)
+def test_where_there_is_none_the_command_that_mends_it_is_told(
+    monkeypatch, tmp_path: Path, source: Path, tool: str, how: str
+) -> None:
+    (tmp_path / tool).mkdir()
+    (tmp_path / tool / tool).touch(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path / tool))
+    monkeypatch.delenv("CC", raising=False)
+    native_build._attempted.cache_clear()
+    with pytest.raises(Unbuilt) as caught:
+        build(source, "ANSWER=1")
+    assert str(caught.value) == f"needs a C compiler: {how}, or name one by CC"
+
+
+@needs_program
+@pytest.mark.filterwarnings("ignore::tswift.errors.SlowWarning")
+def test_a_compiler_that_takes_its_time_is_waited_for_and_then_done_without(
+    monkeypatch, source: Path
+) -> None:
+    monkeypatch.setattr(native_build, "_QUIET", 0.05)
+    monkeypatch.setenv("CC", "sh -c 'sleep 0.3; exec cc \"$@\"' cc")
+    with pytest.warns(SlowWarning, match=r"^a C program is compiled, once; after 0.05 s"):
+        assert build(source, "ANSWER=42").answer() == 42
+    monkeypatch.setattr(native_build, "_PATIENCE", 0.1)
+    monkeypatch.setenv("CC", "sh -c 'echo >> tries; exec sleep 60'")
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(Unbuilt, match=r"^was not compiled within .* a machine that is busy$"):
+        build(source, "ANSWER=43", options=("-O1",))
+    assert (source.parent / "tries").read_text() == "\n"  # not again without the options
+
+
 def test_options_that_the_compiler_refuses_are_left_out(source: Path) -> None:
     assert build(source, "ANSWER=7", options=("-mno-such-vectors",)).answer() == 7
 
@@ -285,6 +325,19 @@ def test_a_missing_compiler_is_told_once_where_it_costs_much(
         "not there; without it every token takes "
         f"{'hundreds of times' if weights else 'several times'} as long"
     ]
+
+
+def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path: Path) -> None:
+    class Opened(BaseException): ...
+
+    def opened(*given: object) -> None:
+        raise Opened
+
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(loading, "_open", opened)
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    with pytest.warns(SlowWarning, match="needs a C compiler"), pytest.raises(Opened):
+        load(str(checkpoint), device="cpu", dtype="float32")
 
 
 @pytest.mark.parametrize("asked", [{"attention": "sdpa"}, {"dtype": "float64"}])

@@ -46,7 +46,7 @@ from tswift.forward.coded import (
     rounded_bytes,
 )
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
-from tswift.forward.products import HALVES, holds_codes, library, pack
+from tswift.forward.products import HALVES, library, pack
 from tswift.forward.program import may_serve
 from tswift.forward.target import Target
 from tswift.models.architecture import (
@@ -336,6 +336,9 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         plan = _plan(ranks.share(config), ranks)
         asked = plan.asked
         simulated = plan.simulated
+        slow = _slowness(plan)
+        if slow is not None:  # loading takes longer without it, too
+            warnings.warn(slow, SlowWarning, stacklevel=2)
         loaded, note = _open(plan, ranks)
         target = loaded.target
         source = plan.heads
@@ -368,9 +371,6 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         ):
             if each is not None:
                 warn_of_fallbacks(each, name)
-        slow = _slowness(plan, target)
-        if slow is not None:
-            warnings.warn(slow, SlowWarning, stacklevel=2)
         if plan.coded or plan.packed:
             give_back()  # what was needed to make codes is more than they take
         return loaded
@@ -574,16 +574,15 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
     return bits
 
 
-def _slowness(plan: _LoadPlan, target: Target) -> str | None:
+def _slowness(plan: _LoadPlan) -> str | None:
     """Why there is no C program here, where that would make the model's passes."""
-    coded = holds_codes(target.model)
-    serves = plan.asked.attention in ("auto", "native") and target.dtype.itemsize <= 4
-    if target.device.type != "cpu" or not (coded or (serves and may_serve(plan.config))):
+    serves = plan.asked.attention in ("auto", "native") and plan.dtype.itemsize <= 4
+    if plan.device.type != "cpu" or not (plan.coded or (serves and may_serve(plan.config))):
         return None
     try:
         library()
     except Unbuilt as error:
-        cost = "hundreds of times" if coded else "several times"
+        cost = "hundreds of times" if plan.coded else "several times"
         return (
             f"the C program that computes {plan.asked.model} {error}; without it every token takes "
             f"{cost} as long"

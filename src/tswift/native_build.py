@@ -19,6 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,17 +27,30 @@ from typing import Any
 
 import torch
 
+from tswift.errors import SlowWarning
+
 # Without traps, loops with a choice in them become vectors; no result changes by that.
 _FLAGS = (
     *("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"),
     *("-ffp-contract=off", "-fno-trapping-math"),
 )
-_PATIENCE = 120  # seconds
+# seconds that a compiler is waited for before that is told, and after
+_QUIET, _PATIENCE = 30, 600
+_INSTALL = {
+    "apt-get": "apt-get install build-essential",  # Debian and Ubuntu; gcc alone has no headers
+    "apk": "apk add build-base",
+    "dnf": "dnf install gcc",
+    "xcode-select": "xcode-select --install",
+}
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Unbuilt(Exception):
     """Why there is no library, in one line that goes on after what it is for."""
+
+
+class _Outlasted(Unbuilt):
+    pass
 
 
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -63,7 +77,8 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
     try:
         return _built(source, *defined, options=options)
     except Unbuilt as error:
-        return _attempted(source, *defined) if options else str(error)
+        retried = options and not isinstance(error, _Outlasted)
+        return _attempted(source, *defined) if retried else str(error)
 
 
 def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
@@ -226,27 +241,44 @@ def _compiler() -> list[str]:
     for command in candidates:
         if shutil.which(command[0]):
             return command
-    raise Unbuilt(
-        f"needs a C compiler: {given[0]} (CC) is not there"
-        if given
-        else "needs a C compiler: install gcc or clang, or name one by CC"
-    )
+    if given:
+        raise Unbuilt(f"needs a C compiler: {given[0]} (CC) is not there")
+    mends = (f"get one by {how}" for tool, how in _INSTALL.items() if shutil.which(tool))
+    raise Unbuilt(f"needs a C compiler: {next(mends, 'install gcc or clang')}, or name one by CC")
 
 
 def _compile(command: list[str]) -> None:
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=_PATIENCE,
+        compiler = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise Unbuilt(f"needs a C compiler: {_first_line(str(error))}") from error
-    if done.returncode:
-        raise Unbuilt(f"needs another C compiler: {_first_line(done.stderr)}")
+    with compiler:
+        try:
+            said = _waited_for(compiler)
+        except BaseException:
+            compiler.kill()
+            raise
+    if compiler.returncode:
+        raise Unbuilt(f"needs another C compiler: {_first_line(said)}")
+
+
+def _waited_for(compiler: subprocess.Popen[str]) -> str:
+    """What a compiler has said when it ends."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return compiler.communicate(timeout=_QUIET)[1]
+    warnings.warn(
+        f"a C program is compiled, once; after {_QUIET} s it is not done, as on a machine that is "
+        f"busy, and {_PATIENCE // 60} minutes more are given to it",
+        SlowWarning,
+        stacklevel=2,
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return compiler.communicate(timeout=_PATIENCE)[1]
+    raise _Outlasted(
+        f"was not compiled within {_PATIENCE // 60} minutes, as on a machine that is busy"
+    )
 
 
 def _first_line(text: str) -> str:
