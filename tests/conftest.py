@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -159,6 +160,28 @@ def known_machine() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "machine_for", lambda model: Machine(bandwidth=2e10, flops=1e11))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """What a test has started and failed to stop is killed, and is there for no other test."""
+    from tests.jobs.killing import PROCESSES
+
+    kept = len(PROCESSES)  # of a module's or session's fixtures
+    yield
+    for process in PROCESSES[kept:]:
+        process.send(signal.SIGKILL)
+        process.wait()
+    del PROCESSES[kept:]
+
+
+@pytest.fixture
+def signals_heard() -> Iterator[None]:
+    """A test that sends this process signals hears them, also in the background."""
+    from tests.jobs import killing
+
+    with killing.signals_heard():
         yield
 
 

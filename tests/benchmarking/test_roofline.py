@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+from ctypes import c_int32, c_int64
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +23,6 @@ import tswift.benchmarking.run as run_module
 from tests.benchmarking.helpers import MACHINE as RATES
 from tests.helpers import needs_program
 from tests.rows import every_row
-from tswift.attention.backends import why_not
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
     CONTEXTS,
@@ -45,11 +46,12 @@ from tswift.errors import InputError
 from tswift.models.architecture import skeleton
 from tswift.models.checkpoint import shape_config
 from tswift.models.shapes import Shape, shape_of
-from tswift.native_build import widest_vectors
+from tswift.native_build import _FLAGS, _compiler, build, widest_vectors
 
 SMALL = Shape(
     120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2, lm_head=20
 )
+_CHAINS = 12  # of rates.c
 MACHINE = Machine(bandwidth=100.0, flops=1000.0)
 LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
 A100 = MACHINES["a100-80g"]
@@ -220,17 +222,25 @@ def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
     assert read == [8_000_000, 8_000_000, module._LEAST_READ, module._READ_BYTES["cpu"]]
 
 
-@pytest.mark.slow
-def test_multiply_adds_are_as_quick_as_matrix_products() -> None:
-    if why_not("native", torch.float32, torch.device("cpu")):
-        pytest.skip("needs a C compiler")
-    floats = module.measure_machine(torch.device("cpu"), torch.float32).flops
-    rates = [module._multiplied(bits) for bits in (32, 16, 8)]
-    assert floats < 1.1 * rates[0]
-    # without one instruction for it, products of 16 bits take two, of twice as many numbers; and of
-    # 256 bits Zen 5 begins one of these in a cycle, where it begins two of floats
-    least = 1.5 if "-mavx512vnni" in widest_vectors() else 0.8
-    assert least * rates[0] < rates[1] < 1.2 * rates[2]
+@needs_program
+def test_multiply_adds_are_counted_and_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing but them takes the time: what a core can do is no less than it is said to."""
+    options = [option for option in (*_FLAGS, *widest_vectors()) if option != "-shared"]
+    command = [*_compiler(), *options, "-S", "-o", "-", str(module._RATES)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.strip().partition("\t") for line in said.splitlines()]
+    for names in (("vfmadd",), ("vpdpwssd", "vpmaddwd"), ("vpdpbusd", "vpmaddubsw")):
+        operands = [given for name, _, given in lines if name.startswith(names)]
+        assert len(operands) >= _CHAINS
+        assert not [given for given in operands if "(" in given]  # memory
+    library = build(module._RATES, options=widest_vectors())
+    library.tswift_multiply.restype = c_int64
+    lanes = 16 if "-mavx512f" in widest_vectors() else 8
+    for bits in (32, 16, 8):
+        done = library.tswift_multiply(c_int64(3), c_int64(bits), (c_int32 * 2)(3, 5))
+        assert done == 3 * _CHAINS * lanes * 2 * 32 // bits
+    monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
+    assert module._multiplied(32) > 0
     assert module._multiplied(64) == 0
 
 

@@ -217,6 +217,7 @@ def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-unty
     )
 
 
+@pytest.mark.usefixtures("signals_heard")
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -124,6 +124,7 @@ def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
     assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
 
 
+@pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize(
     ("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)]
 )

@@ -10,13 +10,31 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tswift.cli import main as tswift
 
 _CONTEXT = multiprocessing.get_context("fork")
+PROCESSES: list[Process] = []  # that tests have started and that may still run
+
+
+@contextmanager
+def signals_heard() -> Iterator[None]:
+    """Signals that stop a process do so, in this one and in those that it starts.
+
+    Tests in the background, as under ``nohup``, inherit that some are ignored.
+    """
+    own = {signal.SIGINT: signal.default_int_handler}
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, own.get(each, signal.SIG_DFL)) for each in stopping}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Process:
@@ -33,6 +51,7 @@ class Process:
         self.errors = output.with_suffix(".err")
         self._process = _CONTEXT.Process(target=self._run, args=(words, closed), daemon=True)
         self._process.start()
+        PROCESSES.append(self)
         self.pid = self._process.pid
 
     def _run(self, words: Sequence[object], closed: Sequence[int]) -> None:
@@ -42,7 +61,8 @@ class Process:
         for number in closed:
             os.close(number)
             setattr(sys, ("stdin", "stdout", "stderr")[number], None)
-        sys.exit(tswift([str(word) for word in words]))
+        with signals_heard():
+            sys.exit(tswift([str(word) for word in words]))
 
     def begin(self) -> None:
         """Wait for its first text."""

@@ -50,6 +50,7 @@ def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> Non
     assert [entry.state for entry in list_runs(tmp_path / "run")] == ["killed"]
 
 
+@pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_raises_when_patience_is_at_its_end(number: int) -> None:
     before = signal.getsignal(number)

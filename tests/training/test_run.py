@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import tswift
 from tests.helpers import first
+from tests.jobs.killing import signals_heard
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tswift.cli import main
@@ -196,6 +197,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize(
     ("kind", "number"),
     first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)]),
@@ -219,6 +221,7 @@ def test_stopped_by_a_signal_and_gone_on_with(
         resume(DraftConfig if kind == "heads" else HeadsConfig, out)
 
 
+@pytest.mark.usefixtures("signals_heard")
 def test_stopped_within_a_step_and_gone_on_with(
     tiny: Tiny, whole: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +293,8 @@ def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
 def cut(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training of heads that was interrupted."""
     folder = tmp_path_factory.mktemp("cut")
-    train(config_of("heads", tiny), folder, StopAt(2, signal.SIGINT))
+    with signals_heard():
+        train(config_of("heads", tiny), folder, StopAt(2, signal.SIGINT))
     return folder
 
 
