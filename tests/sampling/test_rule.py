@@ -162,7 +162,7 @@ def transformers_warp(logits, text: list[int], params: SamplingParams):
     if params.logit_bias:
         chain.append(
             SequenceBiasLogitsProcessor(
-                [[[token], bias] for token, bias in params.logit_bias.items()]
+                {(token,): bias for token, bias in params.logit_bias.items()}
             )
         )
     if params.temperature != 1:
