@@ -117,6 +117,13 @@ FAULTS = [
           "self.counts.index_add_(0, self._ids(tokens), torch.ones_like(appended).double())"),
     Fault("plain steps count on from the ones before", "decoding/device_step.py", DEVICE,
           "if sampler.counting:\n            context", "if False:\n            context"),
+    # conversations
+    Fault("a conversation's cache keeps what was said otherwise", "decoding/loop.py", "jobs/test_chat.py",
+          "earlier._kv.length) if alike is None else alike", "earlier._kv.length)"),
+    Fault("a memory does not know of what is in the cache already", "decoding/loop.py", "jobs/test_chat.py",
+          "            memory.committed(begun)\n", "            pass\n"),
+    Fault("what was left of an answer was not said", "jobs/chat.py", "jobs/test_chat.py",
+          '{"role": "assistant", "content": "".join(given)}]', '{"role": "assistant", "content": ""}]'),
     # what clients of vLLM and transformers send
     Fault("only what was generated is penalised for its repetition", "sampling/rule.py", NAMES,
           "(self.newest > FAR).repeat", "(self.newest >= self.prompt).repeat"),
@@ -318,7 +325,7 @@ FAULTS = [
           "self._target.capture(self._round) if self._target.replays else self._round",
           "self._target.capture(self._round)"),
     Fault("what was generated is taken for the prompt", "decoding/loop.py", WIDE_CHUNKS,
-          "chunks(self._target, text, self._kv, self._prompt - 1)", "chunks(self._target, text, self._kv)"),
+          "self._kv, self._prompt - 1)", "self._kv)"),
     Fault("the audit takes all for the prompt", "decoding/audit.py", WIDE_CHUNKS,
           "for forwarded in chunks(target, part, kv, prompt)", "for forwarded in chunks(target, part, kv)"),
     Fault("a prompt's last chunk is part of the text", "decoding/loop.py", WIDE_CHUNKS,

@@ -412,9 +412,9 @@ class FullKV(KVBuffer):
         """``[1, length]``: the slots."""
         return torch.arange(self.length, device=self.shape.device).unsqueeze(0)
 
-    def copy_from(self, other: FullKV) -> None:
-        """Copy another cache of the same model."""
-        self.length = other.length
+    def copy_from(self, other: FullKV, length: int | None = None) -> None:
+        """Copy another cache of the same model, or its first ``length`` tokens."""
+        self.length = other.length if length is None else length
         for own, theirs in zip(self.buffers, other.buffers, strict=True):
             own[:, :, : self.length] = theirs[:, :, : self.length]
         if self.states is not None and other.states is not None:

@@ -345,7 +345,10 @@ class Generation:
 
 
 def begin(
-    model: LoadedModel, request: Request, accept: Callable[[int], AcceptFn] | None = None
+    model: LoadedModel,
+    request: Request,
+    accept: Callable[[int], AcceptFn] | None = None,
+    kept: Decoding | None = None,
 ) -> Generation:
     """Check a request, and allocate the caches.
 
@@ -355,6 +358,7 @@ def begin(
     Args:
         accept: makes an ``accept`` for :class:`Decoding` from the maximum tokens drafted along a
             path.
+        kept: as for :class:`Decoding`.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
@@ -406,6 +410,7 @@ def begin(
             accept and accept(drafter.depth),
             request.written,
             request.logprobs,
+            kept,
         )
     return Generation(decoding, drafter.depth, rules, params, resolved, need, ranks, text)
 

@@ -15,6 +15,7 @@ import typer
 
 import tswift
 from tswift.cli.bench import bench, compare
+from tswift.cli.chat import chat
 from tswift.cli.generate import following, generate, refuse_copies
 from tswift.cli.output import (
     BAD_INPUT,
@@ -42,6 +43,7 @@ def _in_one_line(command: Callable[..., None]) -> str:
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for each in (
     generate,
+    chat,
     serve,
     compare,
     runs,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -70,7 +72,8 @@ def takes(
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
-            values.pop(_HELP_ALL.name, None)
+            for own_option in (_HELP_ALL, _THREADS):
+                values.pop(own_option.name, None)
             others = {name: value for name, value in values.items() if name not in carried}
             for found in (typed, others):
                 for name, value in found.items():
@@ -99,6 +102,8 @@ def takes(
             )
             parameters.append(_parameter(name, hint, option, (texts or {}).get(name, text)))
         parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        if any(kind.__name__ == "ModelConfig" for kind in kinds):
+            parameters.append(_THREADS)
         if any(option.rare or option.panel == DRAFTING for _, _, option in carried.values()):
             parameters.append(_HELP_ALL)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -197,6 +202,38 @@ _HELP_ALL = inspect.Parameter(
         ),
     ],
     default=False,
+)
+
+
+def _use_threads(wanted: int | None) -> None:
+    """Have PyTorch and the C programs use so many threads."""
+    if wanted is None:
+        return
+    os.environ["OMP_NUM_THREADS"] = str(wanted)
+    if "torch" in sys.modules:  # which has looked there already
+        import torch
+
+        torch.set_num_threads(wanted)
+
+
+_THREADS = inspect.Parameter(
+    "threads",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            help="Threads of the processor. (default: one for each core)",
+            rich_help_panel="Model",
+            show_default=False,
+            hidden=True,
+            min=1,
+            max=1024,
+            callback=_use_threads,
+        ),
+    ],
+    default=None,
 )
 _OUTPUT = "Output"
 Trees = Annotated[

@@ -32,6 +32,7 @@ from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 from tswift.sampling.sampler_c import Drawn
 
 _TOKENS = 512  # looked at together
+_LEAST_KEPT = 64  # tokens of another cache that are worth a copy
 
 
 def decode_step(
@@ -135,6 +136,8 @@ class Decoding:
         written: tokens generated already. The decode goes on after them as if it had never stopped.
         logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones;
             None for not.
+        kept: an earlier decode by the model: what its cache holds of this text's beginning is
+            copied instead of forwarded.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing
@@ -152,6 +155,7 @@ class Decoding:
         accept: AcceptFn | None = None,
         written: Sequence[int] = (),
         logprobs: int | None = None,
+        kept: Decoding | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -172,6 +176,8 @@ class Decoding:
         self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed
         self._logprobs = logprobs
+        self._earlier = kept
+        self.kept = 0  # tokens that were copied
         self._prefilled = False
         self._stepper: DeviceStepper | None = None
         self._plain: DeviceStepper | None = None
@@ -198,7 +204,8 @@ class Decoding:
         for each in together:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
-        for forwarded in chunks(self._target, text, self._kv, self._prompt - 1):
+        self._take_kept(text)
+        for forwarded in chunks(self._target, text[self.kept :], self._kv, self._prompt - 1):
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -224,6 +231,24 @@ class Decoding:
                 )
         synchronize(self._target.device)
         return time.perf_counter() - started
+
+    def _take_kept(self, text: list[int]) -> None:
+        """Copy from the earlier decode's cache what it holds of a text, if that is worth it."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return
+        pairs = zip(text, earlier._context.text[: earlier._kv.length], strict=False)
+        alike = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), None)
+        held = min(len(text), earlier._kv.length) if alike is None else alike
+        # states cannot go back, and a memory takes in a few tokens only later
+        if held < _LEAST_KEPT or (self._kv.states is not None and held < earlier._kv.length):
+            return
+        self._kv.copy_from(earlier._kv, held)
+        self.kept = held
+        # the drafter's memories know of them that they came
+        begun = replace(self._context, text=self._context.text[: held + 1])
+        for memory in self._drafter.memories:
+            memory.committed(begun)
 
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.

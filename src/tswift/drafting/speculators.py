@@ -113,6 +113,8 @@ class NetworkSource(Source):
     def committed(self, context: Context, most: int = 0) -> None:
         """Keep the states of new tokens; the next round takes them into the window."""
         count = context.kv.length - self._first - len(self._new)
+        if context.last is None and count > 0:  # nobody has seen the passes over these
+            self._first = context.kv.length
         if count <= 0 or context.last is None:
             return
         nodes = torch.tensor(context.path[-count:]).to(self._target.device, non_blocking=True)

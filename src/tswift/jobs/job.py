@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.decoding.text import TextStream, text_of
 from tswift.distributed import ALONE, Dist
@@ -390,7 +391,7 @@ def start(
         if flexible:
             length = fitting(config.text.length, len(prompt), model.target.max_positions)
             config = replace(config, text=replace(config.text, length=length))
-        generation = _begin(model, prompt, config, params)
+        generation = begin_run(model, prompt, config, params)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
@@ -514,7 +515,7 @@ def _continued(
     below = len(saved.tokens) if ended else config.text.length
     checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
     tokens = saved.tokens[: checkpoint.tokens]
-    generation = _begin(model, run.prompt, config, run.params, written=tokens)
+    generation = begin_run(model, run.prompt, config, run.params, written=tokens)
     try:
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
@@ -571,13 +572,15 @@ def _check_text(
         write_whole(run.path / TEXT, text_of(tokenizer, saved.tokens, run.rules).encode())
 
 
-def _begin(
+def begin_run(
     model: LoadedModel,
     prompt: Sequence[int],
     config: RunConfig,
     params: SamplingParams,
     written: Sequence[int] = (),
+    kept: Decoding | None = None,
 ) -> Generation:
+    """A job's decode, ready to run; ``written`` and ``kept`` are as for :class:`Decoding`."""
     request = Request(
         prompt,
         config.text.length,
@@ -591,7 +594,7 @@ def _begin(
         config.text_rules(params),
         config.logprobs,
     )
-    return begin(model, request)
+    return begin(model, request, kept=kept)
 
 
 def used_options(method: Method, options: DraftOptions) -> dict[str, object]:

@@ -1,0 +1,65 @@
+"""A conversation: each answer is a decode of all that was said, and what the cache of the one
+before holds of that is not forwarded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tswift.decoding.loop import Decoding
+from tswift.decoding.stats import DecodeStats
+from tswift.decoding.text import TextStream
+from tswift.engine import fitting
+from tswift.jobs.config import RunConfig, Text
+from tswift.jobs.job import begin_run, with_sampling
+from tswift.loading import LoadedModel
+
+
+class Chat:
+    """What was said, and the model that answers.
+
+    Attributes:
+        config: how it answers; its length is the most tokens of an answer.
+        params: how tokens are drawn.
+        stats: figures of the last answer.
+        kept: tokens of the conversation that were in the cache when the last answer was begun.
+    """
+
+    def __init__(self, model: LoadedModel, config: RunConfig, system: str | None = None) -> None:
+        self.config, self.params = with_sampling(config, model)
+        self._model = model
+        self._said: list[dict[str, str]] = []
+        if system is not None:
+            self._said.append({"role": "system", "content": system})
+        self._last: Decoding | None = None
+        self.stats = DecodeStats(0)
+        self.kept = 0
+
+    def answer(self, said: str) -> Iterator[str]:
+        """The answer to what the user says, piece by piece; it can be left at any time, and what
+        was given of it was said.
+
+        InputError if the model does not take it, or has no positions left: then nothing was said.
+        """
+        messages = [*self._said, {"role": "user", "content": said}]
+        model = self._model
+        prompt = Text("chat", said, messages=tuple(messages)).encode(model, chat=True)
+        length = fitting(self.config.text.length, len(prompt), model.target.max_positions)
+        config = replace(self.config, text=replace(self.config.text, length=length))
+        run = begin_run(model, prompt, config, self.params, kept=self._last)
+        run.decoding.prefill()
+        self.kept = run.decoding.kept
+        self._last = run.decoding
+        self.stats = DecodeStats(run.depth)
+        text = TextStream(model.tokenizer, run.rules)
+        given: list[str] = []
+        try:
+            for step in run.steps():
+                given.append(text.add(step.tokens))
+                self.stats.add(step)
+                yield given[-1]
+            given.append(text.finish())
+            yield given[-1]
+        finally:
+            self._said = [*messages, {"role": "assistant", "content": "".join(given)}]

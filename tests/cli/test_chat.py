@@ -1,0 +1,80 @@
+"""``tswift chat``: lines are turns, Ctrl-C ends an answer, and the end of the input the chat."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Tswift
+from tests.serving.server import with_template
+
+WORDS = ("chat", "--method", "ar", "--seed", 1, "--temperature", 1.5)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_template(checkpoint, tmp_path_factory.mktemp("chat") / "tiny")
+
+
+def test_lines_are_turns(
+    tswift: Tswift, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    words = (*WORDS, "--model", model, "-n", 12, "-t", 1, "--system", tmp_path / "system.txt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n  \nAnd then?\n/bye\nNot said\n"))
+    result = tswift(*words)
+    assert result.code == 0, result.err
+    assert result.err.count(" tokens/s; ") == 2
+    assert "(llama.cpp's), seed 1" in result.err
+    # a turn is a text of generate
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    answer = tswift(*words, "--quiet")
+    assert (answer.code, answer.err) == (0, "")
+    said = ("--chat", "--prompt-text", "Hello", "--out", tmp_path / "run", "--quiet")
+    own = tswift("generate", *words[1:], *said)
+    assert answer.out == own.out + b"\n"
+    assert result.out.startswith(answer.out)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tswift", *map(str, WORDS), "--model", str(model)]
+    words += ["-n", "3000", "--no-stop-at-eos"]
+    errors = tmp_path / "errors"
+    with errors.open("w") as stderr:
+        talk = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            # which a shell in the background would have it ignore
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert talk.stdin is not None
+        assert talk.stdout is not None
+        talk.stdin.write(b"Hello\n")
+        talk.stdin.flush()
+        assert os.read(talk.stdout.fileno(), 1)
+        talk.send_signal(signal.SIGINT)
+        while "tokens/s" not in errors.read_text():
+            os.read(talk.stdout.fileno(), 1 << 16)
+            time.sleep(0.01)
+        talk.send_signal(signal.SIGINT)  # where nothing is answered it does nothing
+        time.sleep(0.2)
+        talk.stdin.write(b"And then?\n")
+        talk.stdin.flush()
+        assert os.read(talk.stdout.fileno(), 1)
+        talk.send_signal(signal.SIGINT)
+        assert talk.communicate(timeout=60)[0]
+        assert talk.returncode == 0
+    assert errors.read_text().count(" tokens/s; ") == 2
+    assert "3,000 tokens" not in errors.read_text()
