@@ -185,6 +185,16 @@ def signals_heard() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def every_check_is_made() -> Iterator[None]:
+    """However often a model is loaded: a test may change what is checked."""
+    from tswift.forward import remembered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remembered, "cache_folder", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random Llama (float32, 4,096 positions),

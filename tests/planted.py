@@ -58,6 +58,7 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 TOKENIZER = "models/test_gguf_tokenizer.py"
+REMEMBERED = "forward/test_remembered.py"
 RECURRENT = "forward/test_recurrent.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
@@ -295,6 +296,13 @@ FAULTS = [
           'get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash', 'get("tokenizer") is False'),
     Fault("kept codes are those of any checkpoint", "forward/coded.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
+    # what is remembered of a model
+    Fault("checks of another model's weights are recalled", "forward/remembered.py", REMEMBERED,
+          "weights_hash(network), config_hash", "config_hash"),
+    Fault("checks by other sources are recalled", "forward/remembered.py", REMEMBERED,
+          "_processor(), _sources()", "_processor()"),
+    Fault("logits that failed are recalled as right", "forward/adapting.py", REMEMBERED,
+          "    if target.program is not None and not target.fallbacks:", "    if True:"),
     # the KV cache's dtype
     Fault("16-bit keys are cut, not rounded", "forward/program.c", PROGRAM,
           "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16"),

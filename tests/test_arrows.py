@@ -27,7 +27,7 @@ ORDER = [
     {"models", "sampling"},
     {"caches", "attention"},
     {"options", "tables", "distributed", "native_build"},
-    {"errors"},
+    {"errors", "stages"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -242,3 +242,21 @@ def test_version_1(monkeypatch, tmp_path: Path, limit: int, expected: int, group
         f"{folder}/memory.stat": f"{STAT}total_inactive_file 400\ntotal_active_file 100\n",
     }
     assert left(monkeypatch, tmp_path, files) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("avx2", "AVX2"),
+        ("avx2 avx512f", "AVX-512"),
+        ("avx2 avx_vnni", "AVX2 VNNI"),
+        ("avx2 avx512f avx512_vnni avx512_bf16 amx_int8", "AVX-512 VNNI BF16 AMX"),
+    ],
+)
+def test_a_processor_is_named_with_what_it_computes_with(
+    flags: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = "model name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\nmodel\t\t: 143\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{first}flags\t\t: fpu {flags}\n\n{first}")
+    found = devices._cpu_name()
+    assert found == f"Intel Xeon (family 6 model 143), {words}"

@@ -181,7 +181,8 @@ def _needed(
     texts = f"{least}{demand.prompt:,} prompt tokens and {demand.length:,} new ones"
     needed = f"{texts} need {positions:,} positions"
     if positions > model.max_positions:
-        raise InputError(f"{needed}, the model has {model.max_positions:,}", option)
+        more = "--yarn gives more to one with rotary embeddings"
+        raise InputError(f"{needed}, the model has {model.max_positions:,}; {more}", option)
     if draft is not None and positions > draft.max_positions:
         raise InputError(f"{needed}, the draft model has {draft.max_positions:,}", "draft_model")
     network = model.speculator_spec

@@ -48,6 +48,7 @@ from tswift.forward.coded import (
 from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
 from tswift.forward.products import HALVES, library, pack
 from tswift.forward.program import may_serve
+from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
 from tswift.models.architecture import (
     attending,
@@ -108,6 +109,7 @@ from tswift.speculators.heads_files import (
     installed,
 )
 from tswift.speculators.networks import SpeculatorSpec
+from tswift.stages import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -339,7 +341,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         slow = _slowness(plan)
         if slow is not None:  # loading takes longer without it, too
             warnings.warn(slow, SlowWarning, stacklevel=2)
-        loaded, note = _open(plan, ranks)
+        loaded, note, checks = _open(plan, ranks)
         target = loaded.target
         source = plan.heads
         drafter = plan.drafter
@@ -357,7 +359,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             drafter_name=asked.drafter or (None if drafter is None else asked.model),
             yarn=asked.yarn,
             weights=weights_hash(target.model) if ranks.count > 1 else None,
-            exact=_prepare(target, loaded.attention, note, asked.exact),
+            exact=_prepare(target, loaded.attention, note, asked.exact, checks),
         )
         if asked.draft_weights is not None:
             loaded = _with_copy(loaded, asked.draft_weights)
@@ -554,9 +556,11 @@ def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadP
     return plan
 
 
-def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> str | None:
-    """Try a model's replayed and exact passes; returns the hash of their bits,
-    None if they are not exact.
+def _prepare(
+    target: Target, attention: str, note: str, exact: bool | None, checks: Checks
+) -> str | None:
+    """Try a model's replayed and exact passes, or recall what came of it;
+    returns the hash of their bits, None if they are not exact.
     """
     target.fallbacks.note("attention", note)
     target.fallbacks.note("exact", set_width(target, attention, exact))
@@ -564,7 +568,13 @@ def _prepare(target: Target, attention: str, note: str, exact: bool | None) -> s
     bits = None
     if target.width is not None:
         try:
-            bits = fingerprint(target)
+            made = "PyTorch" if target.program is None else "a C program"
+            what = f"bits of {target.width} rows by {made}, wide prompts {target.wide_prompts}"
+            bits = checks.found(what)
+            if bits is None:
+                tell("checking that its passes have the same bits")
+                bits = fingerprint(target)
+                checks.keep(what, bits)
             try_wide_text(target)
         except Inexact as error:
             target.set_width(None)
@@ -607,7 +617,7 @@ def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
     target = loaded.target
     if not loaded.simulated:
         refuse_shape(name)
-    draft, note = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
+    draft, note, _ = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
     draft.target.fallbacks.note("attention", note)
     try_graphs(draft.target)
     _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
@@ -641,7 +651,7 @@ def _refuse_other_tokens(
 
 def _open(
     plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
-) -> tuple[LoadedModel, str]:
+) -> tuple[LoadedModel, str, Checks]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
     The note says why the attention in use is another one than one that should be.
@@ -673,14 +683,13 @@ def _open(
                 tokenizer = read_tokenizer(source, model)
             # from_pretrained may overwrite the configuration's
             other_dtype = dtype_note(config, plan.held or plan.dtype)
+            tell(f"reading {model}")
             network = _stored_network(plan, source, folder, options)
-        target = wrap_model(
-            network if options else network.to(plan.device),
-            model,
-            backend,
-            kv_dtype=plan.cached(backend),
-            usual=asked.kv_dtype == "auto",
-        )
+        network = network if options else network.to(plan.device)
+        kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
+        kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
+        checks = Checks(network if kept else None, backend, plan.dtype, kv_dtype, usual)
+        target = wrap_model(network, model, backend, kv_dtype=kv_dtype, usual=usual, checks=checks)
     loaded = LoadedModel(
         model,
         tokenizer,
@@ -694,7 +703,7 @@ def _open(
         dtype_note=other_dtype,
         held=plan.held,
     )
-    return loaded, note
+    return loaded, note, checks
 
 
 def _random_network(plan: _LoadPlan) -> PreTrainedModel:
@@ -835,7 +844,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         heads,
         (),
         attention=backend,
-        exact=_prepare(target, backend, note, None),
+        exact=_prepare(target, backend, note, None, NO_CHECKS),
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from tswift.errors import SlowWarning
+from tswift.stages import tell
 
 # Without traps, loops with a choice in them become vectors; no result changes by that.
 _FLAGS = (
@@ -95,6 +96,7 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
     try:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             made = Path(folder) / "made.so"
+            tell(f"compiling {source.name}")
             _compile([*command, str(source), "-o", str(made)])
             library = ctypes.CDLL(str(made))
             if file:

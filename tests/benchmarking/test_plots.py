@@ -103,6 +103,12 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
     (low, high), *_ = alpha.collections[0].get_segments()  # type: ignore[attr-defined]
     assert (low[1], high[1]) == pytest.approx((0.42, 0.44))  # a standard deviation of 0.01
     assert [len(axes.collections) for axes in acceptance_figure(SINGLE).axes] == [0, 0, 0]
+    assert [axes.get_ylim()[0] == 0 for axes in figure.axes] == [True, True, False]
+
+
+def test_acceptance_has_no_empty_panel() -> None:
+    plain = typed(make_measurement(methods=("ar",), seeds=(0,)))
+    assert [axes.get_ylabel() for axes in acceptance_figure(plain).axes] == ["speedup over AR, x"]
 
 
 @pytest.mark.slow

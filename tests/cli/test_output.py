@@ -24,6 +24,7 @@ from tswift import native_build
 from tswift.cli import main
 from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
 from tswift.forward.program import PassProgram
+from tswift.stages import tell
 from tswift.tables import Table
 
 
@@ -217,6 +218,23 @@ def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-unty
     )
 
 
+@pytest.mark.parametrize(
+    ("terminal", "how", "told"),
+    [(False, {}, False), (False, {"logged": True}, True), (True, {}, True)],
+)
+def test_stages_of_loading_are_told(
+    terminal: bool, how: dict[str, bool], told: bool, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    for quiet in (False, True):
+        with loading_notice("demo", quiet, **how):
+            tell("compiling x.c")
+        wanted = ["tswift: loading demo ...", "tswift: compiling x.c ..."]
+        assert capsys.readouterr().err.splitlines() == (wanted if told and not quiet else [])
+    tell("nobody listens any more")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.usefixtures("signals_heard")
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
@@ -324,6 +342,9 @@ def test_what_stands_in_for_the_program_is_told_in_a_line(
     words = [command, "--model", model, *words, *text]
     results = [tswift(*words), tswift(*words, "--quiet")]
     assert [result.code for result in results] == [0, 0], results[0].err
-    told, *others = (f"{each}\n" for each in results[0].err.splitlines())
+    lines = [f"{each}\n" for each in results[0].err.splitlines()]
+    if command == "serve":  # which tells at once that it loads, and what that is at
+        assert lines[0] == f"tswift: loading {model} ...\n"
+    told, *others = (each for each in lines if not each.endswith(" ...\n"))
     assert told == f"tswift: {line.format(model=model)}\n"
     assert not [each for each in (*others, results[1].err) if "slower" in each or "as long" in each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,34 @@ def test_a_folder_as_far_as_it_goes_and_this_machine(
     if not torch.cuda.is_available():
         # what `generate` would run in, not what the weights are stored in
         assert first.startswith("Roofline: demo, float32, ")
+
+
+def test_what_was_measured_beside_other_work_is_told(
+    tswift: Tswift, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for spread, told in ((None, False), (1.4, True)):
+        machine = Machine(1.5e10, 3e10, spread)
+        monkeypatch.setattr(roofline_module, "measure_machine", lambda *given, own=machine: own)
+        said = " ".join(tswift("roofline", "--device", "here").out.decode().split())
+        assert ("measured beside other work (repeats usually took 1.40 times" in said) == told
+
+
+def test_repeats_tell_of_other_work() -> None:
+    pauses = iter([0.02, 0.01, 0.02, 0.02, 0.02, 0.02, *[0.02] * 50])
+    least, spread = roofline_module._repeated(lambda: time.sleep(next(pauses)), torch.device("cpu"))
+    assert least < 0.015
+    assert spread > 1.3
+
+
+def test_a_checkpoint_that_is_quantised_has_no_floor(
+    tswift: Tswift, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = tswift("roofline", "--model", tmp_path, "--device", "h100")
+    assert refused.code == 2
+    assert "is quantised (gptq); its configuration does not tell what a pass reads" in refused.err
 
 
 def test_nothing_is_built(tswift: Tswift, monkeypatch: pytest.MonkeyPatch) -> None:

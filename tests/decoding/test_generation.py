@@ -185,7 +185,8 @@ def test_what_is_recalled_counts(
 def test_too_few_positions(checkpoint: Path) -> None:
     preflight(ModelConfig(model=str(checkpoint)), Demand(96, 4000, "ar", DraftOptions()))
     needed = (
-        "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096"
+        "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096; "
+        "--yarn gives more to one with rotary embeddings"
     )
     with pytest.raises(InputError, match=f"^length: {needed}$"):
         preflight(ModelConfig(model=str(checkpoint)), Demand(97, 4000, "ar", DraftOptions()))

@@ -122,7 +122,7 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
 
 @pytest.mark.slow
 def test_what_was_measured_is_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(passes, "_STEADY", 1e9)
+    monkeypatch.setattr(passes, "STEADY", 1e9)
     target = tiny_target()
     heads = tiny_heads()
     first = costs_of(target, heads)
@@ -142,7 +142,7 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
 
 
 def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
-    monkeypatch.setattr(passes, "_STEADY", 1e9)
+    monkeypatch.setattr(passes, "STEADY", 1e9)
     target = tiny_target()
     found = costs_of(target, None)
     monkeypatch.setattr(costs, "measure", lambda *given: found)

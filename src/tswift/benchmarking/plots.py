@@ -117,8 +117,8 @@ def _line_figure(
     sharex: bool = False,
     sharey: bool | Literal["col"] = False,
 ) -> Figure:
-    """Rows of panels whose axes begin at 0; error bars show one standard deviation each way where
-    one is known.
+    """Rows of panels whose axes begin at 0, but for those of x; error bars show one standard
+    deviation each way where one is known.
 
     Args:
         names: of all lines, in the order of their looks. Estimated methods are dashed.
@@ -160,7 +160,8 @@ def _line_figure(
                 if None not in stds:
                     axes.errorbar(xs, ys, yerr=stds, fmt="none", ecolor=color, elinewidth=1.4)
             axes.set_xlim(left=0)
-            axes.set_ylim(bottom=0)
+            if panel.up != METRICS["speedup"].plot:  # 1 is what a ratio is to be compared with
+                axes.set_ylim(bottom=0)
             axes.xaxis.set_major_formatter(
                 lambda value, _: f"{value / 1000:g}K" if value >= 1000 else f"{value:g}"
             )
@@ -227,10 +228,9 @@ def time_figure(measurement: Measurement) -> Figure:
 
 
 def acceptance_figure(measurement: Measurement) -> Figure:
-    """The metrics that are plotted (alpha, beta, x) against generated length: a row per prefill,
-    a line per method.
+    """The metrics that are plotted (alpha, beta, x) and known against generated length:
+    a row per prefill, a line per method.
     """
-    shown = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
     points = [
         (
             (cell.kind, cell.prefill),
@@ -240,6 +240,9 @@ def acceptance_figure(measurement: Measurement) -> Figure:
         )
         for cell in summarise(measurement)
     ]
+    plotted = {name: metric.plot for name, metric in METRICS.items() if metric.plot}
+    known = {name for *_, found in points for name in plotted if found[name].mean is not None}
+    shown = {name: words for name, words in plotted.items() if name in known} or plotted
     panels = _panels(points, "generated tokens", shown)
     return _line_figure(
         panels,

@@ -81,6 +81,8 @@ class Machine:
 
     bandwidth: Positive
     flops: Positive
+    # how many times the least of its repeats a rate usually took, where that tells of other work
+    spread: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

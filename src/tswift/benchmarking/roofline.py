@@ -22,15 +22,22 @@ import torch
 from torch import Tensor
 
 from tswift.benchmarking.config import BenchConfig, RooflineQuery, fit_grid, fit_note
-from tswift.benchmarking.record import Environment, Machine, Options
+from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.caches import ask_for_huge_pages
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.forward.coded import gguf_bytes
+from tswift.forward.passes import STEADY
 from tswift.forward.products import holds_codes
 from tswift.forward.program import may_serve
-from tswift.models.architecture import is_moe, max_positions, refuse_routed, skeleton
+from tswift.models.architecture import (
+    is_moe,
+    max_positions,
+    own_quantization,
+    refuse_routed,
+    skeleton,
+)
 from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import (
@@ -60,6 +67,9 @@ _LEAST_READ = 2**22  # of fewer bytes a measurement would be of the call
 _RATES = Path(__file__).with_name("rates.c")
 _ROUNDS = 1_000_000  # of multiply-adds, some milliseconds
 _WIDEST = 32  # bits
+_BUSY = (
+    "measured beside other work (repeats usually took {:.2f} times the least): floors may be high."
+)
 _LONG = 0.02  # seconds; a product that takes so long is big enough
 
 
@@ -136,17 +146,19 @@ def measure_machine(
     numbers = torch.empty(min(size, room // 4 if room else size) // 4, device=device)
     ask_for_huge_pages(numbers)  # as KV caches have them
     numbers.fill_(1)
-    bandwidth = numbers.nbytes / _best_seconds(numbers.sum, device)
+    best, spread = _repeated(numbers.sum, device)
+    bandwidth = numbers.nbytes / best
     rates = []
     for width in _SIZES:
         left, right = torch.rand(2, width, width, device=device).to(dtype)
-        seconds = _best_seconds(partial(torch.matmul, left, right), device)
+        seconds, apart = _repeated(partial(torch.matmul, left, right), device)
+        spread = max(spread, apart)
         rates.append(2 * width**3 / seconds)
         if seconds > _LONG:
             break
     if shape is not None and device.type == "cpu":
         rates.append(_multiplied(shape.narrowest_bits))
-    return Machine(bandwidth, max(rates))
+    return Machine(bandwidth, max(rates), spread if spread > STEADY else None)
 
 
 def _multiplied(bits: int) -> float:
@@ -175,7 +187,8 @@ def _multiplied(bits: int) -> float:
     return max(rates)
 
 
-def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+def _repeated(work: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    """The least seconds of some repeats, and how many times as long they usually took."""
     seconds = list[float]()
     while len(seconds) <= _TRIES or sum(seconds) < _LEAST_SECONDS:
         started = time.perf_counter()
@@ -183,7 +196,8 @@ def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])  # the first one warms up
+    seconds = sorted(seconds[1:])  # the first one warms up
+    return seconds[0], seconds[len(seconds) // 2] / seconds[0]
 
 
 def loading_seconds(
@@ -317,6 +331,12 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     config = read_config(query.model)
     is_shape = query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)
+    if kind := own_quantization(config):
+        raise InputError(
+            f"{query.model} is quantised ({kind}); its configuration does not tell what a pass "
+            "reads",
+            "model",
+        )
     place = (
         find_device("auto" if query.device in (None, "here") else query.device)
         if query.here
@@ -381,7 +401,7 @@ class Floors:
         for each in rest["passes"]:
             if each["reckoned_seconds"] is None:
                 del each["reckoned_seconds"]
-        return {**rest, "shape": shape}
+        return {**rest, "machine": to_json(self.machine), "shape": shape}
 
     def tables(self, label: str) -> list[Table]:
         """Figures of the paper's table 2, and floors of passes."""
@@ -423,6 +443,7 @@ class Floors:
             "floor: the longer of the two, since a machine can load and compute at the same time. "
             "Real passes take longer: tswift bench says by how much.",
             *([f"{self.note}."] if self.note else []),
+            *([_BUSY.format(machine.spread)] if machine.spread else []),
         ]
         reckoned = [each.reckoned_seconds for each in self.passes if each.reckoned_seconds]
         if reckoned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -33,6 +34,7 @@ from tswift.errors import TRACEBACK, DecodeError, InputError
 
 # transformers imports torchao if it can, which need not fit PyTorch
 _TALKATIVE = ("torchao", "torch.utils._pytree")
+_OBJECTS = 50_000  # made between two looks for garbage: imports make millions that stay
 
 
 def _in_one_line(command: Callable[..., None]) -> str:
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reads stdout any more.
     """
     open_closed()
+    gc.set_threshold(_OBJECTS, 50, 100)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)

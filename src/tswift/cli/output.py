@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from tswift.errors import InputError, SlowWarning
 from tswift.jobs.folder import write_whole
+from tswift.stages import listening
 from tswift.tables import Reporter, Table
 
 if TYPE_CHECKING:
@@ -90,18 +91,25 @@ def warnings_in_a_line(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def loading_notice(what: str, quiet: bool) -> Iterator[None]:
-    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so,
-    and so is who interrupts it. Those who want quiet are not told either what makes it slow.
+def loading_notice(what: str, quiet: bool, logged: bool = False) -> Iterator[None]:
+    """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, by stage,
+    a log as well if it is ``logged``, and so is who interrupts it. Those who want quiet are not
+    told either what makes it slow.
     """
     what = one_line(what)
-    if sys.stderr is not None and sys.stderr.isatty() and not quiet:
-        print(f"tswift: loading {what} ...", file=sys.stderr, flush=True)
+    told = sys.stderr is not None and (logged or sys.stderr.isatty()) and not quiet
 
+    def say(stage: str) -> None:
+        if told:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"tswift: {one_line(stage)} ...", file=sys.stderr, flush=True)
+
+    say(f"loading {what}")
     if quiet:
         warnings.simplefilter("ignore", SlowWarning)
     try:
-        yield
+        with listening(say):
+            yield
     except KeyboardInterrupt as stop:
         if not quiet:
             print(

@@ -328,7 +328,7 @@ def serve(
                     print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
 
         with Signals():
-            with loading_notice(base.model.model, quiet):
+            with loading_notice(base.model.model, quiet, logged=True):
                 from tswift.loading import load_model
                 from tswift.serving.routes import serve as answer
                 from tswift.serving.runs import Service

@@ -33,6 +33,7 @@ from tswift.native_build import cache_folder, put
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
+from tswift.stages import tell
 
 # attention takes rows in tiles: the fifth, ninth and 17th cost more than the next
 NODES = (1, 2, 4, 5, 8, 9, 16, 17, 32)
@@ -65,6 +66,7 @@ def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCo
     file = place / f"{key}.json" if place else None
     costs = None if again else _here.get((place, key)) or (_read(file) if file else None)
     if costs is None:
+        tell("measuring what its steps cost here")
         costs = measure(target, heads)
         if file and not costs.busy:
             _write(file, costs)

@@ -35,11 +35,13 @@ from tswift.forward.passes import Forwarded
 from tswift.forward.products import finely_rounded, holds_codes
 from tswift.forward.program import CHUNK
 from tswift.forward.recurrent import kernel_fault
+from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target, chunks, first_broken, forward_wide
 from tswift.models.architecture import heads_of, is_moe, max_positions
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.native_build import Unbuilt
+from tswift.stages import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -402,6 +404,7 @@ def wrap_model(
     joined: bool | None = None,
     kv_dtype: torch.dtype | None = None,
     usual: bool = False,
+    checks: Checks = NO_CHECKS,
 ) -> Target:
     """The model with our attention, after a check that it gives the logits of transformers' own.
 
@@ -413,17 +416,41 @@ def wrap_model(
         kv_dtype: of the KV cache; None for the model's own.
         usual: whether nobody asked for that dtype: where no program serves, the model's own takes
             its place.
+        checks: what such a check found before.
 
     Raises:
         InputError: the model, or a cache in this dtype, cannot be served exactly.
     """
     keep_precision(network.device)
+    known = backend == "native" and not joined and checks.found("logits") is not None
+    target = _as_compared(network, backend, kv_dtype) if known else None
+    if target is not None:
+        return target
+    tell("comparing its logits with those of transformers")
     with finely_rounded(network):
         target = _compared(network, model, backend, joined, kv_dtype, usual)
     if holds_codes(network) and target.program is not None:
         # with the inputs as they are to be rounded
         target.pack()
+    if target.program is not None and not target.fallbacks:
+        checks.keep("logits", "those of transformers")
     return target
+
+
+def _as_compared(
+    network: PreTrainedModel, backend: str, kv_dtype: torch.dtype | None
+) -> Target | None:
+    """The model with its C program and its cache, which gave the right logits when they were tried
+    here; None if the program is not to be had any more.
+    """
+    target = Target(network, BACKENDS[backend]())
+    try:
+        target.pack()
+        if kv_dtype is not None and kv_dtype != target.dtype:
+            target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
+    except (Unfit, Unbuilt):
+        return None
+    return None if target.program is None else target
 
 
 def _try_program(

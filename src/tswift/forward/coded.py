@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
@@ -116,9 +117,12 @@ def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> P
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read(name: str) -> Matrix:
-        return file.read(stored[name], heads.get(name.split(".")[-2]))
+        weight = file.read(stored[name], heads.get(name.split(".")[-2]))
+        return as_packed(weight) if isinstance(weight, Codes) else weight
 
-    network = _filled(config, dtype, read)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        weights = dict(zip(stored, pool.map(read, stored), strict=True))
+    network = _filled(config, dtype, weights.pop)
     factors = file.rope_factors()
     if factors is not None:
         rotary = network.get_decoder().rotary_emb

@@ -32,7 +32,7 @@ from tswift.errors import cause_of
 from tswift.forward.recurrent import StatePass
 
 # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
-_STEADY = 1.18
+STEADY = 1.18
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PassCosts:
     @property
     def busy(self) -> bool:
         """Whether the machine did other work while these were measured."""
-        return self.spread > _STEADY
+        return self.spread > STEADY
 
     def seconds(self, nodes: int, keys: int) -> float:
         """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,

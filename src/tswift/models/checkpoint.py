@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.utils import logging as hub_logging
@@ -164,7 +165,7 @@ def find_source(model: str) -> tuple[str, Path | None]:
     if path.exists() and path.suffix == SUFFIX:
         return str(path), path.parent
     if path.exists():
-        raise InputError(f"{model} is a file; give the folder it is in", "model")
+        raise InputError(f"{model} is a file; give the folder it is in, or a GGUF file", "model")
     repository, _, file = model.partition(":")
     if file.endswith(SUFFIX) and _is_hub_id(repository):
         fetched = _fetched(repository, file)
@@ -548,8 +549,14 @@ def weights_hash(network: nn.Module) -> str:
     """
     digest = sha256(fingerprint_of(network).encode())
     for name, weight in _weights_of(network):
-        bits = weight.contiguous().view(_INTEGERS[weight.element_size()]).sum(dtype=torch.int64)
-        digest.update(f"{name}{weight.dtype}{int(bits)}".encode())
+        bits = weight.contiguous().view(_INTEGERS[weight.element_size()])
+        if bits.device.type == "cpu":
+            total = int(
+                bits.numpy().sum(dtype=np.int64)
+            )  # many times as quick as PyTorch for bytes
+        else:
+            total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name}{weight.dtype}{total}".encode())
     return digest.hexdigest()
 
 

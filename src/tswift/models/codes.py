@@ -170,13 +170,14 @@ class PackedCodes(Packed):
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
-        # a row's whole group is unpacked for it
+        # a row's whole group is unpacked for it, once
         found = [self._rows(some) for some in outputs.flatten().split(_UNPACKED)]
         return torch.cat(found).view(*outputs.shape, self.inputs)
 
     def _rows(self, wanted: Tensor) -> Tensor:
-        found = self._unpacked(self.bytes[wanted // _GROUP], len(wanted) * _GROUP).dequantized()
-        return found.unflatten(0, (-1, _GROUP))[torch.arange(len(wanted)), wanted % _GROUP]
+        groups, places = (wanted // _GROUP).unique(return_inverse=True)
+        found = self._unpacked(self.bytes[groups], len(groups) * _GROUP).dequantized()
+        return found.unflatten(0, (-1, _GROUP))[places, wanted % _GROUP]
 
     def _unpacked(self, groups: Tensor, outputs: int) -> Codes:
         shape = len(groups), groups.shape[1], -1, _GROUP, 4

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -71,7 +70,7 @@ class GGUFFile:
 
     path: Path
     metadata: Mapping[str, Value]
-    arrays: Mapping[str, int]  # those among the metadata: where their elements begin
+    arrays: Mapping[str, list[Any]]  # those among the metadata
     tensors: Mapping[str, StoredWeight]
 
     @property
@@ -87,14 +86,6 @@ class GGUFFile:
                 f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}"
             )
         return ARCHITECTURES[str(name)]
-
-    def array(self, name: str) -> list[Any]:
-        """The elements of an array among the metadata; empty without one of that name."""
-        if name not in self.arrays:
-            return []
-        with _opened(self.path) as header:
-            header.at = self.arrays[name]
-            return header.array()
 
     @property
     def kinds(self) -> str:
@@ -599,21 +590,15 @@ def read_gguf(path: Path) -> GGUFFile:
         raise InputError(f"{path} cannot be read ({error.strerror or error})", "model") from None
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[_Header]:
-    """The header of a file, at its beginning."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield _Header(path, data)
-
-
 @cache
 def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
     """As above; ``changed`` is when the file was, as loading asks several times."""
     del changed
     if size < 24:
         raise InputError(f"{path} is damaged, or no GGUF file: it has {size:,} bytes", "model")
-    with _opened(path) as header:
-        if header.data[: len(_MAGIC)] != _MAGIC:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = _Header(path, data)
+        if data[: len(_MAGIC)] != _MAGIC:
             raise header.broken(f"it does not begin with {_MAGIC.decode()}")
         version = header.number("I")
         tensor_count = header.number("Q")
@@ -622,15 +607,14 @@ def _read_header(path: Path, size: int, changed: int) -> GGUFFile:
             known = " and ".join(map(str, _VERSIONS))
             raise InputError(f"{path} is GGUF of version {version}; tswift reads {known}", "model")
         metadata: dict[str, Value] = {}
-        arrays: dict[str, int] = {}
+        arrays: dict[str, list[Any]] = {}
         for _ in range(value_count):
             name = header.text()
             kind = header.number("I")
             if name in metadata or name in arrays:
                 raise header.broken(f"it has {name!r:.60} twice")
             if kind == _ARRAY:
-                arrays[name] = header.at
-                header.array()
+                arrays[name] = header.array()
             else:
                 metadata[name] = header.value(kind)
         parts = metadata.get("split.count", 1)

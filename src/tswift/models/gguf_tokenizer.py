@@ -117,7 +117,7 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
     tokens = _strings(file, "tokens")
     if len({*tokens}) != len(tokens):
         raise file.refusal("has a token twice in its vocabulary")
-    types = file.array(f"{_PREFIX}token_type") or [_NORMAL] * len(tokens)
+    types = file.arrays.get(f"{_PREFIX}token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise file.refusal(f"has {len(tokens):,} tokens, and types of {len(types):,}")
     kind = file.metadata.get(f"{_PREFIX}model")
@@ -168,7 +168,7 @@ def tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerFast:
 
 def _strings(file: GGUFFile, name: str) -> list[str]:
     """An array of strings of the tokenizer."""
-    found = file.array(_PREFIX + name)
+    found = file.arrays.get(_PREFIX + name)
     if not found or not all(isinstance(each, str) for each in found):
         raise file.refusal(f"lacks {_PREFIX}{name}, without which its tokenizer cannot be made")
     return list(map(str, found))
@@ -211,7 +211,7 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Tokenizer:
 
 def _sentencepiece(file: GGUFFile, tokens: Sequence[str], types: Sequence[Any]) -> Tokenizer:
     """SentencePiece's kind: characters, put together to the token of the highest score."""
-    scores = file.array(f"{_PREFIX}scores") or [0.0] * len(tokens)
+    scores = file.arrays.get(f"{_PREFIX}scores") or [0.0] * len(tokens)
     if len(scores) != len(tokens):
         raise file.refusal(f"has {len(tokens):,} tokens, and scores of {len(scores):,}")
     vocabulary = {token: number for number, token in enumerate(tokens)}

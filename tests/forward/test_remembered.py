@@ -1,0 +1,110 @@
+"""What checks of a model found is remembered, as long as nothing that it depends on is another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tswift
+from tests.helpers import needs_program
+from tests.models.gguf_files import tiny_model, write_gguf
+from tswift import loading
+from tswift.errors import InputError
+from tswift.forward import adapting, remembered
+from tswift.stages import listening
+
+pytestmark = needs_program
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in Q8_0."""
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama"))
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where it is remembered."""
+    monkeypatch.setattr(remembered, "cache_folder", lambda: tmp_path)
+    return tmp_path / "checks"
+
+
+def stages(model: Path, **options: str) -> tuple[list[str], str | None, list[int]]:
+    """What was told while a model was loaded, the hash of its passes, and a text of it."""
+    told: list[str] = []
+    with listening(told.append):
+        loaded = tswift.load(str(model), **options)
+    text = list(tswift.generate(loaded, "the", 20, seed=1))[-1].tokens
+    return (
+        [stage for stage in told if stage.split()[0] in ("comparing", "checking")],
+        loaded.exact,
+        text,
+    )
+
+
+def test_checks_are_made_once(model: Path) -> None:
+    """What was remembered gives the same passes and tokens; each dtype has checks of its own."""
+    first, bits, text = stages(model)
+    assert [stage.split()[0] for stage in first] == ["comparing", "checking"]
+    assert stages(model) == ([], bits, text)
+    assert len(stages(model, kv_dtype="float32")[0]) == 2
+
+
+def _weights(model: Path, patch: pytest.MonkeyPatch) -> None:
+    content = bytearray(model.read_bytes())
+    content[-64] ^= 1  # a code of the last matrix
+    model.write_bytes(content)
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "weights": _weights,
+    "sources": lambda model, patch: patch.setattr(remembered, "_sources", lambda: "others"),
+    "processor": lambda model, patch: patch.setattr(remembered, "_processor", lambda: "another"),
+    "libraries": lambda model, patch: patch.setattr(torch, "__version__", "2.99"),
+    "a setting": lambda model, patch: patch.setenv("MKL_CBWR", "AVX2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_it_depends_on(
+    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(shutil.copy(model, tmp_path))
+    stages(own)
+    CHANGES[change](own, monkeypatch)
+    assert len(stages(own)[0]) == 2
+
+
+def test_a_broken_file_is_as_none(model: Path, kept: Path) -> None:
+    stages(model)
+    (file,) = kept.iterdir()
+    for content in ("{", "[]", '{"logits": 1}'):
+        file.write_text(content)
+        assert len(stages(model)[0]) == 2
+
+
+def test_what_failed_is_tried_again(
+    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(adapting, "_apart", lambda *given: 9.0)
+        with pytest.raises(InputError, match="logits differ"):
+            tswift.load(str(model))
+    assert not kept.exists()
+    with monkeypatch.context() as patch:  # as where there is no compiler
+        patch.setattr(
+            adapting, "_try_program", lambda target, *given: target.fallbacks.note("layers", "x")
+        )
+        assert len(stages(model)[0]) == 2
+    assert len(stages(model)[0]) == 2
+    shutil.rmtree(kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            loading, "fingerprint", lambda target: (_ for _ in ()).throw(adapting.Inexact("x"))
+        )
+        assert stages(model)[1] is None
+    assert stages(model)[1] is not None
