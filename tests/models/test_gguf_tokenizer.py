@@ -15,7 +15,6 @@ import pytest
 from gguf import TokenType as Type
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tswift.decoding.text import text_of
 from tswift.errors import InputError
 from tswift.models.gguf import read_gguf
 from tswift.models.gguf_tokenizer import SPLITS, tokenizer_of
@@ -74,6 +73,11 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str, bare: bool = True) -> lis
     return [tokenizer.convert_ids_to_tokens(number) for number in found]
 
 
+def whole(tokenizer: PreTrainedTokenizerBase, written: list[int]) -> str:
+    """The text of tokens, special ones included."""
+    return str(tokenizer.backend_tokenizer.decode(written, skip_special_tokens=False))
+
+
 @pytest.mark.parametrize("pre", SPLITS)
 def test_words_are_cut_where_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
     path = byte_level(tmp_path / "x.gguf", pre, add_bos_token=False)
@@ -92,7 +96,7 @@ def test_what_stays_whole(tmp_path: Path) -> None:
         *(USER, "123", f"{SPACE}a", "    ", f"{SPACE}a", *"<unused>"),
     ]
     written = tokenizer(f"{USER}é     a")["input_ids"]
-    assert text_of(tokenizer, written) == f"{USER}é     a"
+    assert whole(tokenizer, written) == f"{USER}é     a"
 
 
 def test_a_word_that_is_a_token_needs_no_merge(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_sentencepiece(prefix: bool, text: str, wanted: str, tmp_path: Path) -> 
     assert ids(tokenizer, text) == wanted.split()
     assert ids(tokenizer, text, bare=False) == ["<s>", *wanted.split()]
     assert (
-        text_of(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]).replace(
+        whole(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]).replace(
             "<s> ", "<s>"
         )
         == text
