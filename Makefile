@@ -62,7 +62,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 # what pages link to lies beside them, as in the repository
-PAGES := README.md CHANGELOG.md LICENSE docs results prompts recipes 'src/*.py' 'src/*.md'
+PAGES := README.md CHANGELOG.md LICENSE docs findings results prompts recipes 'src/*.py' 'src/*.md'
 docs: setup  ## the documentation as a site: build/site/index.html
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	rm -rf build/docs && mkdir -p build/docs
