@@ -306,45 +306,47 @@ def lying(monkeypatch) -> None:
     monkeypatch.setattr(PassProgram, "__call__", wrong)
 
 
+FAULTS = {
+    "blocked": "the C program that computes {model} needs another C compiler: blocked; without it "
+    "every token takes several times as long",
+    "lying": "decoding is slower than it could be: layers by stock operators (several times as "
+    "long), as a C program gave other logits",
+}
+COMMANDS = {
+    "generate": ["--len", 4],
+    "compare": ["--len", 4, "--methods", "reuse"],
+    "bench": ["--lens", 4, "--prefill", 8, "--methods", "reuse", "--warmup", 0, "--no-plots"],
+    "serve": ["--port", 0],
+}
+
+
 @needs_program
 @pytest.mark.parametrize(
-    ("fault", "line"),
+    ("fault", "command"),
     [
-        (
-            "blocked",
-            "the C program that computes {model} needs another C compiler: blocked; without it "
-            "every token takes several times as long",
+        ("blocked", "generate"),
+        *(("lying", name) for name in ("compare", "bench", "serve")),
+        pytest.param("lying", "generate", marks=pytest.mark.slow),
+        *(
+            pytest.param("blocked", name, marks=pytest.mark.slow)
+            for name in ("compare", "bench", "serve")
         ),
-        (
-            "lying",
-            "decoding is slower than it could be: layers by stock operators (several times as "
-            "long), as a C program gave other logits",
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("generate", ["--len", 4]),
-        ("compare", ["--len", 4, "--methods", "reuse"]),
-        ("bench", ["--lens", 4, "--prefill", 8, "--methods", "reuse", "--warmup", 0, "--no-plots"]),
-        ("serve", ["--port", 0]),
     ],
 )
 def test_what_stands_in_for_the_program_is_told_in_a_line(
-    tswift, tmp_path: Path, prompt: Path, monkeypatch, request, command, words, fault, line
+    tswift, tmp_path: Path, prompt: Path, monkeypatch, request, fault: str, command: str
 ) -> None:
     """Once, before anything is decoded; and a user who wants quiet has it."""
     request.getfixturevalue(fault)
     monkeypatch.setattr("tswift.serving.routes.serve", lambda *given: None)
     model = make_checkpoint(tmp_path / "m", head_dim=32)
     text = [] if command == "serve" else ["--prompts" if command == "bench" else "--prompt", prompt]
-    words = [command, "--model", model, *words, *text]
+    words = [command, "--model", model, *COMMANDS[command], *text]
     results = [tswift(*words), tswift(*words, "--quiet")]
     assert [result.code for result in results] == [0, 0], results[0].err
     lines = [f"{each}\n" for each in results[0].err.splitlines()]
     if command == "serve":  # which tells at once that it loads, and what that is at
         assert lines[0] == f"tswift: loading {model} ...\n"
     told, *others = (each for each in lines if not each.endswith(" ...\n"))
-    assert told == f"tswift: {line.format(model=model)}\n"
+    assert told == f"tswift: {FAULTS[fault].format(model=model)}\n"
     assert not [each for each in (*others, results[1].err) if "slower" in each or "as long" in each]
