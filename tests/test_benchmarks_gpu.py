@@ -47,8 +47,8 @@ TABLES = {
     "steps": {"loaded", "prompt", "steps", "integrated", "ended"},
     "passes": {"passes", "ended"},
     "parts": {"pass", "idle", "memory", "sampler", "ended"},
-    "generate": {"generate", "ended"},
     "simulated": {"simulated", "ended"},
+    "generate": {"generate", "ended"},
 }
 
 

@@ -111,10 +111,12 @@ def renaming(**fields: str) -> Iterator[None]:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """``; did you mean X?`` for the choice that is closest to a name,
-    or nothing if none is close.
+    """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close;
+    those that begin with it come first.
     """
-    close = get_close_matches(str(name), list(choices), n=1, cutoff=0.6)
+    known = list(choices)
+    begun = [choice for choice in known if choice.startswith(str(name))]
+    close = get_close_matches(str(name), begun or known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
