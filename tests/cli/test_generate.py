@@ -533,6 +533,42 @@ def test_temperature_0_has_no_penalty_that_was_not_typed(
     assert tswift("verify", tmp_path / "a").code == 0
 
 
+def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Path) -> None:
+    """Which has no special tokens; and what a file says ends before its last newline."""
+    said = tmp_path / "said.txt"
+    said.write_text("The ship\r\n")
+    words = (
+        "generate",
+        "--model",
+        chatty,
+        "--chat",
+        "--len",
+        200,
+        "--logit-bias",
+        "0=3",
+        "--quiet",
+    )
+    runs = {
+        "text": ("--prompt-text", "The ship"),
+        "file": ("--prompt", said),
+        "kept": ("--prompt", said, "--keep-special-tokens"),
+        "on": ("--prompt", said, "--no-stop-at-eos"),
+    }
+    out = {name: tswift(*words, *own, "--out", tmp_path / name).out for name, own in runs.items()}
+    assert record_of(tmp_path / "text")["end"] == {"reason": "eos"}
+    assert record_of(tmp_path / "on")["end"] == {"reason": "length"}
+    assert tokens_in(tmp_path / "file", "prompt") == tokens_in(tmp_path / "text", "prompt")
+    tokens = tokens_in(tmp_path / "text")
+    assert tokens == tokens_in(tmp_path / "file") == tokens_in(tmp_path / "kept")
+    assert (tokens[-1], len(tokens) < 200) == (0, True)
+    assert out["text"] == out["file"] == (tmp_path / "text" / "text.txt").read_bytes()
+    assert out["kept"] == out["text"] + b"<|endoftext|>"
+    for name in ("text", "kept"):
+        assert tswift("verify", tmp_path / name).code == 0
+        again = tswift("generate", "--resume", tmp_path / name)
+        assert (again.code, "is finished" in again.err) == (0, True)
+
+
 @pytest.mark.slow
 def test_yarn_is_part_of_what_is_resumed(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path

@@ -75,6 +75,15 @@ def on_host_and_device(
 
 # as often as a token was generated, and where
 COUNTED = replace(PARAMS, presence_penalty=0.7, frequency_penalty=0.4, penalty=1.0)
+# of tokens that biases make likely: by all penalties, and some not before there are so many
+REPEATED = replace(
+    COUNTED,
+    penalty=1.2,
+    repetition_penalty=1.3,
+    logit_bias={5: 3.0, 6: 4.0, 7: 4.0},
+    stop_token_ids=(6, 7),
+    min_tokens=31,
+)
 # such a text repeats itself: n-grams are accepted
 GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
 
@@ -85,6 +94,7 @@ GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
         1,
         [
             ("medusa", "conditioned", COUNTED, 60, 90),
+            ("medusa", "conditioned", REPEATED, 60, 90),
             ("medusa", "conditioned", PARAMS, 60, 90),
             ("medusa", "medusa", PARAMS, 60, 90),
             *(("tokenswift", "chained", PARAMS, 60, prompt) for prompt in (1, 64, 65, 90)),
@@ -99,6 +109,9 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(
         method, kind=kind, params=params, length=length, prompt=prompt
     )
     assert tokens_of(device) == tokens_of(host)
+    if params is REPEATED:
+        assert not {6, 7} & {*tokens_of(host)[:31]}
+        assert {6, 7} & {*tokens_of(host)[31:]}
     assert [(step.accepted, step.source) for step in device] == [
         (step.accepted, step.source) for step in host
     ]
