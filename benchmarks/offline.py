@@ -189,10 +189,7 @@ class Compiler:
                 "mma": ptx.count("mma.sync"),
                 "copies": ptx.count("cp.async.cg"),
             }
-            | {
-                "fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx)),
-                "early": touched_early(ptx),
-            }
+            | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx))}
             | {
                 "weights": str(named["weights"].dtype).removeprefix("torch.")
                 if "weights" in named
@@ -211,18 +208,6 @@ def arithmetic(ptx: str) -> str:
     operators = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
     kept = [name for name in operators if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", name)]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
-
-
-def touched_early(ptx: str) -> list[str] | None:
-    """What a kernel reads and writes before it waits for the one before it;
-    None if it never waits.
-    """
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
-    if not wait:
-        return None
-    return sorted(
-        {*re.findall(r"\b(?:ld|st|atom|red|cp\.async)\.(?:global|bulk|c[ag])[\w.]*", before)}
-    )
 
 
 def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, int]:
@@ -391,7 +376,7 @@ def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) 
 
     many = torch.zeros(PROMPT, hidden, dtype=rows.dtype)
     for given in (rows[:1], rows, *([many] if scales is None else [])):
-        layer_kernels.multiply(given, weights(joined, hidden), scales, None, early=True)
+        layer_kernels.multiply(given, weights(joined, hidden), scales)
         layer_kernels.multiply_silu(given, weights(2 * inner, hidden), scales)
 
 

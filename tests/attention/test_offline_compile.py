@@ -148,20 +148,3 @@ def test_trees_are_walked_and_states_stepped_without_spills(lines: list[dict]) -
     assert not any(kernel["fused"] for kernel in stepping)
     for at in range(0, len(stepping), 3):  # in prompts, in a captured pass, in its commit
         assert len({kernel["arithmetic"] for kernel in stepping[at : at + 3]}) == 1
-
-
-def test_kernels_that_are_launched_early_wait_before_they_read_and_write(
-    kernels, layers: list[dict]
-) -> None:
-    """Else they would take what the kernel before has not written yet.
-
-    On older GPUs there is no such launch.
-    """
-    launched = [*kernels[TREE][:2], *(kernel for kernel in layers if kernel["kernel"] in PRODUCTS)]
-    behind = [
-        kernel for kernel in layers if kernel["kernel"] in BEHIND and kernel["early"] is not None
-    ]
-    assert len(behind) == 4
-    for kernel in (*launched, *behind):
-        assert kernel["early"] == ([] if kernel["capability"] == 90 else None), kernel
-    assert [kernel["early"] for kernel in kernels[OLDER_TREE][:2]] == [None, None]

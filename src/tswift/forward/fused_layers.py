@@ -98,11 +98,8 @@ class FusedLayer(nn.Module):
             return super().forward(hidden_states, *given, **named)
         normed = self.input_layernorm(hidden_states)[0]
         mixed = _attended(self.self_attn, normed, named["position_embeddings"], run)
-        # what runs before this product is one of our kernels, unless another attention serves, or
-        # rows are added
-        early = run.special is None and run.attend.PADDED
         hidden, normed = self.post_attention_layernorm.added(
-            hidden_states, _multiplied([self.self_attn.o_proj], mixed, run.alike, early)[0]
+            hidden_states, _multiplied([self.self_attn.o_proj], mixed, run.alike)[0]
         )
         active = _activated(self.mlp, normed[0], run.alike)
         hidden, normed = self.following[0].added(
@@ -137,9 +134,7 @@ def _weights(
     return found if (alike or len(rows) <= MOST_ROWS) and product_parts(inputs, outputs) else None
 
 
-def _multiplied(
-    layers: Sequence[nn.Module], rows: Tensor, alike: bool, early: bool = True
-) -> list[Tensor]:
+def _multiplied(layers: Sequence[nn.Module], rows: Tensor, alike: bool) -> list[Tensor]:
     """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``,
     or parts ``[parts, n, out]``.
     """
@@ -150,7 +145,7 @@ def _multiplied(
     from tswift.forward.layer_kernels import multiply
 
     weights, scales, bias = known
-    parts = multiply(rows, weights, scales, bias, early)
+    parts = multiply(rows, weights, scales, bias)
     return list(parts.split([each.out_features for each in layers], -1))
 
 
@@ -408,11 +403,7 @@ def _try_products(layers: Sequence[nn.Module], rows: Tensor) -> None:
         if not (ours - plain).abs().max() <= 4 * torch.finfo(rows.dtype).eps * plain.abs().max():
             raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
     for _ in range(_REPEATS):
-        # launched early behind others, where that is done: nothing may be read too soon
-        norm = torch.ones_like(rows[0])
-        total, _ = kernels.add_norm(rows, None, norm, 1.0)
-        again = kernels.multiply(total, weights, scales, bias, early=True)
-        if not torch.equal(again, parts):
+        if not torch.equal(kernels.multiply(rows, weights, scales, bias), parts):
             raise Wrong("the kernel of products gives other bits the second time")
 
 

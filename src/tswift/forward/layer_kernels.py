@@ -29,8 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.attention.triton import after_the_one_before, launched_early
-
 
 @triton.jit
 def _rounded(numbers, kind: tl.constexpr, INTERPRETED: tl.constexpr):
@@ -87,22 +85,6 @@ def _of_product(
 
 
 @triton.jit
-def _ask_for(rows, STEP: tl.constexpr):
-    """Have the first numbers behind each pointer brought near, in 4 steps:
-    the L2 cache keeps them for later loads.
-    """
-    at = rows[:, None] + tl.arange(0, 4)[None, :] * STEP
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
     """``silu(gate) * up`` of float32 numbers."""
     active = _rounded(tl.div_rn(gate, 1.0 + _exponential(-gate)), kind, INTERPRETED)
@@ -113,8 +95,7 @@ def _active(gate, up, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 def multiply_rows(
     rows, weights, scales, bias, out, nodes, rows_row,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, GATED: tl.constexpr,
-    TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A part of a product of a block of rows, or the sum of ``ADDED`` ones. If ``GATED``, of two
     products, and SiLU of the first times the second.
@@ -131,11 +112,6 @@ def multiply_rows(
     first_at = weights + outputs.to(tl.int64)[:, None] * SIZE + inputs[None, :]
     second_at = first_at + OUTPUTS * SIZE
     row_at = rows + row[None, :] * rows_row + inputs[:, None]
-    if EARLY:
-        _ask_for(weights + outputs.to(tl.int64) * SIZE + part * SPAN, STEP)
-        if GATED:
-            _ask_for(weights + (outputs + OUTPUTS).to(tl.int64) * SIZE, STEP)
-        after_the_one_before()
     whole = tl.zeros([TILE, ROWS], tl.float32)
     for index in range(ADDED):
         total = tl.zeros([TILE, ROWS], tl.float32)
@@ -169,13 +145,11 @@ def multiply_rows(
 @triton.jit
 def add_norm_rows(
     hidden, added, weight, total, normed, hidden_row, added_row, part_size, eps,
-    SIZE: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    SIZE: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One row's sum with what is added to it, if anything is, and the RMSNorm of that;
     grid ``(rows,)``.
     """
-    if EARLY:
-        after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     kind: tl.constexpr = normed.dtype.element_ty
     places = tl.arange(0, 1 << LEVELS)
@@ -248,7 +222,7 @@ def rotate_rows(
     query, key, value, cosines, sines, query_weight, key_weight, rotated, keys, values, length, query_row, key_row,
     value_row, part_size, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Rotate a row's queries and keys, and put its keys and values into their slot;
     grid ``(rows, parts)``.
@@ -257,8 +231,6 @@ def rotate_rows(
     padding, whose keys and values go nowhere. Without a length slots are counted from 0; without
     ``values`` these are left where they are.
     """
-    if EARLY:
-        after_the_one_before()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cosines += row * 2 * HALF
@@ -354,29 +326,25 @@ def multiply(
     weights: Tensor,
     scales: Tensor | None = None,
     bias: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """The product of rows ``[n, in]`` with weights ``[out, in]``, in parts ``[parts, n, out]``.
 
     The parts' sum is the product; that of more than ``MOST_ROWS`` rows is the only part. A row is
-    the same, to the bit, whatever their number. Scales ``[out]`` are of weights in FP8. ``early``
-    is for a launch right behind one of the kernels here or in the attention.
+    the same, to the bit, whatever their number. Scales ``[out]`` are of weights in FP8.
     """
     parts = product_parts(rows.shape[1], len(weights))
     added = parts if len(rows) > MOST_ROWS else 1
     out = rows.new_empty(parts // added, len(rows), len(weights), dtype=torch.float32)
-    _multiply(rows, weights, scales, bias, out, added, early)
+    _multiply(rows, weights, scales, bias, out, added)
     return out
 
 
 def multiply_silu(rows: Tensor, weights: Tensor, scales: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` ``[n, m]`` of rows ``[n, in]``,
     as alike as in :func:`multiply`; the weights ``[2 * m, in]``.
-
-    Only right behind another kernel of these.
     """
     out = rows.new_empty(1, len(rows), len(weights) // 2)
-    _multiply(rows, weights, scales, None, out, 1, True)
+    _multiply(rows, weights, scales, None, out, 1)
     return out[0]
 
 
@@ -387,7 +355,6 @@ def _multiply(
     bias: Tensor | None,
     out: Tensor,
     added: int,
-    early: bool,
 ) -> None:
     """Write a product in parts, each the sum of so many; or, half as wide as the weights, two of
     them with SiLU.
@@ -403,7 +370,7 @@ def _multiply(
             rows, weights, scales, bias, out, nodes, rows.stride(0), SIZE=size, OUTPUTS=outputs,
             SPAN=size // (parts * added), ADDED=added, GATED=gated, TILE=tile, STEP=_STEP, ROWS=block,
             WIDE=_INTERPRETED, INTERPRETED=_INTERPRETED, num_warps=8 if many and not gated else 4,
-            num_stages=3 if many else 4, **launched_early(rows, early), **UNFUSED,
+            num_stages=3 if many else 4, **UNFUSED,
         )  # fmt: skip
 
 
@@ -435,7 +402,7 @@ def add_norm(
         add_norm_rows[rows,](
             hidden, added, weight, total, normed, hidden.stride(0), added_row, part_size, eps,
             SIZE=size, LEVELS=levels, PARTS=parts, INTERPRETED=_INTERPRETED,
-            num_warps=min(16, max(1, 1 << max(0, levels - 10))), **launched_early(hidden, parts > 0), **UNFUSED,
+            num_warps=min(16, max(1, 1 << max(0, levels - 10))), **UNFUSED,
         )  # fmt: skip
     return total, normed
 
@@ -479,7 +446,7 @@ def rotate(
             query, key, value, *angles, *norms, rotated, keys, values, length, query_row, _layout(key)[0],
             _layout(value)[0], part_size, *keys.stride()[:2], *values_strides, eps, nodes, keys.shape[1],
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HALF=size // 2, LEVELS=levels_of(size // 2), HEADS=_HEADS,
-            PARTS=count, INTERPRETED=_INTERPRETED, num_warps=1, **launched_early(query, count > 0), **UNFUSED,
+            PARTS=count, INTERPRETED=_INTERPRETED, num_warps=1, **UNFUSED,
         )  # fmt: skip
     return rotated.transpose(0, 1)
 
