@@ -118,7 +118,9 @@ LAYER_NAMES = (
     "add_norm_rows",
     "rotate_rows",
     "silu_mul_rows",
-    "multiply_rows",
+    "multiply_heads",
+    "multiply_add",
+    "multiply_silu_rows",
 )
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
 LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
@@ -137,16 +139,14 @@ SHAPES = [
     *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32)),
     *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 64)),
     *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
-    *(("float32", 4, 7, size, 2, "tree") for size in (64, 96, 256)),
 ]
-LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, a model of 70b; two in other dtypes
+LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, 70b; one in float16
     ("bfloat16", 8, 4, 128, 4096, 14_336, "layer"),
     ("bfloat16", 4, 7, 128, 3584, 18_944, "layer"),
     ("bfloat16", 8, 4, 128, 2560, 9728, "layer", "norms"),
     ("bfloat16", 3, 3, 64, 576, 1536, "layer"),
     ("bfloat16", 8, 8, 128, 8192, 28_672, "layer"),
     ("float16", 8, 4, 128, 4096, 14_336, "layer"),
-    ("float32", 8, 4, 128, 4096, 14_336, "layer", "norms"),
 ]
 
 
@@ -263,43 +263,18 @@ def compiled_layer(
     kind: str,
     *more: str,
 ) -> list[dict[str, Any]]:
-    """The kernels of a layer without its attention: with PyTorch's products,
-    and with ours where the sizes fit.
+    """The kernels of a layer without its attention: of a prompt, and over one row, 32 and a wide
+    chunk; on GPUs that have them, with weights in FP8, too.
     """
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
-    made = {"dtype": getattr(torch, dtype)}
-    rows = torch.zeros(32, hidden, **made)
-    weight = torch.ones(hidden, **made)
-    sizes = [kv_heads * groups * size, kv_heads * size, kv_heads * size]
-    angles = (torch.zeros(32, size, **made), torch.zeros(32, size, **made))
-    norms = (angles[0][0], angles[0][0]) if "norms" in more else (None, None)
-    cache = torch.zeros(2, kv_heads, 1024, size, **made)
-    length = torch.zeros((), dtype=torch.int32)
-
-    def rotate(joined: Tensor) -> None:
-        query, key, value = joined.split(sizes, -1)
-        layer_kernels.rotate(
-            query, key, value, angles, norms, 1e-5, (cache[0], cache[1], length), 32
-        )
-
-    with (
-        patch.multiple(layer_kernels, **compilers),
-        patch.object(backend, "_generation", lambda device: capability // 10),
-    ):
-        for added in (None, rows):
-            layer_kernels.add_norm(rows, added, weight, 1e-5)
-        rotate(torch.zeros(32, sum(sizes), **made))
-        layer_kernels.silu_mul(*torch.zeros(32, 2 * inner, **made).split(inner, 1))
-        if dtype != "float32" and layer_kernels.product_parts(hidden, sum(sizes)):
-            types = [
-                made["dtype"],
-                *([torch.float8_e4m3fn] if capability >= 89 and dtype == "bfloat16" else []),
-            ]
-            for type_ in types:
-                compile_products(type_, rows, inner, sum(sizes))
-            layer_kernels.add_norm(rows, torch.zeros(4, 32, hidden), weight, 1e-5)
-            rotate(torch.zeros(4, 32, sum(sizes)))
+    type_ = getattr(torch, dtype)
+    weights = [type_, *([torch.float8_e4m3fn] if capability >= 89 and type_.itemsize == 2 else [])]
+    with patch.multiple(layer_kernels, **compilers):
+        compile_prompt(type_, kv_heads, groups, size, hidden, inner, *more)
+        for kind_ in weights if type_ == torch.bfloat16 else weights[:1]:
+            for count in (1, 32, *([PROMPT] if kind_ == type_ else [])):
+                compile_products(type_, kind_, count, kv_heads, groups, size, hidden, inner, *more)
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
 
@@ -364,20 +339,64 @@ def compiled_states(
     ]
 
 
-def compile_products(type_: torch.dtype, rows: Tensor, inner: int, joined: int) -> None:
-    """Products with weights of a type, over one row and over all; in the type of rows over many,
-    too.
-    """
-    hidden = rows.shape[1]
-    scales = torch.ones(2 * inner) if type_.itemsize == 1 else None
+def heads_of(
+    type_: torch.dtype, rows: int, kv_heads: int, groups: int, size: int, *more: str
+) -> layer_kernels.Heads:
+    """Where heads of some rows go."""
+    angles = torch.zeros(2, rows, size, dtype=type_)
+    norms = (angles[0, 0], angles[0, 0]) if "norms" in more else (None, None)
+    cache = torch.zeros(2, kv_heads, 1024, size, dtype=type_)
+    length = torch.zeros((), dtype=torch.int32)
+    count = (kv_heads * groups, kv_heads)
+    return layer_kernels.Heads(count, tuple(angles), norms, 1e-5, *cache, length, rows)
 
-    def weights(outputs: int, inputs: int) -> Tensor:
-        return torch.empty(outputs, inputs, dtype=type_, device="meta")
 
-    many = torch.zeros(PROMPT, hidden, dtype=rows.dtype)
-    for given in (rows[:1], rows, *([many] if scales is None else [])):
-        layer_kernels.multiply(given, weights(joined, hidden), scales)
-        layer_kernels.multiply_silu(given, weights(2 * inner, hidden), scales)
+def compile_prompt(
+    type_: torch.dtype, kv_heads: int, groups: int, size: int, hidden: int, inner: int, *more: str
+) -> None:
+    """What stands between PyTorch's products, and before the first of ours."""
+    rows = torch.zeros(32, hidden, dtype=type_)
+    for added in (None, rows):
+        layer_kernels.add_norm(rows, added, rows[0], 1e-5)
+    layer_kernels.squares_of(rows)
+    three = [
+        torch.zeros(32, each * size, dtype=type_) for each in (kv_heads * groups, *[kv_heads] * 2)
+    ]
+    layer_kernels.rotate(three, heads_of(type_, 32, kv_heads, groups, size, *more))
+    layer_kernels.silu_mul(*torch.zeros(2, 32, inner, dtype=type_))
+
+
+def compile_products(
+    type_: torch.dtype,
+    weights: torch.dtype,
+    count: int,
+    kv_heads: int,
+    groups: int,
+    size: int,
+    hidden: int,
+    inner: int,
+    *more: str,
+) -> None:
+    """Products of so many rows with weights of a type."""
+
+    def product(outputs: int, inputs: int) -> layer_kernels.Product:
+        scales = torch.ones(outputs) if weights.itemsize == 1 else None
+        made = torch.empty(outputs, inputs, dtype=weights, device="meta")
+        return layer_kernels.Product(made, scales)
+
+    rows = torch.zeros(count, hidden, dtype=type_)
+    tiles = -(-hidden // layer_kernels.TILE)
+    states = layer_kernels.Hidden(rows, torch.zeros(count, tiles), rows[0], 1e-5)
+    own = kv_heads * groups * size
+    three = [product(outputs, hidden) for outputs in (own, kv_heads * size, kv_heads * size)]
+    layer_kernels.project_heads(
+        states, three, heads_of(type_, count, kv_heads, groups, size, *more)
+    )
+    for inputs in (own, inner):
+        layer_kernels.add_product(
+            torch.zeros(count, inputs, dtype=type_), product(hidden, inputs), rows
+        )
+    layer_kernels.multiply_silu(states, product(inner, hidden), product(inner, hidden))
 
 
 def main() -> None:

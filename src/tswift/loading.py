@@ -832,8 +832,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
     refuse_unsupported(network.config.get_text_config(), name)
     backend, note = select_backend("auto", network.dtype, network.device, network.config)
     with silence(), as_input_error(name):
-        # its weights are not ours to move
-        target = wrap_model(network, name, backend, joined=False)
+        target = wrap_model(network, name, backend)
     with suppress(InputError):  # heads of what the model once was
         source = heads_source(name, network.config, None) if Path(name).is_dir() else None
         heads = heads_of_source(source, target)

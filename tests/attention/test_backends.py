@@ -50,11 +50,11 @@ def test_what_a_backend_can_take(monkeypatch) -> None:
     for name, dtype, device, reason in (
         (
             "triton",
-            torch.float64,
+            torch.float32,
             "cuda",
-            "triton attention takes float32, bfloat16 and float16, not float64",
+            "triton attention takes bfloat16 and float16, not float32",
         ),
-        ("triton", torch.float32, "cpu", "triton attention needs CUDA"),
+        ("triton", torch.float16, "cpu", "triton attention needs CUDA"),
         ("flash", torch.float32, "cuda", "flash attention takes bfloat16 and float16, not float32"),
         ("flash", torch.bfloat16, "cpu", "flash attention needs CUDA"),
         ("native", torch.float32, "cuda", "native attention is for the CPU"),
@@ -101,7 +101,8 @@ def test_the_backend_that_is_chosen(installed) -> None:
         ("auto", torch.bfloat16, "cuda", False, "sdpa"),
         ("auto", torch.float64, "cuda", True, "sdpa"),
         ("auto", torch.float64, "cpu", True, "sdpa"),
-        ("triton", torch.float32, "cuda", True, "triton"),
+        ("triton", torch.float16, "cuda", True, "triton"),
+        ("auto", torch.float32, "cuda", True, "sdpa"),
         ("sdpa", torch.float32, "cuda", True, "sdpa"),
     ):
         installed("triton", there)

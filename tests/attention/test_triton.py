@@ -35,17 +35,17 @@ from tswift.forward.target import Target, prefill
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.triton")
 CPU = torch.device("cpu")
-REASON = why_not("triton", torch.float32, CPU)
+REASON = why_not("triton", torch.float16, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 # worst error over the largest output
-TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 attend = by(backend.TritonAttention)
 
 
-def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float32, seed=0, sharp=1.0) -> None:
+def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float16, seed=0, sharp=1.0) -> None:
     query, keys, values, ancestors, scale = case(
         kv_heads, group, dim, prefix, nodes, dtype, seed, sharp
     )
@@ -65,13 +65,7 @@ def test_prefixes(prefix: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_head_sizes(dtype: torch.dtype) -> None:
-    for dim in (
-        (8, 80, 256)
-        if dtype == torch.float32
-        else (16, 128)
-        if dtype == torch.float16
-        else (32, 96)
-    ):
+    for dim in (8, 80, 256) if dtype == torch.float16 else (16, 32, 96, 128):
         check(2, 2, dim, 150, 4, dtype, seed=dim)
 
 
@@ -102,7 +96,7 @@ def test_a_path_of_more_nodes_than_are_exact() -> None:
 def test_any_mask() -> None:
     """Also one that no tree has, where the root is not everyone's ancestor."""
     for nodes in (5, 40):
-        query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float32)
+        query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float16)
         seen = (
             torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(nodes))
             .lt(0.5)
@@ -110,18 +104,18 @@ def test_any_mask() -> None:
         )
         assert (
             error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale))
-            < 4e-6
+            < TOLERANCE[torch.float16]
         )
 
 
 @pytest.mark.slow
 def test_chunks_need_no_ancestors() -> None:
-    half, single = torch.bfloat16, torch.float32
+    half, other = torch.bfloat16, torch.float16
     for prefix, nodes, dtype in (
-        (0, 1, single),
+        (0, 1, other),
         (129, 1, half),
         (0, 20, half),
-        (129, 20, single),
+        (129, 20, other),
         (129, 75, half),
     ):
         query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
@@ -203,7 +197,7 @@ def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
+    ("dtype", "kind"), [(torch.float16, torch.int32), (torch.bfloat16, torch.int64)]
 )
 def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype) -> None:
     """One pass serves every length; slots past it may hold anything, NaN included."""
@@ -222,14 +216,14 @@ def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype)
 
 @pytest.mark.slow
 def test_the_check_sees_a_wrong_bit() -> None:
-    query, keys, values, ancestors, scale = case(1, 2, 64, 100, 9, torch.float32)
+    query, keys, values, ancestors, scale = case(1, 2, 64, 100, 9, torch.float16)
     exact = dense(query, keys, values, ancestors, scale)
     for row, column in ((8, 3), (8, 6), (5, 8)):
         wrong = ancestors.clone()
         wrong[row, column] ^= True
         differs = (attend(query, keys, values, wrong, scale).double() - exact).abs().amax(
             (0, 2)
-        ) > 1e-3
+        ) > 4e-3
         assert differs.nonzero().flatten().tolist() == [row]
 
 
@@ -241,19 +235,18 @@ def test_what_it_does_not_take() -> None:
 def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum() -> None:
     """A warp has 16 rows and all keys of a tile, or there is one layout only;
     tests/attention/test_offline_compile.py looks at the code."""
-    for width, itemsize, generation in product((16, 64, 128, 256), (2, 4), (8, 9, 10, 12)):
+    for width, generation in product((16, 64, 128, 256), (8, 9, 10, 12)):
         found = {
-            backend.configuration(rows, width, itemsize, generation)
-            for rows in (*range(1, 300), 1024, 2048)
+            backend.configuration(rows, width, generation) for rows in (*range(1, 300), 1024, 2048)
         }
         (keys,) = {each.keys for each in found}
         assert 256 % keys == 0  # chunks begin with a tile
         assert len(found) == 1 or all(each.rows == 16 * each.warps for each in found)
-        assert len(found) <= (2 if itemsize == 2 and generation in (8, 9, 12) else 1)
+        assert len(found) <= (2 if generation in (8, 9, 12) else 1)
 
 
 SLOW = pytest.mark.slow
-HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 def comb(nodes: int) -> torch.Tensor:
@@ -280,24 +273,24 @@ def slow(*case):
     ("prefix", "tree", "dtype", "shape"),
     [
         (3, comb(9), BRAIN, SHAPE),
-        (318, comb(9), SINGLE, SHAPE),  # a chunk begins at 320
+        (318, comb(9), HALF, SHAPE),  # a chunk begins at 320
         slow(126, RANDOM, HALF, SHAPE),
-        slow(0, RANDOM, SINGLE, SHAPE),
-        slow(95, comb(9), SINGLE, SHAPE),  # a tile goes to the chunks at 96
+        slow(0, RANDOM, HALF, SHAPE),
+        slow(95, comb(9), HALF, SHAPE),  # a tile goes to the chunks at 96
         slow(126, comb(9), BRAIN, SHAPE),
         slow(318, FILLED, HALF, SHAPE),
         slow(575, comb(9), BRAIN, SHAPE),
         # in chains, told by giving no ancestors
-        *(slow(0, nodes, SINGLE, (2, 2, 64)) for nodes in (4, 9)),
+        *(slow(0, nodes, HALF, (2, 2, 64)) for nodes in (4, 9)),
         *(
             slow(prefix, 7, dtype, (2, 2, 64))
-            for prefix, dtype in ((30, HALF), (125, HALF), (317, BRAIN), (572, SINGLE))
+            for prefix, dtype in ((30, HALF), (125, HALF), (317, BRAIN), (572, HALF))
         ),
-        *(slow(317, nodes, dtype, (2, 2, 64)) for nodes, dtype in ((17, SINGLE), (33, HALF))),
+        *(slow(317, nodes, dtype, (2, 2, 64)) for nodes, dtype in ((17, HALF), (33, HALF))),
         # in other layouts
         *(
             slow(575, comb(5), *layout)
-            for layout in ((SINGLE, (2, 1, 80)), (HALF, (2, 4, 128)), (BRAIN, (2, 7, 256)))
+            for layout in ((HALF, (2, 1, 80)), (HALF, (2, 4, 128)), (BRAIN, (2, 7, 256)))
         ),
     ],
 )
@@ -347,7 +340,7 @@ def test_so_it_has_where_the_length_is_on_the_device() -> None:
 
 def test_store() -> None:
     for nodes, dim, dtype in (
-        (1, 64, torch.float32),
+        (1, 64, torch.float16),
         (5, 80, torch.bfloat16),
         (41, 8, torch.float16),
     ):
@@ -412,7 +405,7 @@ def test_store_keeps_within_the_capacity() -> None:
 )
 def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
     """A prompt and a draft tree through a whole model, with stock operators and with the kernel."""
-    target = Target(ARCHITECTURES[name].make(97))
+    target = Target(ARCHITECTURES[name].make(97).half())
     tree = random_tree(7, Random(2))
     tokens, depths = torch.tensor(tree.tokens), torch.tensor(tree.depths)
     hidden = []
@@ -423,7 +416,7 @@ def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
         kv = FullKV(target.kv_shape, 100)
         prefill(target, list(range(40)), kv)
         hidden.append(target.forward(tokens, 40 + depths, kv, tree.ancestors()).hidden)
-    torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*hidden, rtol=2e-2, atol=2e-2)
 
 
 LONG = AttentionSpec(window=270)
@@ -444,11 +437,11 @@ LONG = AttentionSpec(window=270)
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     spec = SPECS.get(name, LONG)
     query, keys, values, ancestors, scale = case(
-        KV_HEADS, GROUP, DIM, prefix, nodes, torch.float32, sharp=3.0
+        KV_HEADS, GROUP, DIM, prefix, nodes, torch.float16, sharp=3.0
     )
     ancestors = ancestors if tree else chain(nodes)
-    layout = Layout(KV_HEADS, GROUP, torch.float32, CPU)
-    wholes = torch.full((2, KV_HEADS, prefix + nodes + 50, DIM), torch.nan)
+    layout = Layout(KV_HEADS, GROUP, torch.float16, CPU)
+    wholes = torch.full((2, KV_HEADS, prefix + nodes + 50, DIM), torch.nan, dtype=torch.float16)
     wholes[0, :, : prefix + nodes], wholes[1, :, : prefix + nodes] = keys, values
     if spec.window is not None:
         # nobody's, so not to be read, but for what shares a tile with the first key that is seen
@@ -456,7 +449,7 @@ def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool
     run = backend.TritonAttention(layout, torch.tensor(prefix), nodes, ancestors if tree else None)
     exact = dense(query, keys, values, ancestors, scale, spec)
     worst = (run(query, *wholes, scale, spec).double() - exact).abs().max() / exact.abs().max()
-    assert worst < 3 * TOLERANCE[torch.float32]
+    assert worst < 3 * TOLERANCE[torch.float16]
     plain = dense(query, keys, values, ancestors, scale)
     if spec.window is None:  # and the next layer may want nothing
-        assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float32]
+        assert error(run(query, *wholes, scale), plain) < 3 * TOLERANCE[torch.float16]

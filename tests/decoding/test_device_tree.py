@@ -25,7 +25,7 @@ from tswift.sampling.rule import Sampler
 kernels = pytest.importorskip(
     "tswift.decoding.device_tree_triton", reason="triton is not installed"
 )
-REASON = why_not("triton", torch.float32, torch.device("cpu"))
+REASON = why_not("triton", torch.bfloat16, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CPU = torch.device("cpu")
 

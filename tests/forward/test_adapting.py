@@ -120,7 +120,7 @@ def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path: Path, mo
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
 )
 @pytest.mark.parametrize("lies", [False, True])
 def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tswift
 from tests.conftest import make_checkpoint
@@ -23,8 +23,7 @@ from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, preflight
 from tswift.errors import InputError
-from tswift.forward.draft_weights import Float8Linear, cheaper_copy
-from tswift.forward.joined import JoinedLinear, join
+from tswift.forward.draft_weights import Float8Linear
 from tswift.loading import LoadedModel, inspect_model, load
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
@@ -205,28 +204,6 @@ def test_all_but_the_decoders_linear_layers_is_shared(
     parts = [each for each in copied.modules() if isinstance(each, Float8Linear)]
     assert foreseen == sum(part.weight.nbytes + part.scale.nbytes for part in parts)
     assert text(model, "tokenswift") == text(model, "ar")
-
-
-def test_joined_layers_stay_joined(checkpoint: Path) -> None:
-    """As on CUDA: queries, keys and values are one product, in the copy as in the model."""
-    network = AutoModelForCausalLM.from_pretrained(
-        str(checkpoint), dtype=torch.bfloat16
-    ).requires_grad_(False)
-    single = cheaper_copy(network)
-    ids = torch.arange(9).unsqueeze(0)
-    with torch.inference_mode():
-        before = network(ids).logits
-        expected = single(ids).logits
-        join(network)
-        joined = cheaper_copy(network)
-        kinds = [
-            type(each)
-            for each in joined.model.layers[0].modules()
-            if isinstance(each, nn.Linear | Float8Linear)
-        ]
-        assert (kinds.count(JoinedLinear), kinds.count(Float8Linear)) == (5, 2)
-        assert torch.equal(joined(ids).logits, expected)
-        assert torch.equal(network(ids).logits, before)
 
 
 def test_heads_that_start_before_the_final_norm(

@@ -30,24 +30,44 @@ from tswift.forward import adapting, draft_weights, fused_layers
 from tswift.forward import target as forward_target
 from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
 from tswift.forward.fused_layers import (
+    added_parts,
     fuse,
     is_fused,
+    normed_already,
     plain_exponential,
     plain_norm,
     plain_rotate,
     plain_silu_mul,
+    plain_squares,
     separate_layers,
     tree_sum,
 )
-from tswift.forward.joined import join
 from tswift.forward.target import Target, chunks, prefill
 from tswift.models.architecture import max_positions
 
 kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
-REASON = why_not("triton", torch.float32, torch.device("cpu"))
+REASON = why_not("triton", torch.bfloat16, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in tiles that tiny models have, tried with few tokens: the interpreter is slow."""
+    monkeypatch.setattr(kernels, "TILE", 16)
+    monkeypatch.setattr(kernels, "STEP", 8)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 12)
+    monkeypatch.setattr(adapting, "_TRIED", 6)
+    monkeypatch.setattr(fused_layers, "_REPEATS", 2)
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in the tiles of a GPU."""
+    monkeypatch.setattr(kernels, "TILE", 128)
+    monkeypatch.setattr(kernels, "STEP", 64)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 120)
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -67,7 +87,7 @@ def same_bits(ours: Tensor, plain: Tensor) -> bool:
 @given(
     st.integers(1, 5),
     st.integers(1, 700),
-    st.sampled_from(DTYPES),
+    st.sampled_from(HALVES),
     st.booleans(),
     st.integers(0, 1000),
 )
@@ -84,19 +104,24 @@ def test_sums_and_norms(rows: int, size: int, dtype: torch.dtype, adds: bool, se
     at = seed % rows  # alone, and among others in other places
     row = expected[at : at + 1]
     assert same_bits(kernels.add_norm(row, None, weight, EPS)[1], normed[at : at + 1])
+    squares = kernels.squares_of(expected)
+    assert same_bits(squares, plain_squares(expected, kernels.TILE))
+    assert same_bits(tree_sum(squares), tree_sum(expected.float() ** 2))  # a part of that tree
     around = torch.cat([hidden[:0], row.expand(3, -1), expected])
     assert same_bits(kernels.add_norm(around, None, weight, EPS)[1][2:3], normed[at : at + 1])
 
 
 @few
-@given(st.integers(1, 3), st.integers(1, 2500), st.sampled_from(DTYPES), st.integers(0, 1000))
+@given(st.integers(1, 3), st.integers(1, 2500), st.sampled_from(HALVES), st.integers(0, 1000))
 def test_silu(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
-    joined = random(seed, rows, 2 * size, dtype=dtype).mul_(5)
-    gate, up = joined.split(size, 1)
+    gate, up = random(seed, 2, rows, size, dtype=dtype).mul_(5)
     made = kernels.silu_mul(gate, up)
     assert same_bits(made, plain_silu_mul(gate, up))
     wide = F.silu(gate.double()) * up.double()
-    assert ((made - wide).abs() <= 4 * torch.finfo(dtype).eps * wide.abs() + 1e-6).all()
+    kind = torch.finfo(dtype)
+    least = kind.smallest_normal * kind.eps  # SiLU's own numbers may be no normal ones
+    allowed = 4 * kind.eps * wide.abs() + least * (1 + up.double().abs())
+    assert ((made - wide).abs() <= allowed).all()
     assert same_bits(kernels.silu_mul(gate[-1:], up[-1:]), made[-1:])
 
 
@@ -105,13 +130,43 @@ def test_the_exponential_is_one() -> None:
     exact = numbers.double().exp()
     assert ((plain_exponential(numbers) - exact).abs() / exact).max() < 3e-7
     assert plain_exponential(torch.tensor([0.0])).item() == 1.0
-    odd = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 0.0]])
-    assert same_bits(
-        kernels.silu_mul(odd[:, 3:], odd[:, 3:]), plain_silu_mul(odd[:, 3:], odd[:, 3:])
-    )
+    odd = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 0.0]]).bfloat16()
+    huge = odd[:, 3:].contiguous()
+    assert same_bits(kernels.silu_mul(huge, huge), plain_silu_mul(huge, huge))
     assert kernels.silu_mul(odd, torch.ones_like(odd)).isnan().tolist() == [
         [False, False, True, False, False, False]
     ]
+
+
+def cached(heads, head, rows, held, capacity, dtype, normed=False, seed=0, nodes=None):
+    """A cache that holds so many keys and else NaN, and what rotates heads into it."""
+    angles = (random(seed + 1, rows, head, dtype=dtype), random(seed + 2, rows, head, dtype=dtype))
+    weights = tuple(random(seed + 3, 2, head, dtype=dtype)) if normed else (None, None)
+    keys, values = torch.full((2, heads[1], capacity, head), torch.nan, dtype=dtype)
+    length = torch.full((), held, dtype=torch.int32)
+    given = heads, angles, weights, EPS, keys, values, length, rows if nodes is None else nodes
+    return kernels.Heads(*given)
+
+
+def plainly(parts: list[Tensor], heads) -> list[Tensor]:
+    """Queries, keys and values ``[n, heads, d]`` as plain PyTorch makes them."""
+    size = heads.keys.shape[2]
+    query, key, value = (part.unflatten(1, (-1, size)) for part in parts)
+    rotated = [
+        plain_rotate(part, heads.angles, weight, EPS)
+        for part, weight in zip((query, key), heads.norms, strict=True)
+    ]
+    return [*rotated, value]
+
+
+def kept_right(out: Tensor, heads, plain: list[Tensor], held: int) -> bool:
+    """Whether queries are as they should be, and keys and values stand in their slots alone."""
+    stored = min(heads.nodes, heads.keys.shape[1] - held)
+    right = same_bits(out.transpose(0, 1), plain[0])
+    for cache, made in zip((heads.keys, heads.values), plain[1:], strict=True):
+        right &= same_bits(cache[:, held : held + stored].transpose(0, 1), made[:stored])
+        right &= bool(cache[:, :held].isnan().all() and cache[:, held + stored :].isnan().all())
+    return right
 
 
 @few
@@ -121,170 +176,199 @@ def test_the_exponential_is_one() -> None:
         st.integers(1, 6),
         st.integers(0, 20),
         st.booleans(),
-        st.sampled_from(DTYPES),
+        st.sampled_from(HALVES),
         st.integers(0, 1000),
     ),
 )
 def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, seed) -> None:
-    heads = min(12, groups * kv_heads)
-    joined = random(seed, rows, (heads + 2 * kv_heads) * head, dtype=dtype)
-    query, key, value = joined.split([heads * head, kv_heads * head, kv_heads * head], 1)
-    angles = (random(seed + 1, rows, head, dtype=dtype), random(seed + 2, rows, head, dtype=dtype))
-    weights = tuple(random(seed + 3, 2, head, dtype=dtype)) if normed else (None, None)
-    nodes, capacity = 1 + seed % rows, held + 4  # the last slots may be missing
-    cache = torch.full((2, kv_heads, capacity, head), torch.nan, dtype=dtype)
-    length = torch.full((), held, dtype=torch.int32)
-    out = kernels.rotate(
-        query, key, value, angles, weights, EPS, (cache[0], cache[1], length), nodes
-    )
-    first, second = (
-        plain_rotate(part.unflatten(1, (-1, head)), angles, weight, EPS)
-        for part, weight in zip((query, key), weights, strict=True)
-    )
-    assert same_bits(out.transpose(0, 1), first)
-    stored = min(nodes, capacity - held)
-    for cached, made in zip(cache, (second, value.unflatten(1, (-1, head))), strict=True):
-        assert same_bits(cached[:, held : held + stored].transpose(0, 1), made[:stored])
-        assert cached[:, :held].isnan().all()
-        assert cached[:, held + stored :].isnan().all()
-    alone = kernels.rotate(
-        query[-1:],
-        key[-1:],
-        None,
-        tuple(each[-1:] for each in angles),
-        weights,
-        EPS,
-        (fresh := torch.empty(kv_heads, 1, head, dtype=dtype), None, None),
-        1,
-    )
-    assert same_bits(alone[:, 0], out[:, -1])
-    assert same_bits(fresh[:, 0], second[-1])
+    count = (min(12, groups * kv_heads), kv_heads)
+    sizes = [count[0] * head, kv_heads * head, kv_heads * head]
+    parts = [
+        each.contiguous() for each in random(seed, rows, sum(sizes), dtype=dtype).split(sizes, 1)
+    ]
+    nodes = 1 + seed % rows
+    # the last slots may be missing
+    heads = cached(count, head, rows, held, held + 4, dtype, normed, seed, nodes)
+    out = kernels.rotate(parts, heads)
+    assert kept_right(out, heads, plainly(parts, heads), held)
+    alone = cached(count, head, 1, held, held + 4, dtype, normed, seed)
+    alone = alone._replace(angles=tuple(each[-1:] for each in heads.angles), length=None)
+    last = kernels.rotate([each[-1:] for each in parts], alone)
+    assert same_bits(last[:, 0], out[:, -1])
+    assert same_bits(alone.keys[:, 0], plainly(parts, heads)[1][-1])  # at slot 0
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in tiles that tiny models have."""
-    monkeypatch.setattr(kernels, "_TILE", 16)
-    monkeypatch.setattr(kernels, "_STEP", 8)
-    monkeypatch.setattr(kernels, "_PROGRAMS", 12)
+def linear(seed: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True):
+    """A linear layer's weights and bias."""
+    weights = random(seed, outputs, inputs, dtype=dtype) / 16
+    return kernels.Product(weights, None, random(seed + 1, outputs, dtype=dtype) if bias else None)
 
 
-HALVES = (torch.bfloat16, torch.float16)
+def near(made: Tensor, rows: Tensor, product, share: float = 1e-5) -> bool:
+    """Whether parts of a product add up to it, but for the rounding of sums."""
+    weights = product.weights.double()
+    if product.scales is not None:
+        weights = weights * product.scales.double()[:, None]
+    exact = rows.double() @ weights.T
+    exact += 0 if product.bias is None else product.bias.double()
+    return bool(((made.double().sum(0) - exact).abs() <= share * exact.abs().max()).all())
+
+
+def states_of(rows: Tensor, seed: int = 9):
+    """Hidden states, with a norm to be read through, and that norm of them in plain PyTorch."""
+    weight = random(seed, rows.shape[1], dtype=rows.dtype)
+    states = kernels.Hidden(rows, kernels.squares_of(rows), weight, EPS)
+    return states, plain_norm(rows, weight, EPS)
+
+
+def picked(states, at: list[int], more: Tensor | None = None):
+    """Some of the rows, and others behind them."""
+    rows = states.rows[at] if more is None else torch.cat([states.rows[at], more])
+    return states._replace(rows=rows, squares=kernels.squares_of(rows))
 
 
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "parts"), first(1, [(64, 32, 8), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
+    ("inputs", "outputs", "parts"), first(1, [(64, 40, 4), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
 )
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_products(
-    small, rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype
+def test_a_product_is_added_to_what_went_in(
+    rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype
 ) -> None:
-    """Close to float64; a row has its bits wherever it is, and whatever is beside it."""
+    """Close to float64, its parts added in order; a row has its bits wherever it is, and whatever
+    is beside it.
+    """
     given = random(1, rows, inputs + 3, dtype=dtype)[:, :inputs]
-    weights = random(2, outputs, inputs, dtype=dtype) / 16
-    bias = random(3, outputs, dtype=dtype)
-    made = kernels.multiply(given, weights, None, bias)
-    assert made.shape == (parts, rows, outputs)
-    exact = given.double() @ weights.double().T
-    assert ((made.double().sum(0) - exact - bias.double()).abs() <= 1e-5 * exact.abs().max()).all()
-    active = kernels.multiply_silu(given, weights)
-    gate, up = exact.chunk(2, 1)
-    wide = F.silu(gate) * up
-    assert ((active - wide).abs() <= 4 * torch.finfo(dtype).eps * wide.abs().max()).all()
-    row = given[-1:]
+    hidden = random(5, rows, outputs, dtype=dtype)
+    product = linear(2, outputs, inputs, dtype)
+    sums = torch.full((parts, rows, outputs), torch.nan)
+    total, squares = kernels.add_product(given, product, hidden, sums)
+    assert near(sums, given, product)
+    assert same_bits(total, hidden + added_parts(sums, dtype))
+    assert same_bits(squares, plain_squares(total, kernels.TILE))
+    row, own = given[-1:], hidden[-1:]
     around = torch.cat([row.expand(2, -1), given[:1], row, torch.full_like(row, torch.inf)])
-    for at, among in ((0, row), (3, around)):
-        assert same_bits(kernels.multiply(among, weights, None, bias)[:, at], made[:, -1])
-        assert same_bits(kernels.multiply_silu(among, weights)[at], active[-1])
+    for at, among, beside in ((0, row, own), (3, around, own.expand(5, -1).contiguous())):
+        again, twice = kernels.add_product(among, product, beside)
+        assert same_bits(again[at], total[-1])
+        assert same_bits(twice[at], squares[-1])
+
+
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize(
+    ("hidden", "heads", "head", "normed"),
+    first(1, [(64, (6, 2), 16, True), (24, (1, 1), 64, False), (96, (3, 3), 24, True)]),
+)
+@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
+def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtype) -> None:
+    """Normalised, multiplied, rotated and stored, as plain PyTorch does it of the product's parts;
+    a row has its bits wherever it is.
+    """
+    states, normalised = states_of(random(1, rows, hidden, dtype=dtype))
+    sizes = [head * count for count in (heads[0], heads[1], heads[1])]
+    three = [linear(10 * at, size, hidden, dtype) for at, size in enumerate(sizes)]
+    kept = cached(heads, head, rows, 5, 5 + rows, dtype, normed, nodes=max(1, rows - 1))
+    parts = kernels.product_parts(hidden, sum(sizes) // head)
+    sums = torch.full((parts, rows, sum(sizes)), torch.nan)
+    out = kernels.project_heads(states, three, kept, sums)
+    for found, product in zip(sums.split(sizes, -1), three, strict=True):
+        assert near(found, normalised, product)
+    plain = plainly(list(added_parts(sums, dtype).split(sizes, 1)), kept)
+    assert kept_right(out, kept, plain, 5)
+    read = torch.empty_like(sums)
+    kernels.project_heads(normed_already(normalised), three, kept, read)
+    assert same_bits(read, sums)
+    more = torch.full_like(states.rows[:1], torch.inf)
+    for at, among in ((0, picked(states, [-1])), (2, picked(states, [0, 0, -1], more))):
+        count = len(among.rows)
+        alone = cached(heads, head, count, 5, 5 + count, dtype, normed)
+        angles = tuple(each[-1:].expand(count, -1).contiguous() for each in kept.angles)
+        found = kernels.project_heads(among, three, alone._replace(angles=angles))
+        assert same_bits(found[:, at], out[:, -1])
+        assert same_bits(alone.keys[:, 5 + at], plain[1][-1])
+
+
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize(("hidden", "inner"), first(1, [(64, 40), (24, 48)]))
+@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
+def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype) -> None:
+    states, normalised = states_of(random(1, rows, hidden, dtype=dtype) / 4)
+    gate, up = (linear(seed, inner, hidden, dtype) for seed in (2, 4))
+    active = kernels.multiply_silu(states, gate, up)
+    exact = [
+        normalised.double() @ each.weights.double().T + each.bias.double() for each in (gate, up)
+    ]
+    wide = F.silu(exact[0]) * exact[1]
+    assert same_bits(kernels.multiply_silu(normed_already(normalised), gate, up), active)
+    assert ((active - wide).abs() <= 4 * torch.finfo(dtype).eps * wide.abs().max()).all()
+    more = torch.full_like(states.rows[:1], torch.inf)
+    for at, among in ((0, picked(states, [-1])), (2, picked(states, [0, 0, -1], more))):
+        assert same_bits(kernels.multiply_silu(among, gate, up)[at], active[-1])
 
 
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), first(1, [(256, 128, 512), (64, 256, 130)]))
 def test_rows_among_many_have_the_bits_that_they_have_among_few(
-    inputs: int, outputs: int, rows: int, dtype: torch.dtype
+    as_on_a_device, inputs: int, outputs: int, rows: int, dtype: torch.dtype
 ) -> None:
-    """Products of a wide pass are those of passes of a width,
-    whose parts are added where they are read.
-    """
-    given = random(1, rows, inputs, dtype=dtype)
-    weights = random(2, outputs, inputs, dtype=dtype) / 16
-    bias = random(3, outputs, dtype=dtype)
-    assert kernels.product_parts(inputs, outputs) == inputs // 64
-    made = kernels.multiply(given, weights, None, bias)
-    active = kernels.multiply_silu(given, weights)
-    assert made.shape == (1, rows, outputs)
-    few = given.split(32)
-    products = [whole(kernels.multiply(each, weights, None, bias), dtype) for each in few]
-    assert same_bits(whole(made, dtype), torch.cat(products))
-    assert same_bits(active, torch.cat([kernels.multiply_silu(each, weights) for each in few]))
+    """Products of a wide pass are those of passes of a width."""
+    assert kernels.product_parts(inputs, outputs // kernels.TILE) == inputs // 64
+    given, hidden = random(1, rows, inputs, dtype=dtype), random(5, rows, outputs, dtype=dtype)
+    product = linear(2, outputs, inputs, dtype)
+    few = [
+        kernels.add_product(some, product, beside)
+        for some, beside in zip(given.split(32), hidden.split(32), strict=True)
+    ]
+    for made, parts in zip(
+        kernels.add_product(given, product, hidden), zip(*few, strict=True), strict=True
+    ):
+        assert same_bits(made, torch.cat(parts))
+    states, _ = states_of(given)
+    three = [linear(10 * at, 64, inputs, dtype) for at in range(3)]
+    ats = torch.arange(rows).split(32)
+    kept = cached((1, 1), 64, rows, 0, rows, dtype)
+    out = kernels.project_heads(states, three, kept)
+    gate, up = linear(2, 64, inputs, dtype), linear(4, 64, inputs, dtype)
+    active = kernels.multiply_silu(states, gate, up)
+    for at in ats[:1] + ats[-1:]:
+        own = cached((1, 1), 64, len(at), 0, len(at), dtype)
+        own = own._replace(angles=tuple(each[at] for each in kept.angles))
+        narrow = picked(states, at.tolist())
+        assert same_bits(kernels.project_heads(narrow, three, own), out[:, at])
+        assert same_bits(own.keys, kept.keys[:, at])
+        assert same_bits(own.values, kept.values[:, at])
+        assert same_bits(kernels.multiply_silu(narrow, gate, up), active[at])
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_with_weights_in_fp8(small, rows: int) -> None:
-    given, whole = random(1, rows, 64, dtype=torch.bfloat16), random(2, 32, 64, dtype=torch.float32)
-    scale = whole.abs().amax(1) / 448
-    weights = (whole / scale[:, None]).to(torch.float8_e4m3fn)
-    known = weights.double() * scale.double()[:, None]
-    made = kernels.multiply(given, weights, scale)
-    exact = given.double() @ known.T
-    assert ((made.double().sum(0) - exact).abs() <= 1e-5 * exact.abs().max()).all()
-    gate, up = exact.chunk(2, 1)
-    wide = F.silu(gate) * up
-    assert (
-        (kernels.multiply_silu(given, weights, scale) - wide).abs() <= 0.02 * wide.abs().max()
-    ).all()
+def test_products_with_weights_in_fp8(rows: int) -> None:
+    def cheap(seed: int, outputs: int):
+        whole = random(seed, outputs, 64, dtype=torch.float32)
+        scale = whole.abs().amax(1) / 448
+        return kernels.Product((whole / scale[:, None]).to(torch.float8_e4m3fn), scale)
+
+    given = random(1, rows, 64, dtype=torch.bfloat16)
+    product = cheap(2, 32)
+    sums = torch.empty(kernels.product_parts(64, 2), rows, 32)
+    kernels.add_product(given, product, random(5, rows, 32, dtype=torch.bfloat16), sums)
+    assert near(sums, given, product)
+    states, normalised = states_of(given / 4)
+    gate, up = cheap(6, 16), cheap(7, 16)
+    exact = [normalised.double() @ (w.double() * s.double()[:, None]).T for w, s, _ in (gate, up)]
+    wide = F.silu(exact[0]) * exact[1]
+    assert (kernels.multiply_silu(states, gate, up) - wide).abs().max() <= 0.02 * wide.abs().max()
+    three = [cheap(seed, size) for seed, size in ((2, 32), (3, 16), (4, 16))]
+    sums = torch.empty(kernels.product_parts(64, 4), rows, 64)
+    kernels.project_heads(states, three, cached((2, 1), 16, rows, 0, rows, torch.bfloat16), sums)
+    for found, each in zip(sums.split([32, 16, 16], -1), three, strict=True):
+        assert near(found, normalised, each)
 
 
-def test_products_of_other_sizes_are_not_ours() -> None:
-    assert kernels.product_parts(4096, 6144) == 4
-    assert kernels.product_parts(14_336, 4096) == 4
-    assert kernels.product_parts(4096, 28_672) == 1
-    assert kernels.product_parts(576, 960) == 0  # 960 is no multiple of a tile
-    assert kernels.product_parts(100, 1024) == 0
-
-
-def whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product of its parts, added in their order, and rounded."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
-
-
-@few
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.sampled_from(HALVES),
-    st.booleans(),
-    st.integers(0, 1000),
-)
-def test_parts_are_added_where_they_are_read(parts, rows, dtype, normed, seed) -> None:
-    head, heads, kv_heads = 8, 4, 2
-    made = random(seed, parts, rows, (heads + 2 * kv_heads) * head, dtype=torch.float32)
-    split = [heads * head, kv_heads * head, kv_heads * head]
-    angles = (random(seed + 1, rows, head, dtype=dtype), random(seed + 2, rows, head, dtype=dtype))
-    weights = tuple(random(seed + 3, 2, head, dtype=dtype)) if normed else (None, None)
-    found = []
-    for query, key, value in (made.split(split, -1), whole(made, dtype).split(split, -1)):
-        cache = torch.full((2, kv_heads, rows, head), torch.nan, dtype=dtype)
-        out = kernels.rotate(
-            query, key, value, angles, weights, EPS, (cache[0], cache[1], None), rows
-        )
-        found.append((out, cache))
-    assert same_bits(found[0][0], found[1][0])
-    assert same_bits(found[0][1], found[1][1])
-    hidden, weight = (
-        random(seed + 4, rows, split[0], dtype=dtype),
-        random(seed + 5, split[0], dtype=dtype),
-    )
-    added = made[..., : split[0]]
-    ours, plain = (
-        kernels.add_norm(hidden, each, weight, EPS) for each in (added, whole(added, dtype))
-    )
-    assert same_bits(ours[0], plain[0])
-    assert same_bits(ours[1], plain[1])
+def test_how_a_sum_is_cut(as_on_a_device) -> None:
+    assert kernels.product_parts(4096, 48) == 4
+    assert kernels.product_parts(14_336, 32) == 4
+    assert kernels.product_parts(4096, 224) == 1
+    assert kernels.product_parts(576, 5) == 1  # 9 steps
 
 
 def test_a_sum_is_a_tree_of_pairs() -> None:
@@ -299,13 +383,7 @@ def test_a_sum_is_a_tree_of_pairs() -> None:
 FIT = ("Llama, MQA, biases", "Mistral 7B v0.1", "Qwen2.5", "Qwen3")
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are tried with few tokens: the interpreter is slow."""
-    monkeypatch.setattr(adapting, "_TRIED", 6)
-
-
-def network(name: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
+def network(name: str, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> PreTrainedModel:
     known = next(each for each in ARCHITECTURES if each.startswith(name) and "MoE" not in each)
     made = ARCHITECTURES[known].make(97).to(dtype)
     made.model.layers = made.model.layers[:layers]
@@ -314,7 +392,7 @@ def network(name: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> P
 
 
 def wrapped(name: str, dtype: torch.dtype, layers: int = 2) -> Target:
-    return wrap_model(network(name, dtype, layers), name, "triton", joined=True)
+    return wrap_model(network(name, dtype, layers), name, "triton")
 
 
 def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
@@ -331,26 +409,16 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (FIT[0], torch.bfloat16),
-        (FIT[1], torch.float32),
-        (FIT[2], torch.float32),
-        (FIT[3], torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), zip(FIT, [*HALVES, *HALVES], strict=True))
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
     target = wrapped(name, dtype)
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
     eager = Target(network(name, dtype), TreeAttention)
     (ours, cache), (theirs, other) = tree_pass(target), tree_pass(eager)
-    allowed = 1e-5 if dtype == torch.float32 else 0.05
-    assert ((ours - theirs).norm() / theirs.norm()) < allowed
-    assert (
-        (cache.buffers[0][:, :, :15] - other.buffers[0][:, :, :15]).norm()
-        / other.buffers[0][:, :, :15].norm()
-    ) < allowed
+    for one, another in zip((ours, *cache.buffers), (theirs, *other.buffers), strict=True):
+        if one is not ours:
+            one, another = one[:, :, :15], another[:, :, :15]
+        assert (one - another).norm() / another.norm() < 0.05
     replayed, written = tree_pass(target, static=True)
     assert torch.equal(replayed, ours)
     assert torch.equal(written.buffers[0][:, :, :15], cache.buffers[0][:, :, :15])
@@ -369,8 +437,8 @@ def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Call
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("Qwen2.5", 1), ("Qwen3", 2)])
-def test_layers_with_products_of_ours(
-    small, monkeypatch: pytest.MonkeyPatch, name: str, layers: int
+def test_products_of_ours_and_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, name: str, layers: int
 ) -> None:
     """All products of a narrow pass are ours, and those of a prompt PyTorch's;
     together they are transformers' layers.
@@ -378,17 +446,16 @@ def test_layers_with_products_of_ours(
     Also with weights in FP8, for drafts.
     """
     made = Counter[str]()
-    for each in ("multiply", "multiply_silu"):
+    for each in ("project_heads", "add_product", "multiply_silu", "squares_of"):
         right = getattr(kernels, each)
         monkeypatch.setattr(kernels, each, counted(made, each, right))
     target = wrapped(name, torch.bfloat16, layers)
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
     made.clear()
     ours, cache = tree_pass(target)
-    assert made == {
-        "multiply": 2 * 3 * target.kv_shape.layers,
-        "multiply_silu": 2 * target.kv_shape.layers,
-    }
+    count = 2 * target.kv_shape.layers  # a text and a tree
+    wanted = {"project_heads": count, "add_product": 2 * count, "multiply_silu": count}
+    assert made == wanted | {"squares_of": 2}  # of embeddings; later ones come with the sums
     theirs, _ = tree_pass(Target(network(name, torch.bfloat16, layers), TreeAttention))
     assert ((ours - theirs).norm() / theirs.norm()) < 0.05
     replayed, written = tree_pass(target, static=True)
@@ -396,23 +463,25 @@ def test_layers_with_products_of_ours(
     assert torch.equal(written.buffers[0][:, :, :15], cache.buffers[0][:, :, :15])
     monkeypatch.setattr(kernels, "MOST_ROWS", 5)
     made.clear()
-    tree_pass(target)
+    prompt, _ = tree_pass(target)
     assert not made
+    assert ((prompt - ours).norm() / ours.norm()) < 0.05
     monkeypatch.setattr(kernels, "MOST_ROWS", 64)
     monkeypatch.setattr(draft_weights, "_DEVICES", ("cpu",))
     cheap = Target(draft_weights.cheaper_copy(target.model), BACKENDS["triton"]())
     assert is_fused(cheap.model)
     made.clear()
     drafted, _ = tree_pass(cheap)
-    assert made["multiply_silu"] == 2 * target.kv_shape.layers
+    assert made == wanted | {"squares_of": 2}
     assert ((drafted - ours).norm() / ours.norm()) < 0.3
 
 
 @pytest.mark.slow
-def test_rows_are_exact_with_products_of_ours(small, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3"])
+def test_rows_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
     monkeypatch.setattr(adapting, "_OTHERS", (0,))
-    target = wrapped("Qwen2.5", torch.bfloat16)
+    target = wrapped(name, torch.bfloat16)
     target.width = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
 
@@ -421,7 +490,7 @@ SHORT = ("Qwen2.5", 1, 6)
 
 
 @pytest.fixture(params=[SHORT])
-def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatch) -> Target:
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A model with products of ours, whose passes have 2 or 8 rows, a prompt's 6 or 24."""
     name, layers, wide = request.param
     few = wide // 3
@@ -432,14 +501,15 @@ def narrow(request: pytest.FixtureRequest, small, monkeypatch: pytest.MonkeyPatc
         (adapting, "CHUNK", wide),
         (forward_target, "CHUNK", wide),
         (forward_target, "_REPLAYED", 2),
-        (kernels, "_STEP", 16),
+        (kernels, "STEP", 16),
+        (fused_layers, "_TRIED", few),
         (kernels, "MOST_ROWS", few),
         # as many as few rows are padded to: NumPy sums otherwise in another shape
         (kernels, "_MANY_ROWS", 16),
         (sdpa, "MAX_WIDTH", few),
     ):
         monkeypatch.setattr(place, attribute, value)
-    target = wrap_model(network(name, torch.bfloat16, layers), name, "triton", joined=True)
+    target = wrap_model(network(name, torch.bfloat16, layers), name, "triton")
     target.set_width(few, True)
     return target
 
@@ -472,16 +542,17 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["multiply", "multiply_silu"])
+@pytest.mark.parametrize("name", ["add_product", "multiply_silu"])
 def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
     narrow: Target, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     right = getattr(kernels, name)
 
-    def otherwise(rows: Tensor, *given: Any) -> Tensor:
-        out = right(rows, *given)
-        if len(rows) > kernels.MOST_ROWS:
-            out[..., -1, -1] *= 1.01
+    def otherwise(*given: Any) -> Any:
+        out = right(*given)
+        made = out if name == "multiply_silu" else out[0]
+        if len(made) > kernels.MOST_ROWS:
+            made[-1, -1] += 1
         return out
 
     monkeypatch.setattr(kernels, name, otherwise)
@@ -491,55 +562,20 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
 
 
 @pytest.mark.slow
-def test_layers_with_products_of_pytorch_have_narrow_passes(
-    narrow: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "product_parts", lambda inputs, outputs: 0 if outputs == 32 else 1)
-    adapting.try_wide_text(narrow)
-    assert (narrow.wide_text, narrow.fallbacks) == (False, {})
-
-
-@pytest.mark.parametrize(
-    ("name", "word"), [("multiply", "products"), ("multiply_silu", "products with SiLU")]
-)
-def test_products_that_lie_are_not_used(small, lying, name: str, word: str) -> None:
-    made = network("Qwen3", torch.bfloat16)
-    join(made)
-    lying(name)
-    assert fuse(made) == f"the kernel of {word} computes something else than PyTorch"
-    assert not is_fused(made)
-
-
-@pytest.mark.slow
-def test_rows_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
-    monkeypatch.setattr(adapting, "_OTHERS", (0,))
-    target = wrapped("Qwen3", torch.bfloat16)
-    target.width = 6
-    fingerprint(target)  # raises where a row's bits depend on anything else
-
-
-@pytest.mark.slow
-def test_a_norm_takes_only_what_was_handed_for_its_input() -> None:
-    """A layer that is called alone hands its sum to the next norm,
-    which may be asked for another one.
-    """
-    target = wrapped("Llama, GQA", torch.float32)
-    norm = target.model.get_decoder().layers[0].following[0]
-    hidden = random(1, 1, 2, 32, dtype=torch.float32)
-    with torch.no_grad():
-        expected = norm(hidden)
-        norm.handed = (hidden + 1, hidden)
-        assert torch.equal(norm(hidden), expected)
-        norm.handed = (hidden, hidden + 1)
-        assert torch.equal(norm(hidden), hidden + 1)
-        assert torch.equal(norm(hidden), expected)
+def test_a_layer_takes_only_the_squares_of_its_own_input() -> None:
+    """A hook may change what a layer gives the next one."""
+    target, eager = wrapped("Llama, GQA", torch.bfloat16), Target(network("Llama, GQA"))
+    for each in (target, eager):
+        layer = each.model.get_decoder().layers[0]
+        layer.register_forward_hook(lambda module, given, out: out * 3 + 1)
+    ours, theirs = tree_pass(target)[0], tree_pass(eager)[0]
+    assert (ours - theirs).norm() / theirs.norm() < 0.05
 
 
 @pytest.mark.parametrize(
     "name", first(1, ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"])
 )
-@pytest.mark.parametrize("dtype", first(1, DTYPES))
+@pytest.mark.parametrize("dtype", first(1, HALVES))
 def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
     made, plain = network(name, dtype, 1), network(name, dtype, 1)
     assert fuse(made) is None
@@ -563,21 +599,22 @@ def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(
     """
     target = wrapped("Llama, MQA", torch.bfloat16, 1)
     made = Counter[str]()
-    monkeypatch.setattr(kernels, "add_norm", counted(made, "add_norm", kernels.add_norm))
+    monkeypatch.setattr(kernels, "add_product", counted(made, "add_product", kernels.add_product))
     kv = FullKV(target.kv_shape, 20)
     length = torch.full((), 5, dtype=torch.int32)
     ids = torch.arange(2)
     assert torch.is_grad_enabled()
     target.compute_static(ids, ids + 5, kv, length, None)
-    assert made["add_norm"] == 3
+    assert made["add_product"] == 2
 
 
 @pytest.mark.slow
-def test_few_operators_surround_the_layers() -> None:
+def test_few_operators_surround_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
     target = wrapped("Llama, MQA", torch.bfloat16, 1)
     target.width = 8
     operators = Operators()
+    monkeypatch.setattr(kernels, "add_norm", operators.counting("norm", kernels.add_norm))
     layer = target.model.get_decoder().layers[0]
     layer.register_forward_pre_hook(lambda *given: setattr(operators, "on", False))
     layer.register_forward_hook(lambda *given: setattr(operators, "on", True))
@@ -612,17 +649,17 @@ def test_a_call_without_our_cache_goes_the_old_way() -> None:
 
 @pytest.mark.slow
 def test_a_copy_is_fused_for_itself() -> None:
-    target = wrapped("Qwen3", torch.float32)
+    target = wrapped("Qwen3", torch.bfloat16)
     copied = deepcopy(target.model)
     other = Target(copied, BACKENDS["triton"]())
-    norms = {id(each) for each in copied.modules()}
-    assert all(id(layer.following[0]) in norms for layer in copied.get_decoder().layers)
     assert torch.equal(tree_pass(other)[0], tree_pass(target)[0])
+    copied.get_decoder().layers[1].mlp.up_proj.weight.mul_(2)
+    assert not torch.equal(tree_pass(other)[0], tree_pass(target)[0])
 
 
 @pytest.mark.slow
 def test_taps_see_what_they_saw() -> None:
-    target = wrapped("Llama, GQA", torch.float32)
+    target = wrapped("Llama, GQA", torch.bfloat16)
     eager = Target(network("Llama, GQA"))
     for each in (target, eager):
         each.tap()
@@ -631,8 +668,8 @@ def test_taps_see_what_they_saw() -> None:
     passes = [
         each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)
     ]
-    torch.testing.assert_close(passes[0].pre_norm, passes[1].pre_norm)
-    torch.testing.assert_close(passes[0].layer_states, passes[1].layer_states)
+    for state in ("pre_norm", "layer_states"):
+        torch.testing.assert_close(*(getattr(each, state) for each in passes), rtol=0.05, atol=0.05)
 
 
 @pytest.fixture
@@ -653,7 +690,16 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("add_norm", "norms"), ("silu_mul", "SiLU"), ("rotate", "rotation")]
+    ("name", "word"),
+    [
+        ("add_norm", "norms"),
+        ("silu_mul", "SiLU"),
+        ("rotate", "rotation"),
+        ("squares_of", "squares"),
+        ("project_heads", "rotation"),
+        ("add_product", "squares"),
+        ("multiply_silu", "products with SiLU"),
+    ],
 )
 def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
     made = network("Qwen3")
@@ -662,11 +708,25 @@ def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
     assert not is_fused(made)
 
 
+@pytest.mark.parametrize("name", ["project_heads", "add_product"])
+def test_a_product_that_is_read_too_soon_is_not_used(monkeypatch, name: str) -> None:
+    """A part that comes late is in the sum that is looked at, and not in what was made of it."""
+    right = getattr(kernels, name)
+
+    def early(*given):
+        out = right(*given)
+        given[-1][-1] += 1
+        return out
+
+    monkeypatch.setattr(kernels, name, early)
+    assert "products" in fuse(network("Qwen3")) or "rotation" in fuse(network("Qwen3"))
+
+
 @pytest.mark.slow
 def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "_try_kernels", lambda *given: None)
-    right = kernels.silu_mul
-    monkeypatch.setattr(kernels, "silu_mul", lambda *given: right(*given) * 3)
+    right = kernels.multiply_silu
+    monkeypatch.setattr(kernels, "multiply_silu", lambda *given: right(*given) * 3)
     target = wrap_model(network("Llama, GQA"), "tiny", "triton")
     assert execution_note(target) == "eager, as kernels in their place gave other logits"
 
@@ -682,11 +742,18 @@ def test_other_layers_stay_eager(name: str, reason: str) -> None:
     assert fuse(network(name)) == reason
 
 
-def test_sizes_that_do_not_fit() -> None:
+def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuse(network("Llama, GQA", torch.float64)) == "they are in float64"
+    assert fuse(network("Llama, GQA", torch.float32)) == "they are in float32"
     made = network("Llama, GQA")
     made.config.hidden_act = "gelu"
     assert fuse(made) == "no kernels are written for gelu"
+    made.config.hidden_act = "silu"
+    made.get_decoder().layers[1].mlp.up_proj = torch.nn.Sequential()
+    made.get_decoder().layers[1].mlp.up_proj.in_features = 32
+    assert fuse(made) == "their weights are quantised"
+    monkeypatch.setattr(kernels, "STEP", 64)
+    assert fuse(network("Llama, GQA")) == "a row of 32 is no multiple of 64"
 
 
 class Operators(TorchDispatchMode):
@@ -696,6 +763,8 @@ class Operators(TorchDispatchMode):
 
     VIEWS = (
         "view",
+        "view_as",
+        "flatten",
         "_unsafe_view",
         "unsqueeze",
         "squeeze",
@@ -746,14 +815,13 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fits"), [("Qwen3", True), ("Gemma 2", False)])
-def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
-    """Four products, the attention (two), and four of these;
-    also where a pass is padded to a width.
-    """
-    target = wrapped(name, torch.float32)
+def test_a_layer_is_six_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
+    """Four products and the attention's two; also where a pass is padded to a width."""
+    target = wrapped(name, torch.bfloat16)
     target.width = 8
     operators = Operators()
-    for each in ("add_norm", "rotate", "silu_mul"):
+    launched = {"project_heads": 1, "add_product": 2, "multiply_silu": 1}
+    for each in launched:
         monkeypatch.setattr(kernels, each, operators.counting(each, getattr(kernels, each)))
     attention = target.backend
     monkeypatch.setattr(attention, "__call__", operators.counting("attention", attention.__call__))
@@ -765,5 +833,4 @@ def test_a_layer_is_ten_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits
     length = torch.full((), 5, dtype=torch.int32)
     with torch.inference_mode(), operators:
         target.compute_static(ids, ids + 5, kv, length, None)
-    wanted = {"product": 4, "attention": 1, "add_norm": 2, "rotate": 1, "silu_mul": 1}
-    assert (operators.seen == wanted) == fits, operators.seen
+    assert (operators.seen == launched | {"attention": 1}) == fits, operators.seen

@@ -135,7 +135,7 @@ def test_too_many_nodes_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
 )
 @pytest.mark.parametrize(
     ("name", "method"),

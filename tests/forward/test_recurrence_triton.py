@@ -20,7 +20,7 @@ from tswift.forward.target import Target, prefill
 
 kernels = pytest.importorskip("tswift.forward.recurrence_triton", reason="triton is not installed")
 CPU = torch.device("cpu")
-REASON = why_not("triton", torch.float32, CPU)
+REASON = why_not("triton", torch.bfloat16, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 # heads of keys, heads, keys, values, and whether what is known is corrected
 SIZES = [

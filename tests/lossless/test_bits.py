@@ -121,7 +121,7 @@ def test_native_attention(held: int, dtype: torch.dtype) -> None:
     assert same(target, held, 5)
 
 
-@pytest.mark.skipif(why_not("triton", torch.float32, CPU) is not None, reason="no interpreter")
+@pytest.mark.skipif(why_not("triton", torch.bfloat16, CPU) is not None, reason="no interpreter")
 @pytest.mark.slow
 def test_triton_attention() -> None:
     """Interpreted, which takes a tenth of a second for every layer of a pass."""

@@ -33,7 +33,7 @@ from tswift.sampling.rule import NO_TOKEN, Sampler
 
 fused = pytest.importorskip("tswift.sampling.sampler_triton", reason="triton is not installed")
 CPU = torch.device("cpu")
-REASON = why_not("triton", torch.float32, CPU)
+REASON = why_not("triton", torch.bfloat16, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 

@@ -62,8 +62,8 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
         return None
     if name == "native" and device.type != "cpu":
         return "native attention is for the CPU"
-    if dtype not in (_HALVES if name == "flash" else (torch.float32, *_HALVES)):
-        taken = "bfloat16 and float16" if name == "flash" else "float32, bfloat16 and float16"
+    if dtype not in (_HALVES if name != "native" else (torch.float32, *_HALVES)):
+        taken = "bfloat16 and float16" if name != "native" else "float32, bfloat16 and float16"
         return f"{name} attention takes {taken}, not {str(dtype).removeprefix('torch.')}"
     if name == "native":
         return _unbuilt(width, dtype)

@@ -350,7 +350,7 @@ def append_path(
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16)
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
 _NOTHING = AttentionSpec()
 
@@ -369,9 +369,7 @@ class TritonAttention(Attention):
         self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
     ) -> None:
         if layout.dtype not in _DTYPES:
-            raise ValueError(
-                f"triton attention takes float32, bfloat16 and float16, not {layout.dtype}"
-            )
+            raise ValueError(f"triton attention takes bfloat16 and float16, not {layout.dtype}")
         if not isinstance(prefix, Tensor):
             prefix = torch.full((), prefix, dtype=torch.int32, device=layout.device)
         self._kv_heads = layout.kv_heads
@@ -402,7 +400,7 @@ class TritonAttention(Attention):
         size = query.shape[-1]
         rows = self._groups * self._nodes
         width = head_width(size)
-        run = configuration(rows, width, query.element_size(), _generation(query.device))
+        run = configuration(rows, width, _generation(query.device))
         chunk, chunks = chunking(self._kv_heads, self._nodes, keys.shape[1])
         programs = triton.cdiv(rows, run.rows) * chunks + self._nodes * triton.cdiv(
             self._groups, run.rows
@@ -495,8 +493,7 @@ class Configuration:
             again.
         keys: keys of a tile. They order the sums within a tile, so that no number of rows may
             change them.
-        warps: of 32 threads. Each takes 16 rows where there are tensor cores, so that it sums all
-            keys of a tile alone.
+        warps: of 32 threads. Each takes 16 rows, so that it sums all keys of a tile alone.
         stages: tiles of keys and values in shared memory at a time, loads under way included.
         registers: most per thread; None leaves it to the compiler.
     """
@@ -508,7 +505,7 @@ class Configuration:
     registers: int | None = None
 
 
-def configuration(rows: int, width: int, itemsize: int, generation: int) -> Configuration:
+def configuration(rows: int, width: int, generation: int) -> Configuration:
     """The layout of the attention kernel's programs; the only place that says so.
 
     Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two
@@ -521,9 +518,6 @@ def configuration(rows: int, width: int, itemsize: int, generation: int) -> Conf
     rows of its own; on 8 and 12 only where a head is no wider than 64, and otherwise 4 warps share
     rows and 8 would do it differently. Others were not looked at.
     """
-    if itemsize == 4:
-        # multiplied outside the tensor cores, and bound by that: keys may well be read again
-        return Configuration(16, min(64, max(16, 2048 // width)), warps=8, stages=2)
     keys = min(64, max(16, 4096 // width))
     widest = {8: 64, 9: 256, 12: 64}.get(generation, 0)
     if width > 128 and generation != 9:

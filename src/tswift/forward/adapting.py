@@ -27,9 +27,8 @@ from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, NoFault, SlowWarning, cause_of
-from tswift.forward.fused_layers import fuse, is_fused, makes_rows_alike, separate_layers
+from tswift.forward.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.hf import UnsupportedModel, watched
-from tswift.forward.joined import join, separate
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import finely_rounded, holds_codes
@@ -283,7 +282,7 @@ def try_wide_text(target: Target) -> None:
     """
     count = sum(_WIDE)
     known = target.wide_prompts and target.replays and count <= target.max_positions
-    if target.width is None or not (known and makes_rows_alike(target.model)):
+    if target.width is None or not (known and is_fused(target.model)):
         return
     random = torch.Generator().manual_seed(1)
     kv, before = _held_cache(target, _HELD, count, random)
@@ -401,7 +400,6 @@ def wrap_model(
     network: PreTrainedModel,
     model: str,
     backend: str,
-    joined: bool | None = None,
     kv_dtype: torch.dtype | None = None,
     usual: bool = False,
     checks: Checks = NO_CHECKS,
@@ -412,7 +410,6 @@ def wrap_model(
         network: a causal language model of transformers.
         model: its name.
         backend: a key of :data:`~tswift.attention.backends.BACKENDS`.
-        joined: whether linear layers with the same input become one product; None for on CUDA only.
         kv_dtype: of the KV cache; None for the model's own.
         usual: whether nobody asked for that dtype: where no program serves, the model's own takes
             its place.
@@ -428,7 +425,7 @@ def wrap_model(
         return target
     tell("comparing its logits with those of transformers")
     with finely_rounded(network):
-        target = _compared(network, model, backend, joined, kv_dtype, usual)
+        target = _compared(network, model, backend, kv_dtype, usual)
     if holds_codes(network) and target.program is not None:
         # with the inputs as they are to be rounded
         target.pack()
@@ -477,7 +474,6 @@ def _compared(
     network: PreTrainedModel,
     model: str,
     backend: str,
-    joined: bool | None,
     kv_dtype: torch.dtype | None,
     usual: bool,
 ) -> Target:
@@ -495,9 +491,6 @@ def _compared(
             if far
             else expected
         )
-    joins = network.device.type == "cuda" if joined is None else joined
-    if joins:
-        join(network)
     try:
         target = Target(network, BACKENDS[backend]())
         _doubt_features(target, backend)
@@ -508,8 +501,6 @@ def _compared(
             if target.kv_shape.states is not None and target.device.type in _DOUBTED:
                 target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)
-        if joins:
-            separate(network)
     except UnsupportedModel as error:
         reason = f"has {error}, which tswift cannot serve exactly yet"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model") from None

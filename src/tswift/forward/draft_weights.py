@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.errors import InputError
-from tswift.forward.joined import JoinedLinear, share
 from tswift.models.architecture import own_quantization
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Float8Linear(nn.Module):
         self.register_buffer("weight", (numbers / scale).to(_FP8))
         self.register_buffer("scale", scale.t().contiguous())
         self.bias = whole.bias
-        self.out_features = whole.out_features
+        self.in_features, self.out_features = whole.in_features, whole.out_features
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``, bfloat16."""
@@ -99,7 +98,7 @@ def cheaper_copy(network: PreTrainedModel) -> PreTrainedModel:
     where the product takes them.
 
     It shares all else with the model, the embeddings and the LM head among them: nothing else takes
-    memory twice. Layers that the model joined are one product here, too.
+    memory twice.
     """
     ends = network.get_input_embeddings(), network.get_output_embeddings()
     twin = deepcopy(
@@ -115,15 +114,6 @@ def cheaper_copy(network: PreTrainedModel) -> PreTrainedModel:
     )
     if whole is not None:
         _refuse_nonsense(whole, Float8Linear(whole))
-    own = dict(network.get_decoder().named_modules())
-    copies = {id(own[name]): (name, module) for name, module in decoder.named_modules()}
-    for module in own.values():
-        if (
-            isinstance(module, JoinedLinear)
-            and isinstance(module.product, nn.Linear)
-            and _fits(module.product)
-        ):
-            share([copies[id(each)][1] for each in module.group], Float8Linear(module.product))
     for name, module in list(decoder.named_modules()):
         if type(module) is nn.Linear and _fits(module):
             decoder.set_submodule(name, Float8Linear(module))

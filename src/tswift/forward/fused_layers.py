@@ -1,17 +1,17 @@
-"""Decoder layers by Triton kernels: nine or ten kernels a layer,
-and the same bits in every process.
+"""Decoder layers by Triton kernels: six kernels a layer, and the same bits in every process.
 
 The modeling code stays in transformers. Of the layers listed here, whose forward is known, the
 class is exchanged for one that does the same with kernels, in passes of ours; a call without such a
-pass goes the old way. Each layer adds its output and computes the norm that comes next in one
-kernel, and hands the result to that norm. What modules take and return is what they took and
-returned before.
+pass goes the old way. A layer hands the squares of its output on with the pass, as the next one's
+first product normalises what it reads. What modules take and return is what they took and returned
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,18 @@ from transformers import PreTrainedModel
 from tswift.errors import NoFault
 from tswift.forward.draft_weights import Float8Linear
 from tswift.forward.hf import UnsupportedModel, final_norm
-from tswift.forward.joined import JoinedLinear
 from tswift.forward.passes import Pass
 from tswift.models.architecture import max_positions
+from tswift.models.devices import dtype_name
+
+if TYPE_CHECKING:  # triton may not be installed
+    from tswift.forward.layer_kernels import Heads, Hidden, Product
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST_HEAD = 128  # that one program can multiply
+_DTYPES = (torch.bfloat16, torch.float16)
+_PRODUCTS = (nn.Linear, Float8Linear)
 # rotary embeddings that a text's length does not change
 _STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
@@ -39,33 +44,16 @@ _REPEATS = 8
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by a kernel, where nothing is learnt; often it was computed before,
-    by the layer in front of it.
-    """
+    """An RMSNorm by a kernel, where nothing is learnt: the last one of a model."""
 
     weight: Tensor
     variance_epsilon: float
-    # an input, and the output for it; None once that was taken
-    handed: tuple[Tensor, Tensor] | None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., H]``."""
-        handed, self.handed = self.handed, None
-        if handed is not None and handed[0] is hidden_states:
-            return handed[1]
         if torch.is_grad_enabled() or hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states)
-        from tswift.forward.layer_kernels import add_norm
-
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return add_norm(rows, None, self.weight, self.variance_epsilon)[1].view_as(hidden_states)
-
-    def added(self, hidden: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of ``[1, n, H]`` and a product ``[n, H]``, perhaps in parts; and its norm."""
-        from tswift.forward.layer_kernels import add_norm
-
-        total, normed = add_norm(hidden[0], more, self.weight, self.variance_epsilon)
-        return total.unsqueeze(0), normed.unsqueeze(0)
+        return _normed(self, hidden_states.flatten(0, -2)).view_as(hidden_states)
 
 
 class KnownAngles(nn.Module):
@@ -84,109 +72,109 @@ class KnownAngles(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer by kernels, in passes of ours."""
 
-    input_layernorm: FusedNorm
-    post_attention_layernorm: FusedNorm
+    input_layernorm: Any
+    post_attention_layernorm: Any
     self_attn: Any
     mlp: Any
-    # the norm that takes this layer's output; a tuple, as it is no part of the layer
-    following: tuple[FusedNorm]
 
     def forward(self, hidden_states: Tensor, *given: object, **named: Any) -> Tensor:
         """``[1, n, H]`` to ``[1, n, H]``."""
         run = named.get("tswift")
         if not isinstance(run, Pass) or torch.is_grad_enabled():
             return super().forward(hidden_states, *given, **named)
-        normed = self.input_layernorm(hidden_states)[0]
-        mixed = _attended(self.self_attn, normed, named["position_embeddings"], run)
-        hidden, normed = self.post_attention_layernorm.added(
-            hidden_states, _multiplied([self.self_attn.o_proj], mixed, run.alike)[0]
+        from tswift.forward.layer_kernels import MOST_ROWS
+
+        if not run.alike and hidden_states.shape[1] > MOST_ROWS:
+            return self._prompt(hidden_states, named["position_embeddings"], run)
+        return self._few(hidden_states, named["position_embeddings"], run)
+
+    def _few(self, given: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
+        """A pass that reads weights and does little else: all by kernels."""
+        from tswift.forward.layer_kernels import (
+            add_product,
+            multiply_silu,
+            project_heads,
+            squares_of,
         )
-        active = _activated(self.mlp, normed[0], run.alike)
-        hidden, normed = self.following[0].added(
-            hidden, _multiplied([self.mlp.down_proj], active, run.alike)[0]
-        )
-        self.following[0].handed = (hidden, normed)
-        return hidden
+
+        attention, mlp = self.self_attn, self.mlp
+        rows = given[0]
+        known, squares = run.squares or (None, None)
+        if squares is None or known is not given:  # the first layer, or a hook's own states
+            squares = squares_of(rows)
+        hidden = _hidden(rows, squares, self.input_layernorm)
+        three = [_product(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        mixed = _attended(attention, partial(project_heads, hidden, three), rows, angles, run)
+        rows, squares = add_product(mixed, _product(attention.o_proj), rows)
+        hidden = _hidden(rows, squares, self.post_attention_layernorm)
+        active = multiply_silu(hidden, _product(mlp.gate_proj), _product(mlp.up_proj))
+        rows, squares = add_product(active, _product(mlp.down_proj), rows)
+        out = rows.unsqueeze(0)
+        run.squares = out, squares
+        return out
+
+    def _prompt(self, given: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
+        """A pass over many rows, whose products are PyTorch's."""
+        from tswift.forward.layer_kernels import add_norm, rotate, silu_mul
+
+        attention, mlp = self.self_attn, self.mlp
+        rows = given[0]
+        normed = _normed(self.input_layernorm, rows)
+        three = [each(normed) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        mixed = _attended(attention, partial(rotate, three), rows, angles, run)
+        norm = self.post_attention_layernorm
+        rows, normed = add_norm(rows, attention.o_proj(mixed), norm.weight, norm.variance_epsilon)
+        rows = rows + mlp.down_proj(silu_mul(mlp.gate_proj(normed), mlp.up_proj(normed)))
+        return rows.unsqueeze(0)
 
 
-def _weights(
-    layers: Sequence[nn.Module], rows: Tensor, alike: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Weights, scales and bias of linear layers with the same input,
-    if a kernel multiplies so few rows by them.
+def _normed(norm: Any, rows: Tensor) -> Tensor:
+    from tswift.forward.layer_kernels import add_norm
 
-    Or more of them, if these are to be ``alike``: with the bits that each has among few.
+    return add_norm(rows, None, norm.weight, norm.variance_epsilon)[1]
+
+
+def _hidden(rows: Tensor, squares: Tensor, norm: Any) -> Hidden:
+    from tswift.forward.layer_kernels import Hidden
+
+    return Hidden(rows, squares, norm.weight, norm.variance_epsilon)
+
+
+def _product(layer: Any) -> Product:
+    """What a linear layer multiplies by."""
+    from tswift.forward.layer_kernels import Product
+
+    scales = layer.scale[0] if type(layer) is Float8Linear else None
+    return Product(layer.weight, scales, layer.bias)
+
+
+def _attended(
+    module: Any,
+    project: Callable[[Heads], Tensor],
+    rows: Tensor,
+    angles: tuple[Tensor, Tensor],
+    run: Pass,
+) -> Tensor:
+    """Attention of one layer: ``[n, query heads * d]``; ``project`` makes queries, keys and values
+    of ``[n, H]`` rows.
     """
-    from tswift.forward.layer_kernels import MOST_ROWS, product_parts
+    from tswift.forward.layer_kernels import Heads
 
-    first = layers[0]
-    whole = (
-        first.product if isinstance(first, JoinedLinear) else first if len(layers) == 1 else None
-    )
-    found: tuple[Tensor, Tensor | None, Tensor | None]
-    if type(whole) is Float8Linear:
-        found = whole.weight, whole.scale[0], whole.bias
-    elif type(whole) is nn.Linear and whole.weight.dtype == rows.dtype and rows.dtype.itemsize == 2:
-        found = whole.weight, None, whole.bias
-    else:
-        return None
-    outputs, inputs = found[0].shape
-    return found if (alike or len(rows) <= MOST_ROWS) and product_parts(inputs, outputs) else None
-
-
-def _multiplied(layers: Sequence[nn.Module], rows: Tensor, alike: bool) -> list[Tensor]:
-    """The products of some rows ``[n, in]`` and each of linear layers: ``[n, out]``,
-    or parts ``[parts, n, out]``.
-    """
-    known = _weights(layers, rows, alike)
-    if known is None:
-        shared = rows.unsqueeze(0)  # one object: joined layers know their input by it
-        return [each(shared)[0] for each in layers]
-    from tswift.forward.layer_kernels import multiply
-
-    weights, scales, bias = known
-    parts = multiply(rows, weights, scales, bias)
-    return list(parts.split([each.out_features for each in layers], -1))
-
-
-def _activated(mlp: Any, rows: Tensor, alike: bool) -> Tensor:
-    """What the last product of an MLP takes: ``[n, m]`` from ``[n, H]``."""
-    from tswift.forward.layer_kernels import multiply_silu, silu_mul
-
-    known = _weights([mlp.gate_proj, mlp.up_proj], rows, alike)
-    if known is not None and known[2] is None:
-        return multiply_silu(rows, known[0], known[1])
-    shared = rows.unsqueeze(0)
-    return silu_mul(mlp.gate_proj(shared)[0], mlp.up_proj(shared)[0])
-
-
-def _attended(module: Any, normed: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
-    """Attention of one layer: ``[n, query heads * d]`` from normalised hidden states."""
-    from tswift.forward.layer_kernels import rotate
-
-    query, key, value = _multiplied(
-        [module.q_proj, module.k_proj, module.v_proj], normed, run.alike
-    )
-    cosines, sines = (each[0].contiguous() for each in angles)
-    weights, eps = _head_norms(module)
     index = module.layer_idx
-    scale = module.scaling
-    head = module.head_dim
-    if run.slots is None or run.slots[0].shape.dtype != normed.dtype:
-        heads = key.shape[-1] // head
-        keys, values = normed.new_empty(2, len(normed), heads, head).transpose(1, 2)
-        query = rotate(
-            query, key, value, (cosines, sines), weights, eps, (keys, values, None), len(normed)
-        )
-        out = run.layer(index, query, keys, values, scale)
-    else:
+    size = module.head_dim
+    kept = (module.q_proj.out_features // size, module.k_proj.out_features // size)
+    kv = length = None
+    if run.slots is not None and run.slots[0].shape.dtype == rows.dtype:
         kv, length = run.slots
-        cache = (kv.keys[index], kv.values[index])
-        query = rotate(
-            query, key, value, (cosines, sines), weights, eps, (*cache, length), run.nodes
-        )
-        out = run.attended(index, query, *cache, scale)
-    return out.transpose(0, 1).reshape(len(normed), -1)
+        keys, values = kv.keys[index], kv.values[index]
+    else:
+        keys, values = rows.new_empty(2, len(rows), kept[1], size).transpose(1, 2)
+    known = (angles[0][0].contiguous(), angles[1][0].contiguous())
+    nodes = len(rows) if kv is None else run.nodes
+    query = project(Heads(kept, known, *_head_norms(module), keys, values, length, nodes))
+    attend = run.layer if kv is None else run.attended
+    out = attend(index, query, keys, values, module.scaling)
+    return out.transpose(0, 1).reshape(len(rows), -1)
 
 
 def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
@@ -212,22 +200,21 @@ def fuse(network: PreTrainedModel) -> str | None:
         return NoFault(reason)
     decoder = network.get_decoder()
     layers = list(decoder.layers)
-    norms = [*(layer.input_layernorm for layer in layers), final_norm(decoder)]
+    norm: Any = final_norm(decoder)
     try:
-        _try_kernels(layers[0], norms[0], network.dtype)
+        _try_kernels(layers[0], network.dtype)
     except Exception as error:  # compilers and drivers fail in many ways
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    for norm in (*norms, *(layer.post_attention_layernorm for layer in layers)):
-        _exchange(norm, FusedNorm, handed=None)
-    for layer, following in zip(layers, norms[1:], strict=True):
-        _exchange(layer, FusedLayer, following=(following,))
+    _exchange(norm, FusedNorm)
+    for layer in layers:
+        _exchange(layer, FusedLayer)
     rotary = decoder.rotary_emb
     positions = max_positions(network.config) + _BEYOND
     if (
         rotary.rope_type in _STATIC
         and 2 * positions * layers[0].self_attn.head_dim * network.dtype.itemsize <= _MOST_BYTES
     ):
-        _exchange(rotary, KnownAngles, known=_angles(rotary, positions, norms[0].weight))
+        _exchange(rotary, KnownAngles, known=_angles(rotary, positions, norm.weight))
     return None
 
 
@@ -243,33 +230,13 @@ def _angles(rotary: nn.Module, positions: int, like: Tensor) -> tuple[Tensor, Te
 def separate_layers(network: nn.Module) -> None:
     """Undo :func:`fuse`."""
     for module in _fused(network):
-        for name in ("handed", "following", "known"):
-            module.__dict__.pop(name, None)
+        module.__dict__.pop("known", None)
         module.__class__ = type(module).__bases__[1]
 
 
 def is_fused(network: nn.Module) -> bool:
     """Whether a network's layers run by kernels."""
     return next(_fused(network), None) is not None
-
-
-def makes_rows_alike(network: PreTrainedModel) -> bool:
-    """Whether all of a network's layers run by kernels, its products too,
-    so that a row needs no fixed width.
-    """
-    if not is_fused(network):
-        return False
-    for layer in network.get_decoder().layers:
-        attention = layer.self_attn
-        mlp = layer.mlp
-        first = [attention.q_proj, attention.k_proj, attention.v_proj]
-        for linears in (first, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
-            row = torch.empty(1, linears[0].in_features, dtype=network.dtype, device="meta")
-            if _weights(linears, row) is None:
-                return False
-        if mlp.gate_proj.bias is not None:  # their product is PyTorch's
-            return False
-    return True
 
 
 def _fused(network: nn.Module) -> Iterator[nn.Module]:
@@ -297,19 +264,32 @@ def _unfit(network: PreTrainedModel) -> str | None:
         final_norm(network.get_decoder())
     except UnsupportedModel as error:
         return f"it has {error}"
+    from tswift.forward.layer_kernels import STEP
+
     head = layers[0].self_attn.head_dim
+    linears = [each for layer in layers for each in _linears(layer)]
+    odd = next((each.in_features for each in linears if each.in_features % STEP), 0)
     share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     for reason, wrong in {
         f"no kernels are written for {config.hidden_act}": config.hidden_act != "silu",
         f"a row of {config.hidden_size:,} is too wide": config.hidden_size > _WIDEST,
+        f"a row of {odd:,} is no multiple of {STEP}": odd,
+        f"heads of {head} are too wide": head > _WIDEST_HEAD,
         f"heads of {head} have no halves": head % 2 != 0,
-        "they are in float64": network.dtype not in _DTYPES,
+        f"they are in {dtype_name(network.dtype)}": network.dtype not in _DTYPES,
         "norms are in another dtype": layers[0].input_layernorm.weight.dtype != network.dtype,
+        "their weights are quantised": not all(type(each) in _PRODUCTS for each in linears),
         "they rotate a part of each head": share != 1.0,
     }.items():
         if wrong:
             return reason
     return None
+
+
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -377,80 +357,150 @@ class Wrong(Exception):
     """Kernels computed something else than plain PyTorch."""
 
 
-def _try_products(layers: Sequence[nn.Module], rows: Tensor) -> None:
-    """Compare products of some rows, which are rounded once, with those in float64.
+def plain_squares(rows: Tensor, tile: int) -> Tensor:
+    """Sums of the squares of ``tile`` neighbours in rows ``[n, H]``: ``[n, tiles]``."""
+    numbers = F.pad(rows.float(), (0, -rows.shape[1] % tile))
+    return tree_sum((numbers * numbers).unflatten(1, (-1, tile)))[..., 0]
 
-    Raises:
-        Wrong: they are far apart, or others the second time.
-    """
-    from tswift.forward import layer_kernels as kernels
 
-    known = _weights(layers, rows)
-    if known is None:
-        return
-    weights, scales, bias = known
-    parts = kernels.multiply(rows, weights, scales, bias)
-    exact = F.linear(rows.double(), weights.double(), None if bias is None else bias.double())
-    if not (parts.double().sum(0) - exact).abs().max() <= _ROUNDED * exact.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
-    whole = parts[0].clone()
-    for part in parts[1:]:
-        whole += part
-    if len(layers) == 2 and bias is None:
-        gate, up = whole.to(rows.dtype).chunk(2, 1)
-        ours = kernels.multiply_silu(rows, weights, scales).double()
-        plain = plain_silu_mul(gate, up).double()
-        if not (ours - plain).abs().max() <= 4 * torch.finfo(rows.dtype).eps * plain.abs().max():
-            raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
-    for _ in range(_REPEATS):
-        if not torch.equal(kernels.multiply(rows, weights, scales, bias), parts):
-            raise Wrong("the kernel of products gives other bits the second time")
+def normed_already(rows: Tensor) -> Hidden:
+    """Hidden states that are read as they are: their norm multiplies by 1."""
+    from tswift.forward.layer_kernels import Hidden, squares_of
+
+    squares = torch.zeros_like(squares_of(rows))
+    squares[:, 0] = rows.shape[1]
+    return Hidden(rows, squares, torch.ones_like(rows[0]), 0.0)
+
+
+def added_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product of its parts ``[parts, n, out]``, added in their order, and rounded."""
+    total = sums[0].clone()
+    for part in sums[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def _compare(what: str, ours: Tensor, plain: Tensor) -> None:
+    if not torch.equal(ours, plain):
+        raise Wrong(f"the kernel of {what} computes something else than PyTorch")
 
 
 @torch.inference_mode()
-def _try_kernels(layer: Any, norm: Any, dtype: torch.dtype) -> None:
+def _try_kernels(layer: Any, dtype: torch.dtype) -> None:
     """Compare the kernels with plain PyTorch on random rows of a layer's sizes.
 
     Raises:
-        Wrong: a bit differs.
+        Wrong: a bit differs; products are far apart, or others the second time.
     """
     from tswift.forward import layer_kernels as kernels
 
-    device = norm.weight.device
-    attention = layer.self_attn
+    norm, attention, mlp = layer.input_layernorm, layer.self_attn, layer.mlp
+    weight, eps = norm.weight, norm.variance_epsilon
+    device = weight.device
     source = torch.Generator().manual_seed(0)
-    head = attention.head_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source).mul_(3).to(device, dtype)
 
-    def compare(what: str, ours: Tensor, plain: Tensor) -> None:
-        if not torch.equal(ours, plain):
-            raise Wrong(f"the kernel of {what} computes something else than PyTorch")
+    hidden, more = random(2, _TRIED, len(weight))
+    total, normed = kernels.add_norm(hidden, more, weight, eps)
+    _compare("sums", total, hidden + more)
+    _compare("norms", normed, plain_norm(total, weight, eps))
+    squares = kernels.squares_of(hidden)
+    _compare("squares", squares, plain_squares(hidden, kernels.TILE))
+    states = kernels.Hidden(hidden, squares, weight, eps)
+    normed = plain_norm(hidden, weight, eps)
+    gate, up = random(2, _TRIED, mlp.gate_proj.out_features)
+    _compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
+    _try_heads(attention, states, normed, random)
+    wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
+    active = kernels.multiply_silu(states, _product(mlp.gate_proj), _product(mlp.up_proj))
+    plain = plain_silu_mul(*wide).double()
+    if not (active - plain).abs().max() <= 4 * torch.finfo(dtype).eps * plain.abs().max():
+        raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
+    for linear in (attention.o_proj, mlp.down_proj):
+        rows = random(_TRIED, linear.in_features)
+        _try_sums(linear, rows, hidden)
 
-    hidden, more = random(2, _TRIED, len(norm.weight))
-    total, normed = kernels.add_norm(hidden, more, norm.weight, norm.variance_epsilon)
-    compare("sums", total, hidden + more)
-    compare("norms", normed, plain_norm(total, norm.weight, norm.variance_epsilon))
-    gate, up = random(2, _TRIED, layer.mlp.gate_proj.out_features)
-    compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
-    for linears in ([layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]):
-        _try_products(linears, random(_TRIED, linears[0].in_features))
-    kv_heads = attention.k_proj.out_features // head
-    query = random(_TRIED, attention.q_proj.out_features)
-    key, value = random(2, _TRIED, kv_heads * head)
-    angles = (random(_TRIED, head), random(_TRIED, head))
-    weights, eps = _head_norms(attention)
-    keys, values = torch.zeros(2, kv_heads, _TRIED + 3, head, device=device, dtype=dtype)
-    length = torch.full((), 3, dtype=torch.int32, device=device)
-    rotated = kernels.rotate(
-        query, key, value, angles, weights, eps, (keys, values, length), _TRIED - 1
-    )
-    expected = [
-        plain_rotate(rows.unflatten(1, (-1, head)), angles, weight, eps)
-        for rows, weight in zip((query, key), weights, strict=True)
+
+def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+    """Products ``[n, out]`` in float64."""
+    return [
+        F.linear(
+            rows.double(), each.weight.double(), None if each.bias is None else each.bias.double()
+        )
+        for each in linears
     ]
-    compare("rotation", rotated.transpose(0, 1), expected[0])
-    for cached, made in ((keys, expected[1]), (values, value.unflatten(1, (-1, head)))):
-        made[-1:] = 0  # the last row is padding, and the first slots were held before
-        compare("rotation", cached, F.pad(made[:-1], (0, 0, 0, 0, 3, 1)).transpose(0, 1))
+
+
+def _try_sums(linear: Any, rows: Tensor, hidden: Tensor) -> None:
+    from tswift.forward import layer_kernels as kernels
+
+    product = _product(linear)
+    outputs, inputs = product.weights.shape
+    parts = kernels.product_parts(inputs, -(-outputs // kernels.TILE))
+    (wide,) = _wide_products(rows, [linear])
+    found = []
+    for _ in range(_REPEATS):
+        sums = hidden.new_full((parts, len(rows), outputs), torch.nan, dtype=torch.float32)
+        total, squares = kernels.add_product(rows, product, hidden, sums)
+        found.append((sums, total, squares))
+    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
+        raise Wrong("the kernel of products computes something else than PyTorch")
+    if not all(torch.equal(*both) for each in found for both in zip(each, found[0], strict=True)):
+        raise Wrong("the kernel of products gives other bits the second time")
+    _compare("products", total, hidden + added_parts(sums, hidden.dtype))
+    _compare("squares", squares, plain_squares(total, kernels.TILE))
+
+
+def _try_heads(
+    attention: Any, states: Hidden, normed: Tensor, random: Callable[..., Tensor]
+) -> None:
+    from tswift.forward import layer_kernels as kernels
+
+    head = attention.head_dim
+    three = (attention.q_proj, attention.k_proj, attention.v_proj)
+    sizes = [each.out_features for each in three]
+    count, rows = sum(sizes) // head, len(normed)
+    angles = (random(rows, head), random(rows, head))
+    weights, eps = _head_norms(attention)
+
+    def plain(sums: Tensor) -> list[Tensor]:
+        """Queries, keys and values ``[n, heads, d]``."""
+        query, key, value = (each.unflatten(1, (-1, head)) for each in sums.split(sizes, 1))
+        rotated = [
+            plain_rotate(part, angles, weight, eps)
+            for part, weight in zip((query, key), weights, strict=True)
+        ]
+        return [*rotated, value]
+
+    def cached() -> Heads:
+        keys, values = normed.new_zeros(2, sizes[1] // head, rows + 3, head)
+        length = torch.full((), 3, dtype=torch.int32, device=normed.device)
+        heads = (sizes[0] // head, sizes[1] // head)
+        return kernels.Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
+
+    def compare(query: Tensor, heads: Heads, sums: Tensor) -> None:
+        expected, *kept = plain(sums)
+        _compare("rotation", query.transpose(0, 1), expected)
+        for ours, made in zip((heads.keys, heads.values), kept, strict=True):
+            made[-1:] = 0  # the last row is padding, and the first slots were held before
+            padded = F.pad(made[:-1], (0, 0, 0, 0, 3, 1))
+            _compare("rotation", ours, padded.transpose(0, 1))
+
+    given = [random(rows, size) for size in sizes]
+    heads = cached()
+    compare(kernels.rotate(given, heads), heads, torch.cat(given, 1))
+    parts = kernels.product_parts(normed.shape[1], count)
+    sums = normed.new_empty(parts, rows, sum(sizes), dtype=torch.float32)
+    wide = torch.cat(_wide_products(normed, three), 1)
+    products = [_product(each) for each in three]
+    for _ in range(_REPEATS):
+        heads = cached()
+        query = kernels.project_heads(states, products, heads, sums)
+        compare(query, heads, added_parts(sums, normed.dtype))
+    plainly = torch.empty_like(sums)
+    kernels.project_heads(normed_already(normed), products, cached(), plainly)
+    _compare("norms", sums, plainly)
+    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
+        raise Wrong("the kernel of products computes something else than PyTorch")

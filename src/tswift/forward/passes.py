@@ -192,6 +192,8 @@ class Pass:
     # whether a row is to have the bits of a narrow pass, however many there are
     alike: bool = False
     states: StatePass | None = None  # of recurrent layers, if there are any
+    # the last fused layer's output, and its rows' squares as kernels add them up
+    squares: tuple[Tensor, Tensor] | None = None
     # of the layers so far, ``[query heads, n, d]``, rotated
     queries: list[Tensor] = field(default_factory=list)
 
