@@ -263,7 +263,7 @@ def compiled_layer(
     kind: str,
     *more: str,
 ) -> list[dict[str, Any]]:
-    """The kernels of a layer without its attention: of a prompt, and over one row, 32 and a wide
+    """The kernels of a layer without its attention: of a prompt, and over 32 rows, 64 and a wide
     chunk; on GPUs that have them, with weights in FP8, too.
     """
     kernels: list[dict[str, Any]] = []
@@ -273,7 +273,7 @@ def compiled_layer(
     with patch.multiple(layer_kernels, **compilers):
         compile_prompt(type_, kv_heads, groups, size, hidden, inner, *more)
         for kind_ in weights if type_ == torch.bfloat16 else weights[:1]:
-            for count in (1, 32, *([PROMPT] if kind_ == type_ else [])):
+            for count in (32, 64, *([PROMPT] if kind_ == type_ else [])):
                 compile_products(type_, kind_, count, kv_heads, groups, size, hidden, inner, *more)
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]

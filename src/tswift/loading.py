@@ -32,7 +32,6 @@ from tswift.forward.adapting import (
     select_backend,
     set_width,
     try_graphs,
-    try_wide_text,
     warn_of_fallbacks,
     wrap_model,
 )
@@ -575,7 +574,6 @@ def _prepare(
                 tell("checking that its passes have the same bits")
                 bits = fingerprint(target)
                 checks.keep(what, bits)
-            try_wide_text(target)
         except Inexact as error:
             target.set_width(None)
             target.fallbacks.note("exact", str(error))

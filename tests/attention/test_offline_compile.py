@@ -109,7 +109,7 @@ STEPPING = ["step_nodes"] * 3 * len(STATES)  # by the host, a tree of the device
 def layers(lines: list[dict]) -> list[dict]:
     """The kernels of layers."""
     made = lines[3 * len(CASES) : -len(WALKING + STEPPING)]
-    # over one row, 32 and 512 in bfloat16, over one and 32 in FP8
+    # over 32 rows, 64 and 512 in bfloat16, over 32 and 64 in FP8
     hopper = [*BETWEEN, *PRODUCTS * 5]
     older = [*BETWEEN, *PRODUCTS * 3]
     assert [kernel["kernel"] for kernel in made] == [*hopper * 2, *older]

@@ -24,7 +24,6 @@ from tests.helpers import (
     tokens_of,
 )
 from tests.reweighted import broken, change, garbage, rounded
-from tswift.attention.sdpa import ROWS
 from tswift.caches import KVShape
 from tswift.decoding.drafter import Drafter
 from tswift.drafting.adaptive import AdaptiveDrafter
@@ -36,7 +35,6 @@ from tswift.drafting.methods import (
     resolve,
     used,
     usual_nodes,
-    verify_nodes,
 )
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
@@ -157,19 +155,6 @@ def test_nodes_fill_the_rows_of_a_kv_head() -> None:
         for groups, nodes in asked
     ]
     assert [each.nodes for each in resolved] == [32, 128, 128]
-
-
-def test_fewer_nodes_as_the_text_grows() -> None:
-    weight_tokens = 15.0e9 / 131_072  # LLaMA3.1-8B in bfloat16
-    found = [
-        verify_nodes(context, LLAMA, 128, weight_tokens)
-        for context in (0, 4096, 20_000, 50_000, 100_000)
-    ]
-    assert found == sorted(found, reverse=True)
-    assert found[:2] == [128, 128]
-    assert 32 < found[-1] < found[2]
-    # the keys alone, of an endless text: 1.2 times the rows that cost nothing
-    assert verify_nodes(10**9, MHA, 1000, weight_tokens) == int(1.2 * ROWS)
 
 
 def made(method: str, **options) -> Any:

@@ -532,13 +532,23 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
         # all but a chunk and a token are behind
         hidden = [part.hidden for part in chunks(narrow, text, kv, wide + 1)]
         found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
-        if not narrow.wide_text:
+        if narrow.wide_text is False:
             assert passes == {wide: 1, wide // 3: 3, 1: 2}
-            adapting.try_wide_text(narrow)
+            narrow.wide_text = adapting.wide_text_has_the_bits(narrow)
             assert (narrow.wide_text, narrow.fallbacks) == (True, {})
             passes.clear()
     assert passes == {wide: 2, 1: 2}
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_wide_passes_are_tried_by_the_first_text_that_is_no_prompt(narrow: Target) -> None:
+    asked: list[Target] = []
+    narrow.wide_text = lambda target: bool(asked.append(target))
+    for prompt, count in ((None, 0), (7, 0), (2, 1), (2, 1)):  # decoding forwards one token more
+        for _ in chunks(narrow, list(range(8)), FullKV(narrow.kv_shape, 8), prompt):
+            pass
+        assert len(asked) == count
 
 
 @pytest.mark.slow
@@ -556,8 +566,7 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
         return out
 
     monkeypatch.setattr(kernels, name, otherwise)
-    adapting.try_wide_text(narrow)
-    assert not narrow.wide_text
+    assert not adapting.wide_text_has_the_bits(narrow)
     assert execution_note(narrow).endswith("narrow passes: a token has other bits in wide ones")
 
 

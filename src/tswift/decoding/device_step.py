@@ -329,7 +329,7 @@ class DeviceStepper:
                 self._launch_draft()
             self._drafted = False
             self._draft.prepare(self._context)  # the device is drafting meanwhile
-            nodes = 1 if max_new == 1 else self._draft.nodes(self._kv.length)
+            nodes = 1 if max_new == 1 else self._draft.sizes[-1]
             return nodes, _forced(accept, self._draft.shape(nodes), max_new), self._draft.sources
         tree = self._drafter.propose(self._context, max_new)
         tokens = self._block.host["tokens"]

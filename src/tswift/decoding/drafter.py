@@ -258,9 +258,6 @@ class DeviceDraft(Protocol):
     def committed(self, count: int) -> None:
         """On the host: ``count`` tokens were committed."""
 
-    def nodes(self, length: int) -> int:
-        """Number of nodes to verify with ``length`` tokens in the cache; one of ``sizes``."""
-
     def shape(self, nodes: int) -> DraftTree:
         """A tree of that shape, without tokens."""
 

@@ -6,7 +6,7 @@ candidate has to be seen by the host before it is verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,20 +19,13 @@ from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter, DraftT
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.ngrams import NgramRows, ReuseSource
-from tswift.forward.passes import sizes
 
 _SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get one in so many
 
 
 @dataclass
 class FixedTreeDrafter(Drafter):
-    """Heads in a tree of fixed shape, and n-grams of the text in what is left of its nodes.
-
-    Attributes:
-        fewer: how many nodes to verify with so many tokens in the cache; None for always all.
-    """
-
-    fewer: Callable[[int], int] | None = None
+    """Heads in a tree of fixed shape, and n-grams of the text in what is left of its nodes."""
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`."""
@@ -93,7 +86,7 @@ class FixedTree:
                 [place[1], *(place[-1 - index] for index in range(reserved))], device=device
             )
         self._shape = torch.tensor(self._parents, device=device)
-        self.sizes: Sequence[int] = sizes(len(order))
+        self.sizes: Sequence[int] = [1, len(order)]
         self._shapes: dict[int, DraftTree] = {}
 
     def sections(self) -> dict[str, int]:
@@ -188,11 +181,6 @@ class FixedTree:
         """As :meth:`DeviceDraft.committed`."""
         if self._partial is not None:
             self._partial.appended(count)
-
-    def nodes(self, length: int) -> int:
-        """As :meth:`DeviceDraft.nodes`."""
-        wanted = self._drafter.fewer(length) if self._drafter.fewer else self.sizes[-1]
-        return max(size for size in self.sizes if size <= wanted)
 
     def shape(self, nodes: int) -> DraftTree:
         """As :meth:`DeviceDraft.shape`."""

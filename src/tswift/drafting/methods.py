@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -117,15 +116,8 @@ def _of_heads(
     nodes = _set(options.nodes)
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
-        fewer = None
-        if target.device.type == "cuda":
-            weights = (
-                sum(weight.nbytes for weight in target.model.parameters())
-                / target.kv_shape.bytes_per_token
-            )
-            fewer = partial(verify_nodes, groups=target.groups, most=nodes, weight_tokens=weights)
         source = HeadSource(target, heads, level, tree, options.shared_noise)
-        return FixedTreeDrafter([source, *others], max(len(tree), longest), nodes, fewer=fewer)
+        return FixedTreeDrafter([source, *others], max(len(tree), longest), nodes)
     by_lm_head = int(level is not None)
     levels = (
         heads.count + by_lm_head
@@ -367,12 +359,11 @@ BUILDERS: dict[str, Builder] = {
 }
 
 # A CUDA pass reads each key once for all rows of its KV head; a row is one query head at one node.
-# Up to about 128 rows the matrix products keep up with the memory, beyond that every row costs: the
-# fewer query heads share a KV head, the larger the tree. That is an estimate, not measured on a
-# GPU. On a CPU every node costs: two more than eight add 2% to a step's tokens and more to its
+# On an H100 128 rows cost 6% more than 4 after 4,096 tokens and 9 to 14% after 100,000
+# (results/h100); beyond that every row costs: the fewer query heads share a KV head, the larger the
+# tree. On a CPU every node costs: two more than eight add 2% to a step's tokens and more to its
 # time.
 _CUDA_NODES = (8, 128)  # fewest and most
-_SLACK = 0.2  # a verification may take so much longer than a pass over one node
 _CPU_NODES = 8
 
 
@@ -393,24 +384,6 @@ def usual_nodes(device: torch.device, groups: int) -> int:
         return _CPU_NODES
     fewest, most = _CUDA_NODES
     return min(most, max(fewest, ROWS // groups))
-
-
-def verify_nodes(context: int, groups: int, most: int, weight_tokens: float) -> int:
-    """Most nodes of a verification on CUDA that takes at most 1.2 times a pass over one node,
-    by the cost model.
-
-    A pass takes the time to read the weights, and for the keys and values the longer of reading and
-    multiplying them.
-
-    Args:
-        context: tokens in the cache.
-        groups: query heads per KV head.
-        most: nodes asked for; never more.
-        weight_tokens: bytes of the weights that a pass reads, over those of one token's keys and
-            values.
-    """
-    rows = ROWS * (1 + _SLACK * (weight_tokens + context) / max(1, context))
-    return max(1, min(most, int(rows / groups)))
 
 
 _NGRAMS = DraftOptions().ngrams

@@ -273,17 +273,16 @@ def _held_cache(
 
 
 @torch.inference_mode()
-def try_wide_text(target: Target) -> None:
-    """Let a text be forwarded in wide passes, if these give a token the bits that those of the
-    width give it.
+def wide_text_has_the_bits(target: Target) -> bool:
+    """Whether wide passes over a text give a token the bits that those of the width give it.
 
-    Only where prompts have wide passes, and layers and attention are of kernels that should make
-    rows alike.
+    They may where prompts have wide passes, and layers and attention are of kernels that should
+    make rows alike. What has to be compiled for them is, the first time a text is to be forwarded.
     """
     count = sum(_WIDE)
     known = target.wide_prompts and target.replays and count <= target.max_positions
     if target.width is None or not (known and is_fused(target.model)):
-        return
+        return False
     random = torch.Generator().manual_seed(1)
     kv, before = _held_cache(target, _HELD, count, random)
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
@@ -298,8 +297,8 @@ def try_wide_text(target: Target) -> None:
             kv.advance(len(tokens))
         found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in kv.buffers)])
     alike = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    target.set_width(target.width, target.wide_prompts, wide_text=alike)
     target.fallbacks.note("wide", None if alike else "a token has other bits in wide ones")
+    return alike
 
 
 def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:
@@ -382,7 +381,9 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
         target.set_width(target.program.most_nodes)
     else:
         rows = 0 if target.device.type == "cpu" else ROWS // target.groups
-        target.set_width(min(MAX_WIDTH, max(_LEAST_WIDTH, rows)), target.device.type == "cuda")
+        wide = target.device.type == "cuda"
+        width = min(MAX_WIDTH, max(_LEAST_WIDTH, rows))
+        target.set_width(width, wide, wide and wide_text_has_the_bits)
     return None
 
 

@@ -126,10 +126,9 @@ def _weight(at, wanted, MASKED: tl.constexpr):
 @triton.jit
 def _dots(
     rows, squares, norm, weights, scales, bias, second_weights, second_scales, second_bias, part, outputs, wanted, row,
-    used, rows_row, eps,
-    SIZE: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-    STEP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LEVELS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    used, rows_row, eps, SIZE, SPAN,
+    ADDED: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, LEVELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A part ``[TILE, ROWS]`` of the products of rows and some outputs' weights, or the sum of
     ``ADDED`` parts; and the same by second weights, if there are any.
@@ -289,9 +288,9 @@ def _finish_head(
 @triton.jit(do_not_specialize=["count"])
 def multiply_add(
     rows, weights, scales, bias, sums, counters, hidden, total, squares, count, rows_row, hidden_row, part_size,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr,
-    TILE_LEVELS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SIZE, SPAN,  # not fixed: one kernel serves the attention's output and the MLP's
+    OUTPUTS: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, TILE_LEVELS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A product of a block of rows, added to hidden states, and the squares of these by tiles.
 
@@ -478,9 +477,11 @@ STEP = 64
 _PROGRAMS = 120
 _MOST_PARTS = 8
 MOST_ROWS = 64
+# a block of 16 is no quicker (results/h100), and would have to be compiled beside this one
+_LEAST_ROWS = 32
 # Of products of more rows: the rows of a block. A tensor core sums each of its outputs by itself,
 # so that only the number of them changes with it; models are tried with it before use
-# (adapting.try_wide_text).
+# (adapting.wide_text_has_the_bits).
 _MANY_ROWS = 128
 # what is rounded once and what twice is said by the kernels alone
 UNFUSED = {"enable_fp_fusion": False}
@@ -552,7 +553,7 @@ def _layout(count: int, inputs: int, tiles: int) -> dict[str, int]:
 def _launch(count: int) -> dict[str, int]:
     many = count > MOST_ROWS
     return {
-        "ROWS": _MANY_ROWS if many else max(16, triton.next_power_of_2(count)),
+        "ROWS": _MANY_ROWS if many else max(_LEAST_ROWS, triton.next_power_of_2(count)),
         "STEP": STEP,
         "INTERPRETED": _INTERPRETED,
         "num_warps": 8 if many else 4,

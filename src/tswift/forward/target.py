@@ -128,8 +128,8 @@ class Target:
         # forward the same tokens as the prompt
         self.wide_prompts = False
         # with a width: what was generated may be forwarded in chunks of CHUNK tokens, too, as a
-        # token's bits are those of narrow passes there
-        self.wide_text = False
+        # token's bits are those of narrow passes there; a function where that is yet to be tried
+        self.wide_text: bool | Callable[[Target], bool] = False
         self.fallbacks = Fallbacks()
         # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch
         # makes them
@@ -178,7 +178,10 @@ class Target:
         return twin
 
     def set_width(
-        self, width: int | None, wide_prompts: bool = False, wide_text: bool = False
+        self,
+        width: int | None,
+        wide_prompts: bool = False,
+        wide_text: bool | Callable[[Target], bool] = False,
     ) -> None:
         """Pad every pass over the text to so many rows from now on, but for those that are wide."""
         self.width = width
@@ -582,7 +585,9 @@ def chunks(
         start = kv.length
         wide = start < prompt and target.wide_prompts
         width = CHUNK
-        alike = not wide and target.wide_text and target.replays
+        if not wide and callable(target.wide_text) and end - start > 1:
+            target.wide_text = target.wide_text(target)
+        alike = not wide and target.wide_text is True and target.replays
         if (
             target.width is not None
             and not (target.program is not None and target.program.takes(kv, 1))
