@@ -146,7 +146,7 @@ LAYOUTS = {
     "qwen2.5-1.5b": (2, 6, 128),
 }
 # worst error over the largest output
-TRITON_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+TRITON_TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def error_of(
 
 
 @cuda_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
 def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
     """Captured at one length, replayed at others;
@@ -236,7 +236,7 @@ def test_the_noise_has_the_same_bits_everywhere() -> None:
         ),
         *((model, torch.bfloat16, 100_000, 18) for model in LAYOUTS if model != "llama3.1-8b"),
         ("llama3.1-8b", torch.bfloat16, 100_000, 128),
-        *(("qwen2.5-7b", dtype, 20_000, 18) for dtype in (torch.float32, torch.float16)),
+        ("qwen2.5-7b", torch.float16, 20_000, 18),
     ],
 )
 def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -> None:
@@ -341,7 +341,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
 @cuda_only
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float32)],
+    [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float16)],
 )
 def test_triton_head_sizes(triton_attention, size, dtype) -> None:
     for tree in (True, False):

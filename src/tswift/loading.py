@@ -29,6 +29,7 @@ from tswift.forward.adapting import (
     Inexact,
     execution_note,
     fingerprint,
+    pass_seconds,
     select_backend,
     set_width,
     try_graphs,
@@ -83,12 +84,15 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import (
     DEMO,
+    FP8,
+    IF_QUICKER,
     SHAPE_PREFIX,
     UNQUANTISED,
     ModelConfig,
     refuse_shape,
 )
 from tswift.models.devices import (
+    available_bytes,
     device_for,
     dtype_for,
     dtype_name,
@@ -361,7 +365,7 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             exact=_prepare(target, loaded.attention, note, asked.exact, checks),
         )
         if asked.draft_weights is not None:
-            loaded = _with_copy(loaded, asked.draft_weights)
+            loaded = _with_copy(loaded, asked.draft_weights, plan.if_quicker)
         if asked.draft_model is not None:
             draft = _load_draft(asked.draft_model, loaded, asked.attention)
             loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
@@ -375,6 +379,10 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         if plan.coded or plan.packed:
             give_back()  # what was needed to make codes is more than they take
         return loaded
+
+
+_FREE = 3  # a copy that nobody asked for takes a third of the free memory at most
+_QUICKER = 0.9  # of the time of the model's own passes, that those of such a copy may take
 
 
 def _snapshot(model: str) -> str:
@@ -399,6 +407,8 @@ class _LoadPlan:
     held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
     # whether matrices are held as a C program reads them, and not as PyTorch does
     packed: bool = False
+    # whether the copy for drafting passes is to be made only where it has room and is quicker
+    if_quicker: bool = False
 
     @property
     def coded(self) -> str:
@@ -491,6 +501,13 @@ class _LoadPlan:
 def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     if asked.draft_weights == UNQUANTISED:
         asked = replace(asked, draft_weights=None)
+    if asked.draft_weights == IF_QUICKER:
+        try:
+            return replace(_plan(replace(asked, draft_weights=FP8), ranks), if_quicker=True)
+        except InputError as error:
+            if error.field != "draft_weights":
+                raise
+            return _plan(replace(asked, draft_weights=None), ranks)
     device = device_for(asked.device, ranks)
     config = read_config(asked.model)
     simulated = asked.model.startswith(SHAPE_PREFIX)
@@ -598,14 +615,24 @@ def _slowness(plan: _LoadPlan) -> str | None:
     return None
 
 
-def _with_copy(loaded: LoadedModel, kind: str) -> LoadedModel:
+def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
-    with silence():
-        copied = cheaper_copy(loaded.target.model)
-        drafting = Target(copied, BACKENDS[loaded.attention](), loaded.target)
+    target = loaded.target
+    free = available_bytes(target.device) or 0
+    if if_quicker and copy_bytes(target.model) > free // _FREE:
+        return loaded
+    try:
+        with silence():
+            drafting = Target(cheaper_copy(target.model), BACKENDS[loaded.attention](), target)
+    except InputError:  # its products are wrong here
+        if if_quicker:
+            return loaded
+        raise
     if loaded.heads is not None and loaded.heads.pre_norm:
         drafting.tap()
     try_graphs(drafting)
+    if if_quicker and pass_seconds(drafting) > _QUICKER * pass_seconds(target):
+        return loaded
     return replace(loaded, drafting=drafting, draft_weights=kind)
 
 
@@ -896,7 +923,9 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         loaded = {
             "weights": _weight_bytes(plan),
             "heads": head_weights * dtype.itemsize,
-            "draft weights": 0 if asked.draft_weights is None else copy_bytes(skeleton(config)),
+            "draft weights": 0
+            if asked.draft_weights is None or plan.if_quicker
+            else copy_bytes(skeleton(config)),
         }
     if drafter is not None:
         loaded["drafter"] = sum(drafter.weights().values()) * dtype.itemsize

@@ -279,6 +279,7 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPa
 
     def choose(*given: object) -> None:  # every arm in turn
         drafter.bandit.chosen = next(turn) // 2 % len(drafter.arms)
+        drafter.bandit._unsettled = 7  # another one may be chosen after any step
 
     monkeypatch.setattr(drafter.bandit, "learn", choose)
     launch = DeviceStepper._launch_draft
@@ -309,3 +310,32 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPa
     assert choices["medusa"] <= len(launched) <= choices["medusa"] + 1
     assert "medusa" not in proposed
     assert max(step.accepted for step in steps if step.choice == "medusa") > 0
+
+
+def test_the_device_drafts_on_while_no_other_arm_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a method that always drafts there: but for the step after which another arm may be
+    chosen, of which there is one in eight.
+    """
+    target = static_target()
+    drafter = make_drafter("auto", target, tiny_heads(), DraftOptions(costs="nominal", nodes=12))
+    assert isinstance(drafter, AdaptiveDrafter)
+    medusa = list(drafter.arms).index("medusa")
+    settle = drafter.bandit._settle
+
+    def choose() -> None:
+        settle()
+        drafter.bandit._trial, drafter.bandit.chosen = 0, medusa
+
+    monkeypatch.setattr(drafter.bandit, "_settle", choose)
+    asked = []
+    ahead = DeviceStepper._drafts_ahead
+    monkeypatch.setattr(
+        DeviceStepper, "_drafts_ahead", lambda self: asked.append(ahead(self)) or asked[-1]
+    )
+    prompt = random_prompt(60)
+    steps = decode_steps(target, drafter, prompt, PARAMS, 3, 120)
+    assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, 3, 120)
+    drafted = [step.choice == "medusa" and step.nodes > 1 for step in steps]
+    assert sum(drafted) > 40
+    assert sum(asked) >= 0.8 * sum(drafted)
+    assert not all(asked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,16 @@ import tswift
 from tests.conftest import make_checkpoint
 from tests.helpers import METHODS, options_for
 from tests.models.refusals import refuse
-from tswift import engine
+from tswift import engine, loading
 from tswift.distributed import Dist
 from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, preflight
 from tswift.errors import InputError
 from tswift.forward.draft_weights import Float8Linear
-from tswift.loading import LoadedModel, inspect_model, load
+from tswift.forward.target import Target
+from tswift.jobs.config import to_load
+from tswift.loading import LoadedModel, inspect_model, load, load_model
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
 from tswift.speculators.heads import MedusaHeads
@@ -125,7 +128,7 @@ def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, m
 
     refused("fp8 needs a CUDA device")
     monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
-    refused("must be one of none, fp8, got 'int8'", "int8")
+    refused("must be one of auto, none, fp8, got 'int8'", "int8")
     refused("must be a text, got 8", 8)
     refused(r"quantised already \(homemade\)", model=quantised)
     refused("fp8 needs a model in bfloat16", dtype="float32")
@@ -256,3 +259,38 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
     config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="fp8")
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     assert inspect_model(config).loaded["draft weights"] == pytest.approx(weights, rel=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0])
+def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
+    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Of methods that draft with the model itself, if there is room for the copy."""
+    timed: list[Target] = []
+
+    def took(target: Target) -> float:
+        timed.append(target)
+        return seconds if len(timed) % 2 else 1.0  # the copy's first
+
+    monkeypatch.setattr(loading, "pass_seconds", took)
+    asked = ModelConfig(model=str(checkpoint), **HALF)
+    assert to_load(asked, ["ar", "medusa"]).draft_weights is None
+    config = to_load(asked, ["ar", "tokenswift"])
+    assert config.draft_weights == "auto"
+    plain = replace(asked, draft_weights="none")
+    assert to_load(plain, ["tokenswift"]).draft_weights is None
+    model = load_model(config)
+    assert len(timed) == 2
+    assert model.about().get("draft_weights") == ("fp8" if seconds < 1 else None)
+    assert (model.drafting is None) == (seconds == 1)
+    assert text(model, "tokenswift") == text(model, "ar")
+    assert inspect_model(config).loaded["draft weights"] == 0
+    for place, name, value in (
+        (loading, "available_bytes", lambda device: 1000),
+        (Float8Linear, "forward", lambda self, rows: rows * torch.nan),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, value)
+            assert load_model(config).drafting is None
+    assert load_model(replace(config, dtype="float32")).drafting is None
+    assert len(timed) == 2

@@ -192,7 +192,10 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
     out = kernels.rotate(parts, heads)
     assert kept_right(out, heads, plainly(parts, heads), held)
     alone = cached(count, head, 1, held, held + 4, dtype, normed, seed)
-    alone = alone._replace(angles=tuple(each[-1:] for each in heads.angles), length=None)
+    alone = alone._replace(
+        angles=tuple(each[-1:] for each in heads.angles),
+        length=kernels.nothing_held(torch.device("cpu")),
+    )
     last = kernels.rotate([each[-1:] for each in parts], alone)
     assert same_bits(last[:, 0], out[:, -1])
     assert same_bits(alone.keys[:, 0], plainly(parts, heads)[1][-1])  # at slot 0

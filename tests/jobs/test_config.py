@@ -153,7 +153,7 @@ def test_right(options: dict[str, Any]) -> None:
 @every_row(
     ("methods", "asked", "found"),
     [
-        ("ar tokenswift", {}, {"draft_model": None, "draft_weights": None, "drafter": None}),
+        ("ar tokenswift", {}, {"draft_model": None, "draft_weights": "auto", "drafter": None}),
         ("ar standalone", {}, {"draft_model": "demo-draft"}),
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
         ("ar tokenswift", {"draft_weights": "fp8"}, {"draft_weights": "fp8"}),

@@ -309,7 +309,7 @@ class DeviceStepper:
         A replayed draft may overwrite logits and queries of the verification, so nobody may want
         these.
         """
-        if self._draft is None or self._drafter.proposes or self._context.recorder is not None:
+        if self._draft is None or not self._drafter.drafts_on or self._context.recorder is not None:
             return False
         return self._draft.ready(self._depth + 1)
 
@@ -331,6 +331,7 @@ class DeviceStepper:
             self._draft.prepare(self._context)  # the device is drafting meanwhile
             nodes = 1 if max_new == 1 else self._draft.sizes[-1]
             return nodes, _forced(accept, self._draft.shape(nodes), max_new), self._draft.sources
+        self._drafted = False
         tree = self._drafter.propose(self._context, max_new)
         tokens = self._block.host["tokens"]
         parents = self._block.host["parents"]

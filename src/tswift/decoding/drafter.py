@@ -343,6 +343,11 @@ class Drafter:
         """Whether the next tree is that of the draft on the device, where there is one."""
         return True
 
+    @property
+    def drafts_on(self) -> bool:
+        """Whether the tree after the coming step's is the device's too, whatever the step adds."""
+        return not self.proposes
+
     def drafts_itself(self, context: Context) -> bool:
         """As ``drafts_next``, at the beginning of a step;
         it is in the place of :meth:`propose` where that is true.

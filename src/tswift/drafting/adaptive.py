@@ -146,6 +146,11 @@ class Bandit:
         """Whether plain decoding goes on without a trial: its steps may be timed together then."""
         return not self.chosen and not self._trial and self._steps >= _BEGIN
 
+    @property
+    def stays(self) -> bool:
+        """Whether the chosen arm takes the step after the coming one, too."""
+        return not self._trial and self._unsettled < _EVERY - 1 and self._steps != _BEGIN - 1
+
     def learn(
         self,
         tokens: int,
@@ -304,6 +309,11 @@ class AdaptiveDrafter(Drafter):
     def drafts_next(self) -> bool:
         """As :attr:`Drafter.drafts_next`."""
         return self._drafters[self.bandit.chosen] is self._on_device
+
+    @property
+    def drafts_on(self) -> bool:
+        """As :attr:`Drafter.drafts_on`."""
+        return self.drafts_next and self.bandit.stays
 
     def drafts_itself(self, context: Context) -> bool:
         """As :meth:`Drafter.drafts_itself`."""

@@ -13,6 +13,7 @@ is tested once per loaded model, on this machine.
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target, chunks, first_broken, forward_wide
 from tswift.models.architecture import heads_of, is_moe, max_positions
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
+from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for, synchronize
 from tswift.native_build import Unbuilt
 from tswift.stages import tell
 
@@ -77,6 +78,26 @@ def try_graphs(target: Target) -> None:
         target.prepare(FullKV(target.kv_shape, 1), 1)
 
 
+@torch.inference_mode()
+def pass_seconds(target: Target) -> float:
+    """Seconds of a pass over one node behind a short text: the best of some."""
+    kv = FullKV(target.kv_shape, 2)
+    zero = torch.zeros(1, dtype=torch.int64, device=target.device)
+    run: Callable[[], object] = partial(target.forward_eager, zero, zero, kv)
+    if target.replays:
+        length = torch.zeros((), dtype=torch.int32, device=target.device)
+        run = target.capture(partial(target.compute_static, zero, zero, kv, length, None))
+    seconds = []
+    for _ in range(_TIMES):
+        synchronize(target.device)
+        started = time.perf_counter()
+        run()
+        synchronize(target.device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+_TIMES = 10
 _INSTEAD = {  # what is said of a part that something else stands in for, before the reason
     "sampler": "sampler by PyTorch:",
     "trees": "trees walked by PyTorch:",

@@ -158,12 +158,12 @@ def _attended(
     """Attention of one layer: ``[n, query heads * d]``; ``project`` makes queries, keys and values
     of ``[n, H]`` rows.
     """
-    from tswift.forward.layer_kernels import Heads
+    from tswift.forward.layer_kernels import Heads, nothing_held
 
     index = module.layer_idx
     size = module.head_dim
     kept = (module.q_proj.out_features // size, module.k_proj.out_features // size)
-    kv = length = None
+    kv, length = None, nothing_held(rows.device)
     if run.slots is not None and run.slots[0].shape.dtype == rows.dtype:
         kv, length = run.slots
         keys, values = kv.keys[index], kv.values[index]

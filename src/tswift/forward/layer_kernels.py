@@ -246,14 +246,12 @@ def _finish_head(
 
     ``sums`` points to the head's first number in the first row. Query heads come first, then those
     of keys, then those of values. Rows from ``nodes`` on are
-    padding, whose keys and values go nowhere. Without a length slots are counted from 0.
+    padding, whose keys and values go nowhere.
     """
     kind: tl.constexpr = rotated.dtype.element_ty
     places = tl.arange(0, 1 << LEVELS)
     inside = places < HALF
-    slot = row.to(tl.int64)
-    if length is not None:
-        slot += tl.load(length).to(tl.int64)
+    slot = row.to(tl.int64) + tl.load(length).to(tl.int64)
     stored = (used & (row < nodes) & (slot < capacity))[:, None] & inside[None, :]
     slot = slot[:, None]
     row = row.to(tl.int64)[:, None]
@@ -513,7 +511,7 @@ class Heads(NamedTuple):
     eps: float  # of these norms
     keys: Tensor  # ``[kv heads, capacity, d]``, where keys go; the last dimension contiguous
     values: Tensor
-    length: Tensor | None  # ``[]`` int32, of what these hold; None for 0
+    length: Tensor  # ``[]`` int32, of what these hold
     nodes: int  # rows whose keys and values are kept
 
 
@@ -645,6 +643,13 @@ def rotate(products: Sequence[Tensor], heads: Heads) -> Tensor:
             INTERPRETED=_INTERPRETED, num_warps=4, **UNFUSED,
         )  # fmt: skip
     return rotated.transpose(0, 1)
+
+
+@functools.cache
+def nothing_held(device: torch.device) -> Tensor:
+    """The length of an empty cache."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.int32, device=device)
 
 
 def _places(heads: Heads, rotated: Tensor) -> tuple[Tensor | None, ...]:

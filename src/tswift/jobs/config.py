@@ -17,7 +17,14 @@ import numpy as np
 from tswift.decoding.text import TextRules, check_stop
 from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
 from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
-from tswift.models.config import DEMO, DEMO_DRAFT, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.config import (
+    DEMO,
+    DEMO_DRAFT,
+    IF_QUICKER,
+    UNQUANTISED,
+    ModelConfig,
+    refuse_shape,
+)
 from tswift.options import (
     Values,
     changed,
@@ -236,7 +243,8 @@ def preset_note(preset: str, banned: Collection[int]) -> str:
 
 
 def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
-    """What is loaded for methods: a draft model, where one of them needs the bundled one.
+    """What is loaded for methods: a draft model, where one of them needs the bundled one, and
+    weights of fewer bits for drafts by the model itself, if they are quicker.
 
     InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
@@ -266,7 +274,9 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
                 )
                 raise InputError(message, "draft_model")
             config = replace(config, draft_model=DEMO_DRAFT)
-    return replace(config, draft_weights=None) if config.draft_weights == UNQUANTISED else config
+    drafts_itself = any("draft_weights" in METHODS[method].loads for method in methods)
+    weights = config.draft_weights or (IF_QUICKER if drafts_itself else UNQUANTISED)
+    return replace(config, draft_weights=None if weights == UNQUANTISED else weights)
 
 
 def parse_shard(words: str) -> tuple[int, int]:

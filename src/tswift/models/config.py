@@ -24,8 +24,10 @@ KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-BITS = {"fp8": 8}  # of a drafting weight, by kind, without its scale
+FP8 = "fp8"
+BITS = {FP8: 8}  # of a drafting weight, by kind, without its scale
 UNQUANTISED = "none"  # drafting passes run on the model as it is
+IF_QUICKER = "auto"  # on a copy in FP8, if there is room for it and its passes are quicker
 
 _PANEL = "Model"
 _ALIASES = {
@@ -111,11 +113,11 @@ class ModelConfig:
     )
     draft_weights: str | None = option(
         None,
-        "fp8 (CUDA, bfloat16): drafting passes run on a copy of such weights; never changes the "
-        "text.",
+        "fp8 (CUDA, bfloat16): drafting passes run on a copy of such weights; auto: if they are "
+        "quicker. Never changes the text.",
         panel=DRAFTING,
-        shown=UNQUANTISED,
-        choices=(UNQUANTISED, *BITS),
+        shown=IF_QUICKER,
+        choices=(IF_QUICKER, UNQUANTISED, *BITS),
     )
     model: str = option(
         DEMO,
