@@ -291,7 +291,10 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
 
     target = target_of(graphs)
     monkeypatch.setattr(capture.StaticAttention, "store", broken)
-    target.prepare(FullKV(target.kv_shape, 60), 8)
+    kv = FullKV(target.kv_shape, 60)
+    target.prepare(kv, 8)
+    assert target.fallbacks.graph_fault is None  # nothing is captured before it is used
+    target.passes[kv][0].capture()
     assert re.fullmatch(
         r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault
     )

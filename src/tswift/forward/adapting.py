@@ -75,7 +75,10 @@ def select_backend(
 def try_graphs(target: Target) -> None:
     """Try whether passes can be captured as CUDA graphs."""
     if target.replays and target.program is None and target.device.type == "cuda":
-        target.prepare(FullKV(target.kv_shape, 1), 1)
+        kv = FullKV(target.kv_shape, 1)
+        target.prepare(kv, 1)
+        for static in target.passes[kv]:
+            static.capture()
 
 
 @torch.inference_mode()

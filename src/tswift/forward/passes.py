@@ -348,7 +348,7 @@ class Graphs:
 
 
 class StaticPass:
-    """A pass over one cache for trees of up to ``nodes`` nodes;
+    """A pass over one cache for trees of up to ``nodes`` nodes, captured when it is first used;
     smaller ones are padded with separate nodes.
 
     ``compute`` and ``capture`` are the target's ``compute_static`` and ``capture``; the cache has
@@ -380,8 +380,14 @@ class StaticPass:
             out = compute(tokens, positions, held, length, ancestors)
             return out, [] if held.states is None else held.states.replays
 
-        self._run = capture(run)
+        self._run = run
+        self._capture: Capture[tuple[Forwarded, Replays]] | None = capture
         self._states = kv.states
+
+    def capture(self) -> None:
+        """Capture it, unless it has been."""
+        if self._capture is not None:
+            self._run, self._capture = self._capture(self._run), None
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int
@@ -406,6 +412,7 @@ class StaticPass:
         else:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
+        self.capture()
         out, replays = self._run()
         if self._states is not None:
             self._states.replays = replays

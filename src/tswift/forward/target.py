@@ -285,8 +285,8 @@ class Target:
         """Prepare static passes of up to ``limit`` nodes over a cache,
         where the attention allows it.
 
-        On CUDA this captures a graph for each of a few sizes; elsewhere a static pass is run like
-        any other. There must always be room for ``limit`` nodes after the cache's length.
+        On CUDA there is a graph for each of a few sizes; elsewhere a static pass is run like any
+        other. There must always be room for ``limit`` nodes after the cache's length.
         """
         if self.replays and kv not in self.passes and self.serves(kv):
             self.passes[kv] = [
