@@ -190,13 +190,15 @@ class Compiler:
                 "copies": ptx.count("cp.async.cg"),
             }
             | {"fused": len(re.findall(r"\bfma\.rn(\.ftz)?\.f32\b", ptx))}
-            | {
-                "weights": str(named["weights"].dtype).removeprefix("torch.")
-                if "weights" in named
-                else None
-            }
+            | {"weights": _weights(named) if self.name.startswith("multiply") else None}
             | {"arithmetic": arithmetic(ptx)}
         )
+
+
+def _weights(named: dict[str, Any]) -> str:
+    """The dtype of a product's weights."""
+    first = next(named[name] for name in ("weights", "query", "gate") if name in named)
+    return str(first.dtype).removeprefix("torch.")
 
 
 def arithmetic(ptx: str) -> str:

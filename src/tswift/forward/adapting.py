@@ -444,7 +444,7 @@ def wrap_model(
         InputError: the model, or a cache in this dtype, cannot be served exactly.
     """
     keep_precision(network.device)
-    known = backend == "native" and not joined and checks.found("logits") is not None
+    known = backend == "native" and checks.found("logits") is not None
     target = _as_compared(network, backend, kv_dtype) if known else None
     if target is not None:
         return target

@@ -360,7 +360,7 @@ def multiply_heads(
     at = sums + part * part_size + row.to(tl.int64)[None, :] * heads * 2 * HALF + places[:, None]
     tl.store(at, whole, mask=used[None, :] & wanted[:, None])
     if _is_last(counters + tl.program_id(0) * heads + head, PARTS):
-        some: tl.constexpr = ROWS if ROWS < 64 else 64  # at a time, as registers are few
+        some: tl.constexpr = ROWS if ROWS < 32 else 32  # at a time, as registers are few
         for first in range(tl.program_id(0) * ROWS, tl.program_id(0) * ROWS + ROWS, some):
             lines = first + tl.arange(0, some)
             _finish_head(
