@@ -132,7 +132,7 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
     assert (run["drafting"]["tree"], run["drafting"]["nodes"]) == ([1, 2], 8)
     model = run["model"]
     why = ", as its heads are of a size that native attention does not take"
-    assert len(model.pop("weights")) == len(model.pop("config")) == 64
+    assert {len(model.pop(name)) for name in ("weights", "config", "tokenizer")} == {64}
     assert model == {
         "name": str(checkpoint),
         "device": "cpu",
