@@ -49,10 +49,11 @@ class FusedNorm(nn.Module):
     weight: Tensor
     variance_epsilon: float
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *given: object, **named: object) -> Tensor:
         """``[..., H]`` to ``[..., H]``."""
-        if torch.is_grad_enabled() or hidden_states.dtype != self.weight.dtype:
-            return super().forward(hidden_states)
+        unknown = given or named
+        if unknown or torch.is_grad_enabled() or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states, *given, **named)
         return _normed(self, hidden_states.flatten(0, -2)).view_as(hidden_states)
 
 
@@ -61,11 +62,13 @@ class KnownAngles(nn.Module):
 
     known: tuple[Tensor, Tensor]  # ``[positions, d]`` each, as the module itself computes them
 
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, *given: object, **named: object
+    ) -> tuple[Tensor, Tensor]:
         """``[..., d]`` cosines and sines of positions, in the dtype of hidden states."""
         cosines, sines = self.known
-        if hidden.dtype != cosines.dtype:
-            return super().forward(hidden, position_ids)
+        if given or named or hidden.dtype != cosines.dtype:
+            return super().forward(hidden, position_ids, *given, **named)
         return F.embedding(position_ids, cosines), F.embedding(position_ids, sines)
 
 
