@@ -58,7 +58,7 @@ _TYPES = {
     int: "i32",
     float: "fp32",
 }
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 def compiled_launch(

@@ -24,12 +24,19 @@ from transformers.utils import CONFIG_NAME, cached_file
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist, guard
-from tswift.errors import InputError, SlowWarning, renaming, suggesting_names
+from tswift.errors import (
+    InputError,
+    NoFault,
+    SlowWarning,
+    cause_of,
+    renaming,
+    suggesting_names,
+)
 from tswift.forward.adapting import (
     Inexact,
     execution_note,
     fingerprint,
-    pass_seconds,
+    measured_pass,
     select_backend,
     set_width,
     try_graphs,
@@ -45,7 +52,12 @@ from tswift.forward.coded import (
     random_rounded,
     rounded_bytes,
 )
-from tswift.forward.draft_weights import cheaper_copy, copy_bytes, refuse_draft_weights
+from tswift.forward.draft_weights import (
+    cheaper_copy,
+    copy_bytes,
+    refuse_draft_weights,
+    refuse_nonsense,
+)
 from tswift.forward.products import HALVES, library, pack
 from tswift.forward.program import may_serve
 from tswift.forward.remembered import NO_CHECKS, Checks
@@ -275,7 +287,7 @@ def load(
         kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a
             CPU. ``auto`` is the model's own, and int16 where a C program makes the passes of a
             model in float32; ``int8`` is coarser.
-        attention: ``triton`` (CUDA; float32, bfloat16, float16), ``flash`` (CUDA with flash-attn
+        attention: ``triton`` (CUDA; bfloat16, float16), ``flash`` (CUDA with flash-attn
             installed; bfloat16, float16), ``native`` (x86 CPUs where there is a C compiler;
             float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton or native where
             they can serve, sdpa elsewhere. With triton what is between the layers' products has
@@ -296,7 +308,8 @@ def load(
             for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
         draft_weights: ``fp8``, on CUDA in bfloat16: let drafting passes of the model run on a copy
             of it whose linear layers have weights of 8 bits, all but the LM head, and which shares
-            all else. What is decoded is the model as it is. ``none`` is what None is.
+            all else. What is decoded is the model as it is. ``auto``: if there is room for it and
+            its passes are quicker. ``none`` is what None is.
         yarn: how many times the positions that the model was made for it is to serve, by YaRN,
             which turns its rotary embeddings more slowly; above 1. None leaves them as they are.
             What is decoded is that model.
@@ -381,7 +394,8 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         return loaded
 
 
-_FREE = 3  # a copy that nobody asked for takes a third of the free memory at most
+# of the free memory, that a copy that nobody asked for and the longest text take at most
+_FREE = 0.9
 _QUICKER = 0.9  # of the time of the model's own passes, that those of such a copy may take
 
 
@@ -618,20 +632,25 @@ def _slowness(plan: _LoadPlan) -> str | None:
 def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
     """A loaded model with a copy of fewer bits for its drafting passes."""
     target = loaded.target
-    free = available_bytes(target.device) or 0
-    if if_quicker and copy_bytes(target.model) > free // _FREE:
-        return loaded
+    if if_quicker:
+        longest = target.max_positions * target.kv_shape.bytes_per_token
+        if copy_bytes(target.model) + longest > _FREE * (available_bytes(target.device) or 0):
+            return loaded
     try:
         with silence():
             drafting = Target(cheaper_copy(target.model), BACKENDS[loaded.attention](), target)
-    except InputError:  # its products are wrong here
-        if if_quicker:
-            return loaded
-        raise
-    if loaded.heads is not None and loaded.heads.pre_norm:
-        drafting.tap()
-    try_graphs(drafting)
-    if if_quicker and pass_seconds(drafting) > _QUICKER * pass_seconds(target):
+        if loaded.heads is not None and loaded.heads.pre_norm:
+            drafting.tap()
+        try_graphs(drafting)
+        seconds, hidden = measured_pass(drafting)
+        usual, expected = measured_pass(target)
+        refuse_nonsense(hidden, expected)
+    except Exception as error:  # compilers, drivers and libraries have many ways to fail
+        if not if_quicker:
+            raise
+        target.fallbacks.note("draft weights", NoFault(cause_of(error)))
+        return loaded
+    if if_quicker and seconds > _QUICKER * usual:
         return loaded
     return replace(loaded, drafting=drafting, draft_weights=kind)
 

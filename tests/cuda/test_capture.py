@@ -294,7 +294,7 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 8)
     assert target.fallbacks.graph_fault is None  # nothing is captured before it is used
-    target.passes[kv][0].capture()
+    target.passes[kv][0].capture(0)
     assert re.fullmatch(
         r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault
     )

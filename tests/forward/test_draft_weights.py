@@ -24,6 +24,7 @@ from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Demand, preflight
 from tswift.errors import InputError
+from tswift.forward.adapting import measured_pass
 from tswift.forward.draft_weights import Float8Linear
 from tswift.forward.target import Target
 from tswift.jobs.config import to_load
@@ -158,7 +159,7 @@ def pointers(module: nn.Module) -> dict[str, int]:
     return {name: weight.data_ptr() for name, weight in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("wrong", [0.0, torch.nan])
+@pytest.mark.parametrize("wrong", [30.0, torch.nan])
 def test_products_that_are_wrong_here_are_refused(
     checkpoint: Path, on_cpu: None, monkeypatch, wrong: float
 ) -> None:
@@ -166,7 +167,7 @@ def test_products_that_are_wrong_here_are_refused(
     monkeypatch.setattr(Float8Linear, "forward", lambda self, rows: right(self, rows) * wrong)
     refuse(
         str(checkpoint),
-        "fp8 products are off by .*% here",
+        "fp8 drafts are off by .*% here",
         "draft_weights",
         draft_weights="fp8",
         **HALF,
@@ -268,11 +269,11 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     """Of methods that draft with the model itself, if there is room for the copy."""
     timed: list[Target] = []
 
-    def took(target: Target) -> float:
+    def took(target: Target) -> tuple[float, Tensor]:
         timed.append(target)
-        return seconds if len(timed) % 2 else 1.0  # the copy's first
+        return (seconds if len(timed) % 2 else 1.0), measured_pass(target)[1]  # the copy's first
 
-    monkeypatch.setattr(loading, "pass_seconds", took)
+    monkeypatch.setattr(loading, "measured_pass", took)
     asked = ModelConfig(model=str(checkpoint), **HALF)
     assert to_load(asked, ["ar", "medusa"]).draft_weights is None
     config = to_load(asked, ["ar", "tokenswift"])
@@ -285,12 +286,32 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     assert (model.drafting is None) == (seconds == 1)
     assert text(model, "tokenswift") == text(model, "ar")
     assert inspect_model(config).loaded["draft weights"] == 0
-    for place, name, value in (
-        (loading, "available_bytes", lambda device: 1000),
-        (Float8Linear, "forward", lambda self, rows: rows * torch.nan),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(place, name, value)
-            assert load_model(config).drafting is None
+    with monkeypatch.context() as patched:
+        patched.setattr(loading, "available_bytes", lambda device: 1000)
+        assert load_model(config).drafting is None
     assert load_model(replace(config, dtype="float32")).drafting is None
     assert len(timed) == 2
+
+
+def broken(self: Float8Linear, rows: Tensor) -> Tensor:
+    raise RuntimeError("no product for this")
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (broken, "no product for this"),
+        (lambda self, rows: torch.full_like(rows @ self.weight.to(rows).t(), torch.nan), "off by"),
+    ],
+)
+def test_a_copy_that_nobody_asked_for_stops_nothing(
+    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, product, reason: str
+) -> None:
+    monkeypatch.setattr(Float8Linear, "forward", product)
+    config = to_load(ModelConfig(model=str(checkpoint), **HALF), ["tokenswift"])
+    model = load_model(config)
+    assert model.drafting is None
+    assert "drafts by the model's own weights: " in model.layers
+    assert reason in model.layers
+    with pytest.raises((InputError, RuntimeError), match=reason):
+        load_model(replace(config, draft_weights="fp8"))

@@ -536,7 +536,11 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
             return f"a step on the device over {held:,} tokens drew others than the rule"
         twin.extend(new)
     fresh = FullKV(target.kv_shape, kv.length)
-    prefill(target, context.text[:-1], fresh, len(prompt) - 1)
+    wide, target.wide_text = target.wide_text, False  # it is tried by a text that needs it
+    try:
+        prefill(target, context.text[:-1], fresh, len(prompt) - 1)
+    finally:
+        target.wide_text = wide
     for ours, theirs in zip(kv.buffers, fresh.buffers, strict=True):
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree
+from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree, LogitReader
 from tswift.forward.passes import PassTimes
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ class Bandit:
 
     @property
     def stays(self) -> bool:
-        """Whether the chosen arm takes the step after the coming one, too."""
+        """Whether the chosen arm takes the step after the coming one, too; a trial may end with any
+        step.
+        """
         return not self._trial and self._unsettled < _EVERY - 1 and self._steps != _BEGIN - 1
 
     def learn(
@@ -313,7 +315,9 @@ class AdaptiveDrafter(Drafter):
     @property
     def drafts_on(self) -> bool:
         """As :attr:`Drafter.drafts_on`."""
-        return self.drafts_next and self.bandit.stays
+        # what reads other states than a digest of logits would find them overwritten
+        read = all(isinstance(each, LogitReader) for each in self.memories)
+        return self.drafts_next and self.bandit.stays and read
 
     def drafts_itself(self, context: Context) -> bool:
         """As :meth:`Drafter.drafts_itself`."""

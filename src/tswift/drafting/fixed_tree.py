@@ -39,7 +39,7 @@ class FixedTreeDrafter(Drafter):
 class FixedTree:
     """The tree of a :class:`FixedTreeDrafter`, drafted on the device; see :class:`DeviceDraft`.
 
-    Nodes are in order of promise, so that the first n of them are a tree, too. N-grams continue the
+    Nodes are in order of promise. N-grams continue the
     best candidate of the first level only; a tree made by the host has them below every candidate
     of that level.
     """
@@ -86,7 +86,7 @@ class FixedTree:
                 [place[1], *(place[-1 - index] for index in range(reserved))], device=device
             )
         self._shape = torch.tensor(self._parents, device=device)
-        self.sizes: Sequence[int] = [1, len(order)]
+        self.sizes: Sequence[int] = sorted({1, len(order)})
         self._shapes: dict[int, DraftTree] = {}
 
     def sections(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from tswift.attention.backends import BACKENDS, choose, fails, why_not
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
-from tswift.errors import InputError, NoFault, SlowWarning, cause_of
+from tswift.errors import InputError, NoFault, SlowWarning, cause_of, fault_of
 from tswift.forward.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.hf import UnsupportedModel, watched
 from tswift.forward.parts import Unfit
@@ -78,15 +78,15 @@ def try_graphs(target: Target) -> None:
         kv = FullKV(target.kv_shape, 1)
         target.prepare(kv, 1)
         for static in target.passes[kv]:
-            static.capture()
+            static.capture(kv.length)
 
 
 @torch.inference_mode()
-def pass_seconds(target: Target) -> float:
-    """Seconds of a pass over one node behind a short text: the best of some."""
+def measured_pass(target: Target) -> tuple[float, Tensor]:
+    """Seconds of a pass over one token, the best of some, and its last hidden state."""
     kv = FullKV(target.kv_shape, 2)
     zero = torch.zeros(1, dtype=torch.int64, device=target.device)
-    run: Callable[[], object] = partial(target.forward_eager, zero, zero, kv)
+    run: Callable[[], Forwarded] = partial(target.forward_eager, zero, zero, kv)
     if target.replays:
         length = torch.zeros((), dtype=torch.int32, device=target.device)
         run = target.capture(partial(target.compute_static, zero, zero, kv, length, None))
@@ -94,10 +94,10 @@ def pass_seconds(target: Target) -> float:
     for _ in range(_TIMES):
         synchronize(target.device)
         started = time.perf_counter()
-        run()
+        forwarded = run()
         synchronize(target.device)
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(seconds), forwarded.hidden.clone()
 
 
 _TIMES = 10
@@ -107,6 +107,7 @@ _INSTEAD = {  # what is said of a part that something else stands in for, before
     "states": "states stepped by PyTorch:",
     "cache": "the model",
     "wide": "texts are forwarded in narrow passes:",
+    "draft weights": "drafts by the model's own weights:",
 }
 
 
@@ -307,6 +308,13 @@ def wide_text_has_the_bits(target: Target) -> bool:
     known = target.wide_prompts and target.replays and count <= target.max_positions
     if target.width is None or not (known and is_fused(target.model)):
         return False
+    fault = fault_of(partial(_other_bits, target, count))
+    target.fallbacks.note("wide", fault)
+    return fault is None
+
+
+def _other_bits(target: Target, count: int) -> str | None:
+    """That wide passes over so many tokens give other bits; None if they do not."""
     random = torch.Generator().manual_seed(1)
     kv, before = _held_cache(target, _HELD, count, random)
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
@@ -321,8 +329,7 @@ def wide_text_has_the_bits(target: Target) -> bool:
             kv.advance(len(tokens))
         found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in kv.buffers)])
     alike = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    target.fallbacks.note("wide", None if alike else "a token has other bits in wide ones")
-    return alike
+    return None if alike else "a token has other bits in wide ones"
 
 
 def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """A copy of a model for drafting passes whose linear layers have weights in FP8, on CUDA.
 
-PyTorch's own scaled products multiply them, with a scale for each row of the input and each output.
-What is drafted never decides a token, so none of it has to be exact.
+Kernels of ours multiply them by inputs in bfloat16 where they compute the layers; elsewhere
+PyTorch's own scaled products do, with a scale for each row of the input and each output. What is
+drafted never decides a token, so none of it has to be exact.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FP8 = torch.float8_e4m3fn
 _MOST = torch.finfo(_FP8).max
 # that rows, inputs and outputs of an FP8 product are padded to, or have to be multiples of
 _ROWS = 16
-_NONSENSE = 0.4  # of a product's norm
+_NONSENSE = 0.4  # of a hidden state's norm
 _NEEDED = (8, 9)  # compute capability for FP8
 
 
@@ -101,38 +102,29 @@ def cheaper_copy(network: PreTrainedModel) -> PreTrainedModel:
     memory twice.
     """
     ends = network.get_input_embeddings(), network.get_output_embeddings()
-    twin = deepcopy(
-        network,
-        {id(shared): shared for shared in (*network.parameters(), *network.buffers(), *ends)},
-    )
+    angles = [each for module in network.modules() for each in getattr(module, "known", ())]
+    shared = (*network.parameters(), *network.buffers(), *ends, *angles)
+    twin = deepcopy(network, {id(each): each for each in shared})
     for module in twin.modules():
         module._forward_pre_hooks.clear()  # the model's own taps
         module._forward_hooks.clear()
     decoder = twin.get_decoder()
-    whole = next(
-        (each for each in decoder.modules() if isinstance(each, nn.Linear) and _fits(each)), None
-    )
-    if whole is not None:
-        _refuse_nonsense(whole, Float8Linear(whole))
     for name, module in list(decoder.named_modules()):
         if type(module) is nn.Linear and _fits(module):
             decoder.set_submodule(name, Float8Linear(module))
     return twin
 
 
-def _refuse_nonsense(whole: nn.Linear, cheap: nn.Module) -> None:
-    """Try a product, which may never have been run on such a device:
-    wrong drafts would show in no text.
+def refuse_nonsense(states: Tensor, expected: Tensor) -> None:
+    """Refuse drafting weights that may never have been multiplied on such a device before: wrong
+    drafts would show in no text.
 
     Raises:
-        InputError: it is far from the whole layer's.
+        InputError: hidden states are far from the whole model's.
     """
-    rows = torch.randn(_ROWS + 1, whole.in_features, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(whole.weight.device, whole.weight.dtype)
-    expected = F.linear(rows, whole.weight, whole.bias).float()
-    apart = float((cheap(rows).float() - expected).norm() / expected.norm())
+    apart = float((states.float() - expected.float()).norm() / expected.float().norm())
     if not apart < _NONSENSE:
-        raise InputError(f"fp8 products are off by {apart:.0%} here", "draft_weights")
+        raise InputError(f"fp8 drafts are off by {apart:.0%} here", "draft_weights")
 
 
 def _fits(layer: nn.Linear) -> bool:

@@ -384,9 +384,11 @@ class StaticPass:
         self._capture: Capture[tuple[Forwarded, Replays]] | None = capture
         self._states = kv.states
 
-    def capture(self) -> None:
-        """Capture it, unless it has been."""
+    @torch.inference_mode()
+    def capture(self, length: int) -> None:
+        """Capture it behind the cache's length, where a warm-up may write, unless it has been."""
         if self._capture is not None:
+            self._length.fill_(length)
             self._run, self._capture = self._capture(self._run), None
 
     def __call__(
@@ -412,7 +414,7 @@ class StaticPass:
         else:
             self._ancestors[:count, :count].copy_(ancestors)
         self._length.fill_(length)
-        self.capture()
+        self.capture(length)
         out, replays = self._run()
         if self._states is not None:
             self._states.replays = replays

@@ -69,7 +69,8 @@ class Fallbacks(dict[str, str]):
     For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for
     kernels between the "layers"' products, for "steps" on the device (then no pass is replayed),
     for CUDA "graphs", for the "sampler"'s kernels, for "exact" passes, for "wide" ones over a text,
-    for the kernels that walk "trees" and that step "states", for the "cache" of another dtype.
+    for the kernels that walk "trees" and that step "states", for the "cache" of another dtype, for
+    "draft weights" of fewer bits.
     """
 
     def __init__(self, *known: Mapping[str, str]) -> None:
@@ -373,8 +374,11 @@ class Target:
             ValueError: there are more nodes than passes over the text have rows.
         """
         nodes = len(tokens)
-        for static in self.passes.get(kv, ()):
+        passes = self.passes.get(kv, ())
+        for static in passes:
             if static.nodes >= nodes:
+                for each in passes:  # all at once: a later capture would count as a slow step
+                    each.capture(kv.length)
                 return static(tokens, positions, ancestors, kv.length)
         if self.program is not None and self.program.takes(kv, nodes, chain=ancestors is None):
             if ancestors is not None:
