@@ -23,7 +23,7 @@ from tswift.drafting.methods import cache_slots, make_drafter, possible, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.adapting import warn_of_fallbacks
-from tswift.forward.passes import NOMINAL
+from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.forward.target import Target
 from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.config import ModelConfig
@@ -334,6 +334,7 @@ class Generation:
     params: SamplingParams  # banned end-of-text tokens included
     options: DraftOptions  # resolved
     need: MemoryEstimate  # of a rank, for its own part
+    costs: PassCosts = NOMINAL  # by which it chooses, where its method does
     ranks: Dist = ALONE  # those that decode together
     text: TextStream | None = None  # the text so far and its stop strings; None without any
 
@@ -413,7 +414,7 @@ def begin(
             request.logprobs,
             kept,
         )
-    return Generation(decoding, drafter.depth, rules, params, resolved, need, ranks, text)
+    return Generation(decoding, drafter.depth, rules, params, resolved, need, costs, ranks, text)
 
 
 @wraps(loading.load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,7 @@ def test_machine_and_costs(tswift: Tswift, checkpoint: Path) -> None:
     assert told["environment"]["torch"] in text
     first = told["costs"]["base"][0] + 100 * told["costs"]["per_key"][0]
     assert f"{1e3 * first:.2f}" in text  # remembered, not measured anew
+    assert re.search(r"comes true more often than \d+% to \d+%, by keys", text)
 
 
 # --- the text and the bar on one terminal: a pseudo-terminal's whole output

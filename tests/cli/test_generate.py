@@ -27,6 +27,7 @@ from tests.helpers import NO_PROGRAM, first
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
 from tswift.attention.backends import choose
+from tswift.forward.passes import PassCosts
 from tswift.sampling.rule import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
@@ -167,6 +168,18 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
         "alpha",
     ):
         assert said in result.err
+
+
+@pytest.mark.parametrize("second", [1.2, 1.6])
+def test_a_machine_where_drafts_hardly_pay(
+    tswift: Tswift, words: Words, monkeypatch: pytest.MonkeyPatch, second: float
+) -> None:
+    """It is told where a second node costs much, and drafts are chosen by what is measured."""
+    costs = PassCosts((1, 2), (1e-3, second * 1e-3), (0.0, 0.0), 0.0)
+    monkeypatch.setattr("tswift.engine.costs_of", lambda target, heads: costs)
+    line = "takes 1.60 times one over one here: drafting pays only where more than 60% of"
+    assert (line in tswift(*words, "--len", 3).err) == (second == 1.6)
+    assert "drafting pays" not in tswift(*words, "--len", 3, "--method", "ar").err
 
 
 def test_quiet(tswift: Tswift, words: Words) -> None:

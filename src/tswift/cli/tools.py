@@ -75,6 +75,9 @@ def env(
         for nodes in costs.nodes
     ]
     notes = [f"a level of heads takes {1e3 * costs.level:.2f} ms"] if costs.level else []
+    shares = sorted(costs.must_come_true(keys) for keys in _KEYS)
+    share = f"{shares[0]:.0%} to {shares[-1]:.0%}"
+    notes.append(f"a draft of one token pays where it comes true more often than {share}, by keys")
     if costs.busy:
         spread = f"repeats usually took {costs.spread:.2f} times the least"
         notes.append(

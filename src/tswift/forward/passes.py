@@ -64,6 +64,12 @@ class PassCosts:
         """Whether the machine did other work while these were measured."""
         return self.spread > STEADY
 
+    def must_come_true(self, keys: int) -> float:
+        """Share of drafted tokens, one in a step, from which on drafting is quicker than plain
+        decoding; above 1 it never is.
+        """
+        return self.seconds(2, keys) / self.seconds(1, keys) - 1
+
     def seconds(self, nodes: int, keys: int) -> float:
         """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,
         extrapolated beyond the last.

@@ -25,7 +25,15 @@ from tswift.decoding.stats import DecodeStats, distinct
 from tswift.decoding.text import TextStream, text_of
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
-from tswift.drafting.options import AUTO, DraftOptions, Method, find_method, refuse_unused, used
+from tswift.drafting.options import (
+    AUTO,
+    MEASURED,
+    DraftOptions,
+    Method,
+    find_method,
+    refuse_unused,
+    used,
+)
 from tswift.engine import Demand, Generation, Request, begin, fitting, preflight
 from tswift.errors import DecodeError, InputError, Object
 from tswift.forward.target import OnProgress
@@ -282,8 +290,19 @@ class Job:
             self._sampling(),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to "
             f"generate, KV memory {gigabytes(need.caches['KV'])}{partial}",
+            *self._dear_drafts(),
             *self.notes,
             f"run folder {self.folder.path}",
+        ]
+
+    def _dear_drafts(self) -> list[str]:
+        """That drafts hardly pay here, if that is so."""
+        share = self.generation.costs.must_come_true(len(self.prompt) + len(self.tokens))
+        if self.generation.options.costs != MEASURED or share < _DEAR:
+            return []
+        return [
+            f"a step over two tokens takes {1 + share:.2f} times one over one here: drafting pays "
+            f"only where more than {share:.0%} of drafted tokens come true"
         ]
 
     def _sampling(self) -> str:
@@ -338,6 +357,7 @@ class Job:
 
 
 OPTION = "resume"
+_DEAR = 0.4  # of drafted tokens; hardly a draft comes true more often
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
 _MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
 # to another place; that it is the same model is seen once it is loaded
