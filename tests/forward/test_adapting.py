@@ -131,10 +131,10 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     class Lying(TritonAttention):
         def __call__(self, query, keys, values, scale, spec=NOTHING):
             out = super().__call__(query, keys, values, scale, spec)
-            return out * 1.001 if spec.softcap and not spec.window else out
+            return out * 1.05 if spec.softcap and not spec.window else out
 
     def network():
-        return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97)
+        return ARCHITECTURES["Gemma 2 (windows, soft caps)"].make(97).half()
 
     assert wrap_model(network(), "tiny", "sdpa").fallbacks == {}
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
@@ -147,7 +147,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
     model = LoadedModel("tiny", None, target, None, ())
     words = (
-        r"eager, as triton attention failed its numerical check \(relative error 0\.001\) "
+        r"eager, as triton attention failed its numerical check \(relative error 0\.05\d?\) "
         "with sliding windows of 24 tokens and soft-capped scores"
     )
     assert re.fullmatch(

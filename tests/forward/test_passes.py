@@ -143,13 +143,12 @@ def test_too_many_nodes_are_refused() -> None:
 )
 def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
     """Only passes over a partial cache, whose slots are in no order, are left to the host."""
-    network = ARCHITECTURES[next(known for known in ARCHITECTURES if known.startswith(name))].make(
-        97
-    )
+    known = next(known for known in ARCHITECTURES if known.startswith(name))
+    network = ARCHITECTURES[known].make(97).half()
     target = Target(network, BACKENDS["triton"]())
     assert target.attention_features
     assert target.replays
-    heads = ChainedHeads(target.hidden_size, 2)
+    heads = ChainedHeads(target.hidden_size, 2).half()
     options = DraftOptions(tree=(1, 2, 2) if method == "tokenswift" else (2, 2), budget=64)
     prompt = random_prompt(12)
     texts = []

@@ -188,7 +188,9 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
     ):
         _start(checkpoint, tmp_path, method="reuse", draft_weights="fp8")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
-    with pytest.raises(InputError, match=r"^draft_weights: must be one of none, fp8, got 'int9'"):
+    with pytest.raises(
+        InputError, match=r"^draft_weights: must be one of auto, none, fp8, got 'int9'"
+    ):
         _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(
