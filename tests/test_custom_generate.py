@@ -118,7 +118,7 @@ def test_greedy_is_that_of_transformers(
         made = expected[0, prompt["input_ids"].shape[1] :].tolist()
         if "eos_token_id" in settings:
             ends = {*settings["eos_token_id"]}
-            assert 30 <= len(made)
+            assert len(made) >= 30
             assert not ends & {*made[30:-1]}
             assert (made[-1] in ends) == (len(made) < 60)
             assert len(made) < 60 or kind != KINDS[0]  # that one ends
