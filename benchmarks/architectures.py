@@ -34,7 +34,7 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads
 
 # drafters are of single models
-METHODS = [name for name, method in ALL_METHODS.items() if not method.networks]
+METHODS = [name for name, method in ALL_METHODS.items() if not method.speculator_kinds]
 WINDOW = 24  # tokens of a sliding window, where one is wanted
 POSITIONS = 512
 HIDDEN = 32

@@ -30,7 +30,7 @@ from tswift.engine import Request, begin
 from tswift.loading import LoadedModel, load
 from tswift.models.checkpoint import find_source, silence
 from tswift.models.config import DEMO, DEMO_DRAFT
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.tables import Table
 
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "prompt-lookup", "assisted"
@@ -162,13 +162,15 @@ def measured(asked: argparse.Namespace) -> Table:
     """Load everything, and let all of them write in turns."""
     model = load(asked.model, dtype=asked.dtype)
     own = SamplingParams(temperature=asked.temperature, penalty=asked.penalty, min_p=asked.min_p)
-    params, _ = ending(own, model.eos_ids, stop_at_eos=False)
+    params, _ = apply_eos_policy(own, model.eos_ids, stop_at_eos=False)
     prompt = model.encode(asked.prompt.read_text())[: asked.prefill]
     network = network_of(asked.model, model)
     assistant = network_of(asked.draft_model, model) if ASSISTED in asked.peers else None
     ways: dict[str, Callable[[], Written]] = {}
     for method in dict.fromkeys(["ar", *asked.methods]):
-        request = Request(prompt, asked.tokens, method, params, asked.seed)
+        request = Request(
+            prompt=prompt, length=asked.tokens, method=method, params=params, seed=asked.seed
+        )
         ways[method] = lambda request=request: written_by_us(model, request)
     for name in asked.peers:
         given = settings(name, params, assistant)

@@ -25,7 +25,7 @@ from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.loading import LoadedModel, load
 from tswift.models.config import DEMO
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.training.config import DraftConfig
 from tswift.training.run import METRICS, RECORD, resume, train
 from tswift.training.tasks import MODEL, Scores, compare, mean, read_logits
@@ -86,7 +86,7 @@ def measure(
         512 tokens.
     """
     assert model.draft is not None
-    params, _ = ending(SamplingParams(), model.eos_ids, stop_at_eos=False)
+    params, _ = apply_eos_policy(SamplingParams(), model.eos_ids, stop_at_eos=False)
     length = POSITIONS[-1] + WINDOW + 1
     scores: list[list[tuple[Scores, Scores]]] = []
     for start in np.linspace(0, len(held_out) - length, TEXTS).astype(int):

@@ -41,7 +41,7 @@ needs_program = pytest.mark.skipif(NO_PROGRAM is not None, reason=str(NO_PROGRAM
 METHODS = {
     name: method
     for name, method in _METHODS.items()
-    if not method.networks and (NO_PROGRAM is None or name != "recall")
+    if not method.speculator_kinds and (NO_PROGRAM is None or name != "recall")
 }
 
 # what transformers calls the cache of a pass, before 5.24 and since
@@ -248,7 +248,7 @@ class ToyTarget:
         self.dtype = torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
-        self.replays = self.wide_prompts = self.wide_text = False
+        self.replays = self.chunked_prompt = self.chunked_text = False
         self.width = self.program = None
 
     def forward(

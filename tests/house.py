@@ -138,7 +138,7 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
         if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
             seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
-    run = begin(model, Request(model.encode(_TEXT), 2000, method))
+    run = begin(model, Request(prompt=model.encode(_TEXT), length=2000, method=method))
     with contextlib.closing(run.decoding.steps(run.stop)) as steps:
         for _ in itertools.islice(steps, _WARM):
             pass

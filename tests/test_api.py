@@ -81,7 +81,7 @@ def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
 def test_a_model_names_the_methods_that_decode_it() -> None:
     """All that it names do, and others are refused."""
     model = tswift.load(draft_model="demo-draft")
-    networks = {name for name, method in METHODS.items() if method.networks}
+    networks = {name for name, method in METHODS.items() if method.speculator_kinds}
     assert {*METHODS} - {*model.methods} == networks | {"ar-reference"}
     assert {*tswift.load(heads="none").methods} == {*model.methods} - {
         *("medusa", "tokenswift", "standalone", "triforce")

@@ -61,6 +61,14 @@ def test_every_package_has_its_place() -> None:
     assert names == LEVEL.keys()
 
 
+def test_every_room_says_what_it_is_for() -> None:
+    for path in ROOT.rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert "\n\n" in said, f"{path.relative_to(ROOT)} has no paragraph"
+        inside = {module.stem for module in path.parent.glob("*.py")}
+        assert path.parent == ROOT or inside & set(re.findall(r"\w+", said)), path
+
+
 def test_imports_point_down() -> None:
     wrong = []
     for path in sorted(ROOT.rglob("*.py")):

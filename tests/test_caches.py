@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import random_prompt, random_tree, tiny_target
 from tswift.caches import (
-    CHUNK,
     POLICIES,
+    RETRIEVED_TOGETHER,
     FullKV,
     KVShape,
     PartialKV,
@@ -296,10 +296,10 @@ def test_by_chunk(drawn: tuple[int, int, int]) -> None:
     keys, queries = random(*drawn)
     found = by_chunk(keys, queries)
     for head in range(HEADS):
-        for start in range(0, keys.shape[1], CHUNK):
-            chunk = keys[head, start : start + CHUNK]
+        for start in range(0, keys.shape[1], RETRIEVED_TOGETHER):
+            chunk = keys[head, start : start + RETRIEVED_TOGETHER]
             wanted = sum(dot(q[-1], chunk.mean(0)) for q in queries[head])
-            assert found[head, start : start + CHUNK].tolist() == pytest.approx(
+            assert found[head, start : start + RETRIEVED_TOGETHER].tolist() == pytest.approx(
                 [wanted] * len(chunk)
             )
 

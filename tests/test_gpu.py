@@ -55,7 +55,11 @@ def demo_prompt(model: LoadedModel) -> list[int]:
 
 def demo_text(model: LoadedModel, method: str, length: int, seed: int = 1) -> list[int]:
     return tokens_of(
-        list(begin(model, Request(demo_prompt(model), length, method=method, seed=seed)).steps())
+        list(
+            begin(
+                model, Request(prompt=demo_prompt(model), length=length, method=method, seed=seed)
+            ).steps()
+        )
     )[:length]
 
 
@@ -83,7 +87,9 @@ def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
     assert "exact" not in model.target.fallbacks
     prompt = random_prompt(1000)
     texts = [
-        tokens_of(list(begin(model, Request(prompt, TEXT, method=name, seed=1)).steps()))
+        tokens_of(
+            list(begin(model, Request(prompt=prompt, length=TEXT, method=name, seed=1)).steps())
+        )
         for name in ("ar", "medusa", "tokenswift")
     ]
     assert texts[1:] == texts[:1] * 2

@@ -109,7 +109,7 @@ def _prompt(run: Run, target: Target, tokens: int, written: bool) -> None:
         prefill(target, ids, kv, 0 if written else None)
         synchronize(target.device)
         seconds = time.perf_counter() - started
-    run.note("prompt", tokens=tokens, written=written, wide=target.wide_text, seconds=seconds)
+    run.note("prompt", tokens=tokens, written=written, wide=target.chunked_text, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:

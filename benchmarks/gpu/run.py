@@ -167,7 +167,9 @@ def at_context(
     walk = None if method == "ar" else lambda depth: SimulatedWalk(ALPHA, depth)
     decode = begin(
         model,
-        Request(ids, length, method=method, options=DraftOptions(nodes=nodes), **settings),
+        Request(
+            prompt=ids, length=length, method=method, options=DraftOptions(nodes=nodes), **settings
+        ),
         accept=walk,
     )
 

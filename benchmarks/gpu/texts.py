@@ -50,7 +50,7 @@ def compare(run: Run, model: LoadedModel, drafter: str | None) -> bool:
     for name in names:
         row: dict[str, Any] = {"model": model.name, "drafter": drafter, "method": name}
         try:
-            row |= _written(model, Request(ids, length, method=name, seed=_SEED))
+            row |= _written(model, Request(prompt=ids, length=length, method=name, seed=_SEED))
             plain = plain or row["text"]
             row["same_as_ar"] = row["text"] == plain
         except Exception as error:

@@ -174,7 +174,7 @@ class KVShape:
         ]
 
     @cached_property
-    def alike(self) -> dict[tuple[int, int], list[int]]:
+    def layers_by_size(self) -> dict[tuple[int, int], list[int]]:
         """The layers with keys and values of their own, by the number and size of their heads."""
         found: dict[tuple[int, int], list[int]] = {}
         for layer, own in enumerate(self.kept):
@@ -205,7 +205,8 @@ class KVShape:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         numbers = sum(
-            heads * self.row(size) * len(layers) for (heads, size), layers in self.alike.items()
+            heads * self.row(size) * len(layers)
+            for (heads, size), layers in self.layers_by_size.items()
         )
         return 2 * numbers * self.dtype.itemsize
 
@@ -250,7 +251,7 @@ class KVShape:
         for keys and values of each kind of layers.
         """
         made = []
-        for (heads, size), layers in self.alike.items():
+        for (heads, size), layers in self.layers_by_size.items():
             for _ in range(2):
                 sizes = len(layers), heads, capacity, self.row(size)
                 made.append(torch.empty(sizes, dtype=self.dtype, device=self.device))
@@ -312,7 +313,7 @@ class KVBuffer:
         self.length = 0
         self.buffers = shape.allocate(capacity)
         own: dict[int, tuple[Tensor, Tensor]] = {}
-        for layers, pair in zip(shape.alike.values(), self.pairs, strict=True):
+        for layers, pair in zip(shape.layers_by_size.values(), self.pairs, strict=True):
             own |= {layer: (pair[0][at], pair[1][at]) for at, layer in enumerate(layers)}
         self.keys = [own[kept.source][0] for kept in shape.kept]
         self.values = [own[kept.source][1] for kept in shape.kept]
@@ -557,7 +558,7 @@ class WindowKV(RecentKV):
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
-CHUNK = 8  # tokens that are retrieved together (TriForce, section 4.1)
+RETRIEVED_TOGETHER = 8  # tokens that are retrieved together (TriForce, section 4.1)
 _OBSERVED = 32  # newest queries that SnapKV looks at
 _POOL = 7  # neighbours that SnapKV averages over
 
@@ -604,12 +605,12 @@ def by_chunk(keys: Tensor, queries: Tensor) -> Tensor:
     the same for all of its tokens (TriForce).
     """
     count = keys.shape[1]
-    spare = -count % CHUNK
-    sums = pad(keys, (0, 0, 0, spare)).unflatten(1, (-1, CHUNK)).sum(2)
-    sizes = keys.new_full((sums.shape[1], 1), CHUNK)
+    spare = -count % RETRIEVED_TOGETHER
+    sums = pad(keys, (0, 0, 0, spare)).unflatten(1, (-1, RETRIEVED_TOGETHER)).sum(2)
+    sizes = keys.new_full((sums.shape[1], 1), RETRIEVED_TOGETHER)
     sizes[-1:] -= spare
     scores = by_query(sums / sizes, queries)
-    return scores.repeat_interleave(CHUNK, dim=1)[:, :count]
+    return scores.repeat_interleave(RETRIEVED_TOGETHER, dim=1)[:, :count]
 
 
 POLICIES: dict[str, Policy] = {

@@ -120,7 +120,12 @@ def generate(
         run = begin(
             loaded,
             Request(
-                prompt, length, method=tswift_method, params=params, seed=seed, stop_at_eos=True
+                prompt=prompt,
+                length=length,
+                method=tswift_method,
+                params=params,
+                seed=seed,
+                stop_at_eos=True,
             ),
         )
     except InputError as error:

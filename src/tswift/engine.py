@@ -28,7 +28,7 @@ from tswift.forward.target import Target
 from tswift.loading import LoadedModel, ModelSpec, inspect_draft_model, inspect_model
 from tswift.models.config import ModelConfig
 from tswift.models.devices import available_bytes, gigabytes
-from tswift.sampling.parameters import MAX_TOP, SamplingParams, ending
+from tswift.sampling.parameters import MAX_TOP, SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Demand:
-    """What of a decode says how much memory it needs."""
+    """The sizes a decode's memory is estimated from."""
 
     prompt: int  # tokens, at least
     length: int  # new tokens
@@ -106,7 +106,7 @@ class Demand:
         return self.options.nodes or (self.options.gamma or 0) + 1
 
 
-def fitting(length: int, prompt: int, positions: int) -> int:
+def fit_length(length: int, prompt: int, positions: int) -> int:
     """As much of a length as a model has positions for behind a prompt; one token at least,
     which may be refused.
     """
@@ -156,7 +156,9 @@ def preflight(
     spec = inspect_model(config)
     kind = find_method(demand.method)
     if demand.flexible:
-        demand = replace(demand, length=fitting(demand.length, demand.prompt, spec.max_positions))
+        demand = replace(
+            demand, length=fit_length(demand.length, demand.prompt, spec.max_positions)
+        )
     _refuse_ids(spec.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     if spec.heads is not None or not kind.needs_heads:
         demand = replace(demand, options=resolve(demand.method, spec, spec.heads, demand.options))
@@ -234,7 +236,7 @@ def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str |
     raise InputError(f"{needed}, {device.type} has {gigabytes(free)} free", option)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What is to be decoded, and how; :func:`generate` explains the fields.
 
@@ -371,7 +373,7 @@ def begin(
     request = ranks.share(request)
     with ranks.fail_together():
         request.check(model.target.vocab_size)
-        params, ends = ending(
+        params, ends = apply_eos_policy(
             request.params, model.eos_ids, request.stop_at_eos, request.ignore_eos
         )
         rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
@@ -388,7 +390,7 @@ def begin(
     drafting = resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
-        if model.drafting is not None and method.partial:
+        if model.drafting is not None and method.drafts_over_partial_cache:
             draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:
         # by all ranks together, which must decide alike: their clocks differ
@@ -482,23 +484,23 @@ def generate(
     if not isinstance(model, LoadedModel):
         raise InputError(f"must be what tswift.load returns, got {model!r:.60}", "model")
     request = Request(
-        model.encode(prompt) if isinstance(prompt, str) else prompt,
-        length,
-        method,
-        params,
-        seed,
-        _OPTIONS if options is None else options,
-        stop_at_eos,
-        ignore_eos,
-        written,
-        TextRules(
+        prompt=model.encode(prompt) if isinstance(prompt, str) else prompt,
+        length=length,
+        method=method,
+        params=params,
+        seed=seed,
+        options=_OPTIONS if options is None else options,
+        stop_at_eos=stop_at_eos,
+        ignore_eos=ignore_eos,
+        written=written,
+        rules=TextRules(
             check_stop(stop),
             stop_on_loop,
             skip_special=skip_special_tokens,
             include_stop=include_stop_str_in_output,
             include_end=include_stop_str_in_output,
         ),
-        logprobs,
+        logprobs=logprobs,
     )
     refuse_unused([method], request.options.changed())
     run = begin(model, request)

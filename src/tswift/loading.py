@@ -34,11 +34,11 @@ from tswift.errors import (
 )
 from tswift.forward.adapting import (
     Inexact,
+    choose_fixed_rows,
     execution_note,
     fingerprint,
     measured_pass,
     select_backend,
-    set_width,
     try_graphs,
     warn_of_fallbacks,
     wrap_model,
@@ -63,19 +63,19 @@ from tswift.forward.program import may_serve
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
 from tswift.models.architecture import (
-    attending,
+    attention_layers,
     by_layer,
     class_of,
+    has_mtp_head,
     heads_of,
     is_moe,
     is_recurrent,
     max_positions,
     own_quantization,
-    predicts_more,
     refuse_unsupported,
     skeleton,
     state_shape,
-    stretched,
+    with_yarn,
 )
 from tswift.models.checkpoint import (
     INDEX,
@@ -109,8 +109,8 @@ from tswift.models.devices import (
     dtype_for,
     dtype_name,
     dtype_note,
-    give_back,
     kv_dtype_for,
+    return_free_memory,
 )
 from tswift.models.shapes import StandInTokenizer, random_weights
 from tswift.native_build import Unbuilt
@@ -390,13 +390,13 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             if each is not None:
                 warn_of_fallbacks(each, name)
         if plan.coded or plan.packed:
-            give_back()  # what was needed to make codes is more than they take
+            return_free_memory()  # what was needed to make codes is more than they take
         return loaded
 
 
 # of the free memory, that a copy that nobody asked for and the longest text take at most
-_FREE = 0.9
-_QUICKER = 0.9  # of the time of the model's own passes, that those of such a copy may take
+_MEMORY_SHARE = 0.9
+_TIME_SHARE = 0.9  # of the time of the model's own passes, that those of such a copy may take
 
 
 def _snapshot(model: str) -> str:
@@ -526,7 +526,7 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     config = read_config(asked.model)
     simulated = asked.model.startswith(SHAPE_PREFIX)
     if asked.yarn is not None:
-        config = stretched(config, asked.yarn)
+        config = with_yarn(config, asked.yarn)
     dtype = dtype_for(asked.dtype, device, config, simulated)
     if asked.weights is not None and asked.dtype == "auto":
         dtype = torch.float32
@@ -545,7 +545,7 @@ def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
     if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(config, device, dtype)
     drafter = None
-    if ranks.count == 1 and predicts_more(config):
+    if ranks.count == 1 and has_mtp_head(config):
         drafter = native_head(asked.model, config)
     if asked.drafter is not None:
         drafter = drafter_of(asked.drafter, config, simulated)
@@ -593,20 +593,20 @@ def _prepare(
     returns the hash of their bits, None if they are not exact.
     """
     target.fallbacks.note("attention", note)
-    target.fallbacks.note("exact", set_width(target, attention, exact))
+    target.fallbacks.note("exact", choose_fixed_rows(target, attention, exact))
     try_graphs(target)
     bits = None
     if target.width is not None:
         try:
             made = "PyTorch" if target.program is None else "a C program"
-            what = f"bits of {target.width} rows by {made}, wide prompts {target.wide_prompts}"
+            what = f"bits of {target.width} rows by {made}, wide prompts {target.chunked_prompt}"
             bits = checks.found(what)
             if bits is None:
                 tell("checking that its passes have the same bits")
                 bits = fingerprint(target)
                 checks.keep(what, bits)
         except Inexact as error:
-            target.set_width(None)
+            target.set_fixed_rows(None)
             target.fallbacks.note("exact", str(error))
     if exact and "exact" in target.fallbacks:
         raise InputError(f"cannot be had here: {target.fallbacks['exact']}", "exact")
@@ -634,7 +634,9 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
     target = loaded.target
     if if_quicker:
         longest = target.max_positions * target.kv_shape.bytes_per_token
-        if copy_bytes(target.model) + longest > _FREE * (available_bytes(target.device) or 0):
+        if copy_bytes(target.model) + longest > _MEMORY_SHARE * (
+            available_bytes(target.device) or 0
+        ):
             return loaded
     try:
         with silence():
@@ -650,7 +652,7 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
             raise
         target.fallbacks.note("draft weights", NoFault(cause_of(error)))
         return loaded
-    if if_quicker and seconds > _QUICKER * usual:
+    if if_quicker and seconds > _TIME_SHARE * usual:
         return loaded
     return replace(loaded, drafting=drafting, draft_weights=kind)
 
@@ -955,7 +957,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
         max_positions(config),
         text.vocab_size,
         KVShape(
-            len(attending(config)),
+            len(attention_layers(config)),
             kv_heads,
             size,
             plan.kv_dtype,

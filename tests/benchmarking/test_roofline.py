@@ -252,7 +252,7 @@ def test_no_method_beats_its_floor(
 ) -> None:
     """On the bundled model, whose weights the processor's caches hold."""
     monkeypatch.setattr(run_module, "machine_for", module.machine_for)
-    methods = [name for name, kind in METHODS.items() if not kind.networks]
+    methods = [name for name, kind in METHODS.items() if not kind.speculator_kinds]
     if weights is not None:
         methods = ["auto", "medusa", "recall"]
     words = [

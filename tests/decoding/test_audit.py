@@ -211,7 +211,7 @@ def clean(found: Audit, tokens: int) -> bool:
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     model = demo()
     prompt = model.encode(NOVEL.read_text())[:prefill]
-    run = begin(model, Request(prompt, 200, params=params, seed=7))
+    run = begin(model, Request(prompt=prompt, length=200, params=params, seed=7))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 7)
     assert clean(found, 200)
@@ -247,7 +247,7 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
 def test_bfloat16_on_the_bundled_model() -> None:
     model = tswift.load(dtype="bfloat16", exact=False, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:512]
-    run = begin(model, Request(prompt, 300, seed=11))
+    run = begin(model, Request(prompt=prompt, length=300, seed=11))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 11)
     assert clean(found, 300)
@@ -266,7 +266,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     """
     model = tswift.load(dtype="bfloat16", exact=True, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:300]
-    run = begin(model, Request(prompt, 150, method="medusa", seed=3))
+    run = begin(model, Request(prompt=prompt, length=150, method="medusa", seed=3))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 3)
     assert (found.ok, found.exact, found.width) == (True, 150, model.target.width)
@@ -275,7 +275,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     greedy = replace(run.params, temperature=0, penalty=1)
     tokens = [
         token
-        for step in begin(model, Request(prompt, 40, params=greedy)).steps()
+        for step in begin(model, Request(prompt=prompt, length=40, params=greedy)).steps()
         for token in step.tokens
     ]
     token = next(token for token in tokens if tokens.count(token) == 1)

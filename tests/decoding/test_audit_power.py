@@ -39,7 +39,9 @@ class Text:
         self.params = PARAMS
         self.prompt = self.model.encode(NOVEL.read_text())[seed * 256 :][:256]
         # with banned ids
-        self.params = begin(self.model, Request(self.prompt, 80, method="ar", params=PARAMS)).params
+        self.params = begin(
+            self.model, Request(prompt=self.prompt, length=80, method="ar", params=PARAMS)
+        ).params
         self.tokens = self.decode()
 
     def decode(
@@ -47,7 +49,8 @@ class Text:
     ) -> list[int]:
         given = {"params": self.params, "seed": self.seed, **other}
         run = begin(
-            self.model, Request(prompt or self.prompt, 80, method="ar", written=written, **given)
+            self.model,
+            Request(prompt=prompt or self.prompt, length=80, method="ar", written=written, **given),
         )
         return [*written, *(token for step in run.steps() for token in step.tokens)]
 

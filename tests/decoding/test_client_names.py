@@ -20,7 +20,7 @@ from tswift.decoding.text import TextRules, TextStream, text_of
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.loading import LoadedModel, load
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 
 PROMPT = "The ship had lain three days"
@@ -105,9 +105,11 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
         assert written(model, method, params) == wanted, method
     assert wanted[:25] + written(model, "auto", params, written=wanted[:25]) == wanted
     prompt = model.encode(PROMPT)
-    drawn = ending(params, model.eos_ids, False)[0]
+    drawn = apply_eos_policy(params, model.eos_ids, False)[0]
     assert audit(model.target, prompt, wanted, drawn, 3).ok
-    assert not audit(model.target, prompt, wanted, ending(without, model.eos_ids, False)[0], 3).ok
+    assert not audit(
+        model.target, prompt, wanted, apply_eos_policy(without, model.eos_ids, False)[0], 3
+    ).ok
 
 
 def test_no_end_comes_before_so_many_tokens(model: LoadedModel) -> None:
@@ -127,7 +129,7 @@ def test_no_end_comes_before_so_many_tokens(model: LoadedModel) -> None:
         assert written(model, method, late, stop_at_eos=True) == wanted, method
     assert wanted[:8] + written(model, "auto", late, stop_at_eos=True, written=wanted[:8]) == wanted
     prompt = model.encode(PROMPT)
-    drawn = ending(late, model.eos_ids, True)[0]
+    drawn = apply_eos_policy(late, model.eos_ids, True)[0]
     assert audit(model.target, prompt, wanted, drawn, 3).ok
     assert not audit(model.target, prompt, wanted, replace(drawn, min_tokens=0), 3).ok
     theirs = MinNewTokensLengthLogitsProcessor(len(prompt), 21, [eos, 9], device="cpu")

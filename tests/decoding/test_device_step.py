@@ -357,11 +357,11 @@ def test_a_partial_cache_holds_the_same_by_either_way() -> None:
 def tried(dtype: torch.dtype = torch.float64) -> Target:
     target = Target(tiny_llama("gqa", dtype), LengthOnDevice)
     asked: list[Target] = []
-    target.set_width(None, True, lambda target: bool(asked.append(target)))
+    target.set_fixed_rows(None, True, lambda target: bool(asked.append(target)))
     try_steps(target, SamplingParams())
     assert not asked  # whether a text has wide passes is tried by one that needs them
-    assert callable(target.wide_text)
-    target.set_width(None)
+    assert callable(target.chunked_text)
+    target.set_fixed_rows(None)
     return target
 
 

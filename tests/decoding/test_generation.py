@@ -23,13 +23,16 @@ from tswift.errors import InputError
 from tswift.loading import load
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 
 def test_end_of_text_is_banned_or_stops() -> None:
     params = SamplingParams(banned=(5,))
-    assert ending(params, (2, 7), stop_at_eos=True) == (params, (2, 7))
-    assert ending(params, (2, 7), stop_at_eos=False) == (replace(params, banned=(2, 5, 7)), ())
+    assert apply_eos_policy(params, (2, 7), stop_at_eos=True) == (params, (2, 7))
+    assert apply_eos_policy(params, (2, 7), stop_at_eos=False) == (
+        replace(params, banned=(2, 5, 7)),
+        (),
+    )
 
 
 def test_the_reference_decodes_with_the_attention_of_reference_implementations(
@@ -37,7 +40,8 @@ def test_the_reference_decodes_with_the_attention_of_reference_implementations(
 ) -> None:
     model = load(str(checkpoint), dtype="float64")
     plain, reference = (
-        begin(model, Request([1, 2, 3], 40, method=method)) for method in ("ar", "ar-reference")
+        begin(model, Request(prompt=[1, 2, 3], length=40, method=method))
+        for method in ("ar", "ar-reference")
     )
     assert [run.decoding._target.backend is ReferenceAttention for run in (plain, reference)] == [
         False,
@@ -51,12 +55,13 @@ def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
     with pytest.raises(
         InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"
     ):
-        begin(model, Request([1], 2, written=[4, 5]))
+        begin(model, Request(prompt=[1], length=2, written=[4, 5]))
     assert (
-        begin(model, Request([1], 9, written=[4, 5])).need == begin(model, Request([1], 9)).need
+        begin(model, Request(prompt=[1], length=9, written=[4, 5])).need
+        == begin(model, Request(prompt=[1], length=9)).need
     )  # those are part of the length
     with pytest.raises(InputError, match=r"^length: must be at least 1, got 0$"):
-        begin(model, Request([1], 0))
+        begin(model, Request(prompt=[1], length=0))
 
 
 def test_every_method_says_what_it_uses() -> None:
@@ -76,13 +81,16 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
         f"{', '.join(others)}"
     )
     with pytest.raises(InputError, match=message.format("tokenswift")):
-        begin(model, Request([1], 5, method="tokenswift"))
+        begin(model, Request(prompt=[1], length=5, method="tokenswift"))
     for options in (DraftOptions(), DraftOptions(gamma=2)):  # before loading, too
         with pytest.raises(InputError, match=message.format("medusa")):
             preflight(ModelConfig(model=str(folder)), Demand(1, 1, "medusa", options))
     for method in METHODS.keys() & others:
         preflight(ModelConfig(model=str(folder)), Demand(1, 5, method, DraftOptions()))
-        assert len(tokens_of([*begin(model, Request([1], 5, method=method)).steps()])) == 5
+        assert (
+            len(tokens_of([*begin(model, Request(prompt=[1], length=5, method=method)).steps()]))
+            == 5
+        )
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
@@ -100,7 +108,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
         Demand(3, 50, method, options),
     )
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
-    run = begin(model, Request([1, 2, 3], 50, method=method, options=options))
+    run = begin(model, Request(prompt=[1, 2, 3], length=50, method=method, options=options))
     need = run.need
     token_bytes = model.target.kv_shape.bytes_per_token
     numbers = sum(weight.numel() for _, weight in named_weights(model.target.model))
@@ -118,7 +126,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     assert own == cache_slots(find_method(method), run.options, 53)[1] * token_bytes
     held = need.caches["drafting KV"] > 0, own > 0, need.recall_bytes > 0
     recalls = NO_PROGRAM is None and method in ("recall", "cascade", "auto")
-    assert held == (kind.partial, draft is not None, recalls)
+    assert held == (kind.drafts_over_partial_cache, draft is not None, recalls)
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +136,7 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     loaded = load(str(checkpoint))
     need = preflight(*asked)
-    there = begin(loaded, Request([1, 2, 3], 50, method="ar")).need
+    there = begin(loaded, Request(prompt=[1, 2, 3], length=50, method="ar")).need
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     for free in (need.total_bytes, None):
         memory(monkeypatch, free)
@@ -145,12 +153,12 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
         # no text is short enough
         preflight(*asked)
     memory(monkeypatch, there.total_bytes)  # weights count once
-    begin(loaded, Request([1, 2, 3], 50, method="ar"))
+    begin(loaded, Request(prompt=[1, 2, 3], length=50, method="ar"))
     memory(monkeypatch, there.total_bytes - 1)
     with pytest.raises(
         InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"
     ):
-        begin(loaded, Request([1, 2, 3], 50, method="ar"))
+        begin(loaded, Request(prompt=[1, 2, 3], length=50, method="ar"))
 
 
 @needs_program

@@ -21,7 +21,7 @@ from tests.helpers import (
 from tswift.caches import FullKV, PartialKV, StreamingKV
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.drafting.chains import CHUNK, ChainSource, DraftModel, SmallDraftModel
+from tswift.drafting.chains import CAUGHT_UP_TOGETHER, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
 from tswift.forward.passes import NOMINAL
@@ -42,7 +42,7 @@ def prefilled(
 
 def own_level() -> SmallDraftModel:
     return SmallDraftModel(
-        tiny_draft(), StreamingKV(tiny_draft().kv_shape, 4096, 4, 12, CHUNK + 12)
+        tiny_draft(), StreamingKV(tiny_draft().kv_shape, 4096, 4, 12, CAUGHT_UP_TOGETHER + 12)
     )
 
 

@@ -24,7 +24,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.adapting import set_width
+from tswift.forward.adapting import choose_fixed_rows
 from tswift.forward.passes import NOMINAL, Graphs
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
@@ -338,7 +338,7 @@ def test_exact_passes_give_taps_too() -> None:
     target = Target(deepcopy(qwen3(torch.bfloat16)), BatchInvariantAttention)
     with TemporaryDirectory() as folder:
         find_drafter(drafter_folder(Path(folder), "dspark")).load(target, any_model=True)
-    assert set_width(target, "sdpa", True) is None
+    assert choose_fixed_rows(target, "sdpa", True) is None
     steps = decode_steps(target, drafter_of("dspark", target), PROMPT, SAMPLED, 3, 30)
     assert tokens_of(steps) == decode(target, Drafter(), PROMPT, SAMPLED, 3, 30)
     assert 1 < max(step.nodes for step in steps) <= target.width

@@ -482,8 +482,8 @@ def test_products_of_ours_and_pytorchs(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3"])
 def test_rows_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "_HELD", 70)  # the interpreter is slow
-    monkeypatch.setattr(adapting, "_OTHERS", (0,))
+    monkeypatch.setattr(adapting, "_HELD_KEYS", 70)  # the interpreter is slow
+    monkeypatch.setattr(adapting, "_OTHER_LENGTHS", (0,))
     target = wrapped(name, torch.bfloat16)
     target.width = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
@@ -498,11 +498,11 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     name, layers, wide = request.param
     few = wide // 3
     for place, attribute, value in (
-        (adapting, "_HELD", 2 * wide),  # the interpreter is slow
+        (adapting, "_HELD_KEYS", 2 * wide),  # the interpreter is slow
         (adapting, "_TRIED", 2),
-        (adapting, "_WIDE", (wide, 1)),
-        (adapting, "CHUNK", wide),
-        (forward_target, "CHUNK", wide),
+        (adapting, "_CHUNK_SIZES", (wide, 1)),
+        (adapting, "PROMPT_CHUNK", wide),
+        (forward_target, "PROMPT_CHUNK", wide),
         (forward_target, "_REPLAYED", 2),
         (kernels, "STEP", 16),
         (fused_layers, "_TRIED", few),
@@ -513,7 +513,7 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     ):
         monkeypatch.setattr(place, attribute, value)
     target = wrap_model(network(name, torch.bfloat16, layers), name, "triton")
-    target.set_width(few, True)
+    target.set_fixed_rows(few, True)
     return target
 
 
@@ -522,7 +522,7 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
     narrow: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = forward_target.CHUNK
+    wide = forward_target.PROMPT_CHUNK
     text = [(7 * at + 3) % 97 for at in range(2 * wide + 2)]
     found = []
     passes = Counter[int]()
@@ -535,10 +535,10 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
         # all but a chunk and a token are behind
         hidden = [part.hidden for part in chunks(narrow, text, kv, wide + 1)]
         found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
-        if narrow.wide_text is False:
+        if narrow.chunked_text is False:
             assert passes == {wide: 1, wide // 3: 3, 1: 2}
-            narrow.wide_text = adapting.wide_text_has_the_bits(narrow)
-            assert (narrow.wide_text, narrow.fallbacks) == (True, {})
+            narrow.chunked_text = adapting.wide_text_has_the_bits(narrow)
+            assert (narrow.chunked_text, narrow.fallbacks) == (True, {})
             passes.clear()
     assert passes == {wide: 2, 1: 2}
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
@@ -547,7 +547,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
 @pytest.mark.slow
 def test_wide_passes_are_tried_by_the_first_text_that_is_no_prompt(narrow: Target) -> None:
     asked: list[Target] = []
-    narrow.wide_text = lambda target: bool(asked.append(target))
+    narrow.chunked_text = lambda target: bool(asked.append(target))
     for prompt, count in ((None, 0), (7, 0), (2, 1), (2, 1)):  # decoding forwards one token more
         for _ in chunks(narrow, list(range(8)), FullKV(narrow.kv_shape, 8), prompt):
             pass

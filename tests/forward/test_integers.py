@@ -24,7 +24,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward import products
-from tswift.forward.adapting import fingerprint, set_width, wrap_model
+from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
 from tswift.forward.products import (
     PackedEmbedding,
     PackedLinear,
@@ -238,7 +238,7 @@ def coded(kind: str, bits: int, input_bits: int = 8, tied: bool = False) -> PreT
 
 def target_of(kind: str, bits: int, **options: int | bool) -> Target:
     target = wrap_model(coded(kind, bits, **options), kind, "native", kv_dtype=torch.int16)
-    assert set_width(target, "native", None) is None
+    assert choose_fixed_rows(target, "native", None) is None
     return target
 
 

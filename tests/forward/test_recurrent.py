@@ -37,7 +37,7 @@ from tswift.decoding.loop import Decoding
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward import recurrent
-from tswift.forward.adapting import fingerprint, set_width, wrap_model
+from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
 from tswift.forward.recurrent import Rows, step_states
 from tswift.forward.target import Target, chunks, prefill
 from tswift.jobs import folder as files
@@ -154,7 +154,7 @@ def target_of(kind: str, dtype: torch.dtype) -> Target:
         return exact_target(kind, dtype)
     target = wrap_model(network(DELTA, torch.float32), kind, "native", kv_dtype=torch.int16)
     assert target.program is not None
-    assert set_width(target, "native", None) is None
+    assert choose_fixed_rows(target, "native", None) is None
     fingerprint(target)
     return target
 

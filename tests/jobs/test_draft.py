@@ -129,15 +129,15 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     )
     assert str(caught.value) == wanted
     model = load(str(checkpoint), draft_model=str(small))
-    begin(model, Request([1, 2, 3], 61, method=method))
-    begin(model, Request([1, 2, 3], 62, method="ar"))  # which does not look at it
+    begin(model, Request(prompt=[1, 2, 3], length=61, method=method))
+    begin(model, Request(prompt=[1, 2, 3], length=62, method="ar"))  # which does not look at it
     plain = _preflight(checkpoint, 50, "ar", small)
     assert "draft model" not in plain.loaded
     assert "draft model's KV" not in plain.caches
     with pytest.raises(
         InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"
     ):
-        begin(model, Request([1, 2, 3], 62, method=method))
+        begin(model, Request(prompt=[1, 2, 3], length=62, method=method))
 
 
 def test_another_vocabulary_is_seen_before_anything_is_loaded(

@@ -13,16 +13,16 @@ from transformers import AutoTokenizer
 
 from tswift.errors import InputError
 from tswift.jobs import config as module
-from tswift.jobs.config import read_prompt, render_chat, take
+from tswift.jobs.config import first_tokens, read_prompt, render_chat
 
 
 def test_take() -> None:
     tokens = list(range(5000))
-    assert take(tokens, None, bundled=False) == tokens
-    assert take(tokens, None, bundled=True) == tokens[:1024]
-    assert take(tokens, 4096, bundled=True) == tokens[:4096]
+    assert first_tokens(tokens, None, bundled=False) == tokens
+    assert first_tokens(tokens, None, bundled=True) == tokens[:1024]
+    assert first_tokens(tokens, 4096, bundled=True) == tokens[:4096]
     with pytest.raises(InputError, match="prefill: asks for 5,001 tokens, the prompt has 5,000"):
-        take(tokens, 5001, bundled=False)
+        first_tokens(tokens, 5001, bundled=False)
 
 
 def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

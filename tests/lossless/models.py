@@ -18,7 +18,7 @@ from tests.helpers import VOCAB
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.decoding.drafter import DraftTree
-from tswift.forward.adapting import fingerprint, set_width
+from tswift.forward.adapting import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target, chunks
 
 POSITIONS = 4096
@@ -81,7 +81,7 @@ def exact_target(
 ) -> Target:
     """A model that is seen to be exact."""
     target = Target(network(kind, dtype), attention)
-    assert set_width(target, "sdpa", True) is None
+    assert choose_fixed_rows(target, "sdpa", True) is None
     fingerprint(target)
     return target
 

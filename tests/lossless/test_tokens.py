@@ -66,8 +66,8 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
     run = begin(
         model,
         Request(
-            prompt,
-            length,
+            prompt=prompt,
+            length=length,
             method=method,
             params=params,
             seed=seed,
@@ -195,13 +195,20 @@ def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> No
     prompt = novel(90)
     params = SamplingParams(window=30, logit_bias={261: 2.0})
     asked = {"params": params, "seed": 5, "logprobs": 3}
-    plain = list(begin(model, Request(prompt, 40, method="ar", **asked)).steps())
+    plain = list(begin(model, Request(prompt=prompt, length=40, method="ar", **asked)).steps())
     tokens, rows = [step.tokens[0] for step in plain], [step.logprobs.tobytes() for step in plain]
     for method, cut in (("tokenswift", 0), ("cascade", 17), ("ar", 30)):  # the second recalls
         options = DraftOptions() if method == "ar" else DraftOptions(budget=64, costs="nominal")
         run = begin(
             model,
-            Request(prompt, 40, method=method, written=tokens[:cut], options=options, **asked),
+            Request(
+                prompt=prompt,
+                length=40,
+                method=method,
+                written=tokens[:cut],
+                options=options,
+                **asked,
+            ),
         )
         assert b"".join(step.logprobs.tobytes() for step in run.steps()) == b"".join(rows[cut:]), (
             method,
@@ -219,7 +226,7 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
         if isinstance(part, torch.nn.Linear):
             part.register_forward_hook(lambda part, given, out: out * (1 + out.shape[-2] / 4096))
     target.width = 16
-    target.wide_prompts = True
+    target.chunked_prompt = True
     return target
 
 

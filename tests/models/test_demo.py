@@ -41,7 +41,10 @@ def decode(
     options: DraftOptions,
 ) -> tuple[list[int], DecodeStats]:
     run = begin(
-        model, Request(prompt, length, method=method, params=params, seed=5, options=options)
+        model,
+        Request(
+            prompt=prompt, length=length, method=method, params=params, seed=5, options=options
+        ),
     )
     stats = DecodeStats(run.depth)
     tokens = []
@@ -62,7 +65,7 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     ids = AutoTokenizer.from_pretrained(FOLDER)(text, return_tensors="pt")["input_ids"]
     wanted = plain(ids).logits[0]
     model = tswift.load(dtype="float64")
-    run = begin(model, Request(ids[0].tolist(), 1, method="ar"))
+    run = begin(model, Request(prompt=ids[0].tolist(), length=1, method="ar"))
     hidden = torch.cat(
         [part.hidden for part in chunks(model.target, ids[0].tolist(), run.decoding._context.kv)]
     )

@@ -75,7 +75,11 @@ def first_guesses(model: LoadedModel, method: str, text: list[int]) -> list[list
     run = begin(
         model,
         Request(
-            text, 20, method=method, params=SamplingParams(min_p=0, penalty=1), options=options
+            prompt=text,
+            length=20,
+            method=method,
+            params=SamplingParams(min_p=0, penalty=1),
+            options=options,
         ),
     )
     run.decoding.prefill()
@@ -159,7 +163,10 @@ def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
     target.tap()
     model = LoadedModel("tiny", None, target, heads, ())
     run = begin(
-        model, Request(text, 30, method="medusa", options=DraftOptions(tree=(2, 2), nodes=9))
+        model,
+        Request(
+            prompt=text, length=30, method="medusa", options=DraftOptions(tree=(2, 2), nodes=9)
+        ),
     )
     steps = run.steps()
     for _ in range(6):

@@ -445,7 +445,10 @@ def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
         begun = begin(
             model,
             Request(
-                random_prompt(20), 8, method=method, options=DraftOptions(budget=64, tree=(1, 1))
+                prompt=random_prompt(20),
+                length=8,
+                method=method,
+                options=DraftOptions(budget=64, tree=(1, 1)),
             ),
         )
         assert sum(len(step.tokens) for step in begun.steps()) == 8

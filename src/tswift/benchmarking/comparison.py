@@ -20,8 +20,8 @@ from tswift.benchmarking.run import Case, Run, Trial, open_runs
 from tswift.benchmarking.summary import STATS, from_source, method_name
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit
-from tswift.engine import fitting
-from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, take
+from tswift.engine import fit_length
+from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, first_tokens
 from tswift.models.devices import environment
 from tswift.tables import NOTHING, Table
 
@@ -59,10 +59,10 @@ class Comparing:
         larger = "prefill" if prefill and prefill > length else "length"
         config = configure(options, least, length, larger, flexible)
         said = Text(asked.source, text).encode(config.model, asked.chat)
-        ids = take(said, prefill, bundled=asked.bundled)
+        ids = first_tokens(said, prefill, bundled=asked.bundled)
         positions = config.model.target.max_positions
         notes = []
-        if flexible and (length := fitting(length, len(ids), positions)) < asked.length:
+        if flexible and (length := fit_length(length, len(ids), positions)) < asked.length:
             notes.append(f"--len is {length:,}: the model has {positions:,} positions")
         open_runs(config, ids, length, asked.seed)  # allocated and freed
         notes += [config.note] if config.note is not None else []

@@ -32,7 +32,7 @@ from tswift.options import (
     parse_numbers,
     part,
 )
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
     from tswift.loading import LoadedModel
@@ -455,7 +455,7 @@ def configure(
         raise InputError(f"{model.name} names no end-of-text token", "stop_at_eos")
     if options.sampling.stop_token_ids and not options.stop_at_eos:
         raise InputError("go with --stop-at-eos: else lengths are exact", "stop_token_ids")
-    params, _ = ending(options.sampling, model.eos_ids, options.stop_at_eos)
+    params, _ = apply_eos_policy(options.sampling, model.eos_ids, options.stop_at_eos)
     cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
     return BenchConfig(model, params, contenders, options.simulate_alpha, options.stop_at_eos, note)

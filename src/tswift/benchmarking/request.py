@@ -128,12 +128,12 @@ class Request:
     def begin(self, texts: Sequence[Text], command: Sequence[str], folder: Path) -> Begun:
         """Load the model, and begin the record; cells that were finished before are in it."""
         if self.earlier and self.measured:
-            self.earlier.options = kept(self.given)
+            self.earlier.options = absolute_paths(self.given)
             return Begun(self.earlier)
         begun = (
             self._begin_suite(texts, command) if self.suite else self._begin_bench(texts, command)
         )
-        begun.record.options = kept(self.given)
+        begun.record.options = absolute_paths(self.given)
         if self.earlier:
             resume.continue_from(begun.record, self.earlier, folder)
         return begun
@@ -176,7 +176,7 @@ class Begun:
     measure: Callable[[OnProgress, Callable[[], None]], State] | None = None
 
 
-def kept(given: Options) -> Options:
+def absolute_paths(given: Options) -> Options:
     """Options as a record keeps them: files are named so that they are found from another working
     directory.
     """

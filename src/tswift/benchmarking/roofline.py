@@ -313,10 +313,10 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
                 passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
             )
         spec = target.speculator_spec
-        if kind.networks and spec is not None and options.budget is not None:
+        if kind.speculator_kinds and spec is not None and options.budget is not None:
             depth = levels or options.gamma or spec.count
             extra_bytes += spec.read_bytes(shape.itemsize, options.budget, depth, shape.lm_head)
-        if kind.partial and not kind.may_draft:
+        if kind.drafts_over_partial_cache and not kind.may_draft:
             # `auto` makes such passes in some of its steps, or in none
             bits = BITS[model.draft_weights] if model.draft_weights else None
             budget = _UNBOUNDED if options.kv == FULL else options.budget

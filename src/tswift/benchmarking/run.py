@@ -180,8 +180,8 @@ def open_runs(
         generation = begin(
             config.model,
             Request(
-                prompt,
-                length,
+                prompt=prompt,
+                length=length,
                 method=contender.method,
                 params=config.params,
                 seed=seed,

@@ -36,7 +36,7 @@ from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
 from tswift.models.devices import now
 from tswift.options import Values, changed
-from tswift.sampling.parameters import ending
+from tswift.sampling.parameters import apply_eos_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,7 +172,7 @@ def prepare(
     unnamed = model.name if suite.axis == "model" else ""
     groups = {
         label or unnamed: BenchConfig(
-            model, ending(drawn, model.eos_ids, stop_at_eos=False)[0], contenders
+            model, apply_eos_policy(drawn, model.eos_ids, stop_at_eos=False)[0], contenders
         )
         for label, drawn in params.items()
     }

@@ -1,4 +1,9 @@
-"""The command line. One module per subcommand: parse, call, print."""
+"""The command line. One module per subcommand: parse, call, print.
+
+Begin with ``app``, which declares the subcommands and turns every error into one line;
+``options`` makes options of the configs' declared fields. Nothing imports it, and it imports
+torch only inside a subcommand.
+"""
 
 import os
 import signal

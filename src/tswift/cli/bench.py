@@ -173,7 +173,7 @@ def bench(
         raise InputError("go with --merge", "FOLDERS")
     with ExitStack() as stack:
         from tswift.benchmarking.record import load_measurement
-        from tswift.benchmarking.request import Request, kept
+        from tswift.benchmarking.request import Request, absolute_paths
         from tswift.benchmarking.resume import add_seeds, open_record, refuse_changes
         from tswift.benchmarking.resume import merge as merge_shards
 
@@ -188,7 +188,7 @@ def bench(
                 raise InputError("cannot be given together with --resume", "out")
             earlier = open_record(resume, "resume", stack)
             add_seeds(earlier, given.get("seeds", ()))
-            refuse_changes(earlier, kept(given))
+            refuse_changes(earlier, absolute_paths(given))
         known = (earlier.options or {}) if earlier else given
         request = Request.of({**known, **judged}, earlier, missing)
         judging = request.judging

@@ -102,7 +102,7 @@ def follow(device: str) -> int:
             ranks = join(device)
             model = load.load_model(ModelConfig(), ranks)  # rank 0 says what; so for begin
             with guard():
-                generation = engine.begin(model, engine.Request((), 0))
+                generation = engine.begin(model, engine.Request(prompt=(), length=0))
                 generation.decoding.prefill()
             for _ in generation.steps():
                 if signals.number:

@@ -32,15 +32,15 @@ from tswift.sampling.rule import Sampler
 
 WITHIN, VIOLATION = "within rounding", "violation"
 SEARCHED = 1000  # tokens beyond the bound whose margin is looked for
-_CHUNK = 256  # tokens forwarded at a time
+_FORWARDED_TOGETHER = 256  # tokens forwarded at a time
 _ELEMENTS = 1 << 21  # scores held at a time, in float64
 # probe windows, their tokens, and the widths of their passes
 _PROBES = 8
 _PROBE = 32
 _WIDTHS = (1, 8)
 # most rounding there can be, in units of the largest logit's last place
-_WIDE = 256.0
-_NARROW = 16.0
+_WIDE_MARGIN = 256.0
+_NARROW_MARGIN = 16.0
 _SAFETY = 2.0
 _SMALLEST = 1e-12  # where the search starts if no rounding was measured
 _UP, _DOWN = 40, 6  # most steps of the search, each by a factor of four
@@ -177,7 +177,13 @@ def audit(
     cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
         cuts.append(
-            min([cuts[-1] + _CHUNK, nodes, *(start for start in starts if start > cuts[-1])])
+            min(
+                [
+                    cuts[-1] + _FORWARDED_TOGETHER,
+                    nodes,
+                    *(start for start in starts if start > cuts[-1]),
+                ]
+            )
         )
     on_progress = on_progress or (lambda done, total: None)
     kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
@@ -190,7 +196,7 @@ def audit(
     refuse_broken(target, kv, text, params)
     for start, stop in pairwise(cuts):
         before = kv.mark() if start in starts else None
-        logits = _logits(target, text[start:stop], kv, _CHUNK, first)
+        logits = _logits(target, text[start:stop], kv, _FORWARDED_TOGETHER, first)
         # where a text is short, far into its only chunk: the first rows of one round as narrow
         # passes do
         at = max(start, min(first, stop - _PROBE))
@@ -223,9 +229,9 @@ def probe_starts(first: int, nodes: int) -> list[int]:
     there on: a pass over few nodes may compute just what the narrow ones do. A text shorter than a
     chunk has one, at its end.
     """
-    begin = min(first, max(0, nodes - _CHUNK))
-    room = max(0, nodes - begin - _CHUNK)
-    count = min(_PROBES, 1 + room // _CHUNK)
+    begin = min(first, max(0, nodes - _FORWARDED_TOGETHER))
+    room = max(0, nodes - begin - _FORWARDED_TOGETHER)
+    count = min(_PROBES, 1 + room // _FORWARDED_TOGETHER)
     return [begin + index * room // max(1, count - 1) for index in range(count)]
 
 
@@ -374,7 +380,7 @@ class _Judge:
             kind = WITHIN if bound and margin is not None and margin <= bound else VIOLATION
             findings.append(Finding(place - start, place, self._text[place], drawn, margin, kind))
         least, greatest = (lead if math.isfinite(lead) else None for lead in self._leads)
-        units = _NARROW if shape.dtype.itemsize <= torch.int16.itemsize else _WIDE
+        units = _NARROW_MARGIN if shape.dtype.itemsize <= torch.int16.itemsize else _WIDE_MARGIN
         count = len(self._text) - start
         return Audit(
             tokens=count,

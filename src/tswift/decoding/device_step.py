@@ -178,7 +178,7 @@ class DeviceStepper:
         self._draft: DeviceDraft | None = drafter.on_device(self.state)
         own = self._draft.sections() if self._draft else {}
         # whether the host proposes trees, at times
-        by_host = self._draft is None or drafter.proposes
+        by_host = self._draft is None or drafter.host_proposes_too
         if by_host:
             own |= {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
@@ -234,7 +234,7 @@ class DeviceStepper:
         drafter = self._drafter
         more = max_new > 1
         max_new = min(max_new, self._depth + 1)
-        drafted = self._draft is not None and drafter.drafts_itself(context)
+        drafted = self._draft is not None and drafter.begin_device_step(context)
         nodes, forced, sources = self._propose(max_new, accept, drafted)
         ahead = nodes > 1 and self._drafts_ahead()
         launched = self._launched or self._launch((nodes, drafted), max_new, forced)
@@ -266,7 +266,7 @@ class DeviceStepper:
         if self._draft is not None:
             self._draft.committed(count)
         drafter.committed(context)
-        if self._draft is not None and drafter.drafts_next and not ahead:
+        if self._draft is not None and drafter.device_drafts_next and not ahead:
             self._launch_draft()
         accepted = min(count - 1, len(kept))
         seconds = time.perf_counter() - started
@@ -309,7 +309,11 @@ class DeviceStepper:
         A replayed draft may overwrite logits and queries of the verification, so nobody may want
         these.
         """
-        if self._draft is None or not self._drafter.drafts_on or self._context.recorder is not None:
+        if (
+            self._draft is None
+            or not self._drafter.device_drafts_on
+            or self._context.recorder is not None
+        ):
             return False
         return self._draft.ready(self._depth + 1)
 
@@ -536,11 +540,11 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
             return f"a step on the device over {held:,} tokens drew others than the rule"
         twin.extend(new)
     fresh = FullKV(target.kv_shape, kv.length)
-    wide, target.wide_text = target.wide_text, False  # it is tried by a text that needs it
+    wide, target.chunked_text = target.chunked_text, False  # it is tried by a text that needs it
     try:
         prefill(target, context.text[:-1], fresh, len(prompt) - 1)
     finally:
-        target.wide_text = wide
+        target.chunked_text = wide
     for ours, theirs in zip(kv.buffers, fresh.buffers, strict=True):
         exact = theirs[:, :, : kv.length].float()
         apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(

@@ -334,23 +334,23 @@ class Drafter:
         return None
 
     @property
-    def proposes(self) -> bool:
+    def host_proposes_too(self) -> bool:
         """Whether the host proposes some trees although there is a draft on the device."""
         return False
 
     @property
-    def drafts_next(self) -> bool:
+    def device_drafts_next(self) -> bool:
         """Whether the next tree is that of the draft on the device, where there is one."""
         return True
 
     @property
-    def drafts_on(self) -> bool:
+    def device_drafts_on(self) -> bool:
         """Whether the tree after the coming step's is the device's too, whatever the step adds."""
-        return not self.proposes
+        return not self.host_proposes_too
 
-    def drafts_itself(self, context: Context) -> bool:
-        """As ``drafts_next``, at the beginning of a step;
-        it is in the place of :meth:`propose` where that is true.
+    def begin_device_step(self, context: Context) -> bool:
+        """Begin a step, and return ``device_drafts_next``;
+        where that is true, this is called in the place of :meth:`propose`.
         """
         return True
 

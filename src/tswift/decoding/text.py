@@ -12,10 +12,10 @@ from tswift.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HELD = 16  # after so many tokens without a whole character, broken bytes are let go
-_LAST = 4  # tokens that a character may still need: it has four bytes at most
+_BROKEN_TOKENS = 16  # after so many tokens without a whole character, broken bytes are let go
+_TOKENS_PER_CHARACTER = 4  # tokens that a character may still need: it has four bytes at most
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_TIMES = 3  # that the same tokens stand there in a row, for a loop
+_LOOP_TIMES = 3  # that the same tokens stand there in a row, for a loop
 _MAX_STOPS = 64
 _LONGEST_STOP = 1000  # characters
 
@@ -127,7 +127,7 @@ class TextStream:
             text = self._after(self._before, self._held)
             if text and not text.endswith(_BROKEN):
                 piece = self._give(len(self._held), text)
-            elif len(self._held) % _HELD == 0:
+            elif len(self._held) % _BROKEN_TOKENS == 0:
                 piece = self._let_go(text)
             pieces.append(self._up_to_stop(piece) if self._stop else piece)
         return "".join(pieces)
@@ -151,7 +151,7 @@ class TextStream:
             again = len(self._last) == self._loop and self._last[0] == token
             self._alike = self._alike + 1 if again else 0
             self._last.append(token)
-            self.looped = self._alike >= (_TIMES - 1) * self._loop
+            self.looped = self._alike >= (_LOOP_TIMES - 1) * self._loop
         return shown
 
     @property
@@ -192,7 +192,7 @@ class TextStream:
         """What of broken bytes no token to come can mend:
         those before a place where the text falls apart in two.
         """
-        for count in range(len(self._held) - _LAST, 0, -1):
+        for count in range(len(self._held) - _TOKENS_PER_CHARACTER, 0, -1):
             first = self._held[:count]
             rest = self._held[count:]
             given = self._after(self._before, first)

@@ -19,21 +19,23 @@ from tswift.forward.passes import PassTimes
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState
 
-_ALLOWANCE = 3.0  # plain steps' time that trials may lose to the best arm at first
-_SHARE = 0.01  # of the time that has passed, which they may lose after that
+_LOST_AT_FIRST = 3.0  # plain steps' time that trials may lose to the best arm at first
+_LOST_SHARE = 0.01  # of the time that has passed, which they may lose after that
 # counted steps of a trial: of an arm that is slower than so much of the best, and of others
 _LEAST, _MOST = 3, 12
 _SLOWER = 0.85
-_BEGIN = 6  # plain steps before the first trial, so that it is known what to compare with
-_LOSS = 3.0  # plain steps' time lost, after which a trial ends at once
-_WAIT = 64.0  # plain steps' time until an arm as fast as the best is tried again
-_PATIENCE = 2.0  # one that is half as fast waits 2 to this power times as long
-_WEARY = 1.3  # and this many times as long after every trial that it lost
-_LONGEST = 2048.0  # after which any is
+_STEPS_BEFORE_TRIALS = (
+    6  # plain steps before the first trial, so that it is known what to compare with
+)
+_LOST_IN_A_TRIAL = 3.0  # plain steps' time lost, after which a trial ends at once
+_WAIT_OF_EQUALS = 64.0  # plain steps' time until an arm as fast as the best is tried again
+_WAIT_POWER = 2.0  # one that is half as fast waits 2 to this power times as long
+_WAIT_PER_FAILURE = 1.3  # and this many times as long after every trial that it lost
+_LONGEST_WAIT = 2048.0  # after which any is
 # steps after which it is asked whether another arm is due, and of plain decoding that are timed
 # together: what a step costs here is a share of a quick pass
-_EVERY = 8
-_MEMORY = 1 / 96  # of what is known of an arm, forgotten in each of its steps
+_LEARNT_TOGETHER = 8
+_FORGOTTEN_PER_STEP = 1 / 96  # of what is known of an arm, forgotten in each of its steps
 # times its usual seconds that a step counts for at most: the process may have been stopped
 # meanwhile
 _FAR = 8.0
@@ -81,7 +83,7 @@ class Arm:
         """
         self.steps += count
         if self.steps > 1:
-            self._keep((1 - _MEMORY) ** count)
+            self._keep((1 - _FORGOTTEN_PER_STEP) ** count)
             self._late += count
             self._tokens += tokens
             self._drafting += seconds
@@ -89,7 +91,9 @@ class Arm:
 
     def wait(self, ratio: float) -> float:
         """Plain steps' time until its next trial, when the best arm is so many times as fast."""
-        return min(_WAIT * ratio**_PATIENCE * _WEARY**self.failures, _LONGEST)
+        return min(
+            _WAIT_OF_EQUALS * ratio**_WAIT_POWER * _WAIT_PER_FAILURE**self.failures, _LONGEST_WAIT
+        )
 
     def age(self) -> None:
         """What is known of it is old: let it count for no more than a short trial."""
@@ -144,14 +148,18 @@ class Bandit:
     @property
     def steady(self) -> bool:
         """Whether plain decoding goes on without a trial: its steps may be timed together then."""
-        return not self.chosen and not self._trial and self._steps >= _BEGIN
+        return not self.chosen and not self._trial and self._steps >= _STEPS_BEFORE_TRIALS
 
     @property
     def stays(self) -> bool:
         """Whether the chosen arm takes the step after the coming one, too; a trial may end with any
         step.
         """
-        return not self._trial and self._unsettled < _EVERY - 1 and self._steps != _BEGIN - 1
+        return (
+            not self._trial
+            and self._unsettled < _LEARNT_TOGETHER - 1
+            and self._steps != _STEPS_BEFORE_TRIALS - 1
+        )
 
     def learn(
         self,
@@ -192,11 +200,11 @@ class Bandit:
                 self._allowed -= overhead
             self._continue(arm, lost)
             return
-        self._allowed += _SHARE * (seconds + overhead)
-        if self._steps == _BEGIN:
-            self._allowed = _ALLOWANCE * plain.step_s
+        self._allowed += _LOST_SHARE * (seconds + overhead)
+        if self._steps == _STEPS_BEFORE_TRIALS:
+            self._allowed = _LOST_AT_FIRST * plain.step_s
         self._unsettled += count
-        if self._unsettled >= _EVERY or self._steps == _BEGIN:
+        if self._unsettled >= _LEARNT_TOGETHER or self._steps == _STEPS_BEFORE_TRIALS:
             self._settle()
 
     def _continue(self, arm: Arm, lost: float) -> None:
@@ -209,7 +217,7 @@ class Bandit:
         if (
             tried == _MOST
             or (tried >= _LEAST and slower)
-            or (tried > 1 and self._lost > _LOSS * self.arms[0].step_s)
+            or (tried > 1 and self._lost > _LOST_IN_A_TRIAL * self.arms[0].step_s)
         ):
             self._trial = 0
             arm.failures += 1
@@ -224,7 +232,7 @@ class Bandit:
         best.failures = 0
         self._unsettled = 0
         plain = self.arms[0].step_s
-        self._allowed = min(self._allowed, 4 * _ALLOWANCE * plain)
+        self._allowed = min(self._allowed, 4 * _LOST_AT_FIRST * plain)
         longest = 1.0
         self.chosen = self._best
         for index, arm in enumerate(self.arms):
@@ -233,11 +241,11 @@ class Bandit:
             if index == self._best or not self._paid[index]:
                 continue
             if not arm.rate:
-                loss = _LOSS * plain
+                loss = _LOST_IN_A_TRIAL * plain
                 waited = inf
             else:
                 ratio = best.rate / arm.rate
-                loss = min(_LEAST * arm.step_s * (1 - 1 / ratio), _LOSS * plain)
+                loss = min(_LEAST * arm.step_s * (1 - 1 / ratio), _LOST_IN_A_TRIAL * plain)
                 arm.failures = arm.failures if paid else 0
                 waited = inf if not paid else (self._now - arm.last) / (arm.wait(ratio) * plain)
             if waited > longest and self._allowed >= loss:
@@ -264,14 +272,14 @@ class AdaptiveDrafter(Drafter):
         times: of passes.
         clock: whether drafting is timed; otherwise costs tell its seconds, too, so that choices are
             the same everywhere.
-        whole: whether a timed step counts as what it took, its pass included: for passes so quick
-            that more is lost by telling them apart.
+        times_whole_steps: whether a timed step counts as what it took, its pass included:
+            for passes so quick that more is lost by telling them apart.
     """
 
     arms: Mapping[str, Drafter] = field(default_factory=dict)
     times: PassTimes = field(default_factory=PassTimes)
     clock: bool = False
-    whole: bool = False
+    times_whole_steps: bool = False
 
     def __post_init__(self) -> None:
         self._names = list(self.arms)
@@ -303,27 +311,27 @@ class AdaptiveDrafter(Drafter):
         return None
 
     @property
-    def proposes(self) -> bool:
-        """As :attr:`Drafter.proposes`: the trees of the other arms."""
+    def host_proposes_too(self) -> bool:
+        """As :attr:`Drafter.host_proposes_too`: the trees of the other arms."""
         return True
 
     @property
-    def drafts_next(self) -> bool:
-        """As :attr:`Drafter.drafts_next`."""
+    def device_drafts_next(self) -> bool:
+        """As :attr:`Drafter.device_drafts_next`."""
         return self._drafters[self.bandit.chosen] is self._on_device
 
     @property
-    def drafts_on(self) -> bool:
-        """As :attr:`Drafter.drafts_on`."""
+    def device_drafts_on(self) -> bool:
+        """As :attr:`Drafter.device_drafts_on`."""
         # what reads other states than a digest of logits would find them overwritten
         read = all(isinstance(each, LogitReader) for each in self.memories)
-        return self.drafts_next and self.bandit.stays and read
+        return self.device_drafts_next and self.bandit.stays and read
 
-    def drafts_itself(self, context: Context) -> bool:
-        """As :meth:`Drafter.drafts_itself`."""
-        if self.drafts_next:
+    def begin_device_step(self, context: Context) -> bool:
+        """As :meth:`Drafter.begin_device_step`."""
+        if self.device_drafts_next:
             self._verifies(self._begin(), context, self._device_nodes)
-        return self.drafts_next
+        return self.device_drafts_next
 
     def _begin(self) -> Drafter:
         """Begin a step of the arm that was chosen."""
@@ -363,11 +371,13 @@ class AdaptiveDrafter(Drafter):
         self._context = context
         drafter = self._drafters[self._drafted]
         drafter.learn(context)
-        if self.bandit.steady and self._steps < _EVERY:
+        if self.bandit.steady and self._steps < _LEARNT_TOGETHER:
             return
         count = self._steps
         tokens = len(context.text) - self._length
-        if self.clock and (self.whole or drafter is self._on_device):  # the draft included
+        if self.clock and (
+            self.times_whole_steps or drafter is self._on_device
+        ):  # the draft included
             self.bandit.learn(tokens, self._drafting + self._passed, self._overhead, count=count)
         else:
             passing = count * self.times.costs.seconds(self._nodes, self._keys)

@@ -26,7 +26,7 @@ from tswift.forward.passes import PassCosts
 from tswift.forward.target import Target
 from tswift.sampling.rule import NoTokenLeft
 
-CHUNK = 128  # tokens that a small model catches up with at a time
+CAUGHT_UP_TOGETHER = 128  # tokens that a small model catches up with at a time
 
 
 class DraftModel:
@@ -126,9 +126,9 @@ class SmallDraftModel(DraftModel):
         known = [*zip(self._unsettled, text[settled:end], strict=False)]
         same = next((i for i, (ours, theirs) in enumerate(known) if ours != theirs), len(known))
         self.kv.trim_to(settled + same)
-        for start in range(self.kv.seen, end, CHUNK):
+        for start in range(self.kv.seen, end, CAUGHT_UP_TOGETHER):
             self.kv.settle()
-            places = range(start, min(start + CHUNK, end))
+            places = range(start, min(start + CAUGHT_UP_TOGETHER, end))
             sent = torch.tensor([text[places.start : places.stop], [*places]]).to(
                 self.target.device, non_blocking=True
             )
@@ -245,7 +245,7 @@ _AHEAD = 1.2
 _CHAINS = (2, 4, 8, 16)
 # leads are told apart by this much; probabilities by them at first
 _STEP = 0.25
-_SURE = (0.6, 0.75, 0.85, 0.9, 0.95)
+_CONFIDENCE_BORDERS = (0.6, 0.75, 0.85, 0.9, 0.95)
 
 
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
@@ -305,10 +305,10 @@ class CascadeSource(ChainSource):
             self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
                 steps = round(min(lead / _STEP, _FAR))
-                sure = min(steps, len(_SURE) - 1)
+                sure = min(steps, len(_CONFIDENCE_BORDERS) - 1)
                 if lead < inf:  # else nothing but the token was left to be drawn
                     tree.propose(node, other, self.name, (1, steps), _OTHERS[sure])
-                below = tree.propose(node, token, self.name, (0, steps), _SURE[sure])
+                below = tree.propose(node, token, self.name, (0, steps), _CONFIDENCE_BORDERS[sure])
                 assert below is not None  # no step goes deeper than was wanted
                 node = below
 

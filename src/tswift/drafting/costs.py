@@ -41,8 +41,8 @@ _SHORT = 64  # keys
 # Many keys by device, and most bytes of the cache that is read. A GPU reads few keys in no time:
 # only from tens of thousands on its time grows with them as it does at 100,000
 _LONG = {"cpu": (16_384, 1 << 27), "cuda": (49_152, 8 << 30)}
-_FREE = 4  # times as much memory has to be free
-_TIMES = (5, 30)  # least and most repeats
+_FREE_FACTOR = 4  # times as much memory has to be free
+_REPEATS = (5, 30)  # least and most repeats
 _SECONDS = 0.7  # after which the least are enough
 # most steps of which the last is timed, and seconds of them that are enough
 _IN_A_ROW = 3
@@ -92,7 +92,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     sizes = tuple(size for size in NODES if size <= most)
     keys, most_bytes = _LONG.get(target.device.type, _LONG["cpu"])
     if target.device.type == "cuda":
-        most_bytes = min(most_bytes, (available_bytes(target.device) or 0) // _FREE)
+        most_bytes = min(most_bytes, (available_bytes(target.device) or 0) // _FREE_FACTOR)
     room = max(most_bytes // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
     long = max(2, min(keys, room, target.max_positions - NODES[-1]))
     lengths = (min(_SHORT, long // 2), long)
@@ -107,8 +107,8 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
             runs[_LEVEL] = partial(trial.level_s, heads)
         times: dict[tuple[int, int], list[float]] = {name: [] for name in runs}
         started = time.perf_counter()
-        for turn in range(_TIMES[1]):
-            if turn >= _TIMES[0] and time.perf_counter() - started > _SECONDS:
+        for turn in range(_REPEATS[1]):
+            if turn >= _REPEATS[0] and time.perf_counter() - started > _SECONDS:
                 break
             for name, run in runs.items():
                 times[name].append(run())

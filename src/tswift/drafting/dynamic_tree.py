@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
 
-_WEIGHT = 8.0  # observations that the probability guessed at first counts for
-_MEMORY = 2048.0  # observations after which older ones count for half: texts change
+_PRIOR_WEIGHT = 8.0  # observations that the probability guessed at first counts for
+_HALF_LIFE = 2048.0  # observations after which older ones count for half: texts change
 
 
 class AcceptanceEstimator:
@@ -39,18 +39,18 @@ class AcceptanceEstimator:
         ``guess`` counts as long as little is known.
         """
         true, count = self._seen.get(kind, (0.0, 0.0))
-        return min(max((true + _WEIGHT * guess) / (count + _WEIGHT), 1e-6), 1 - 1e-6)
+        return min(max((true + _PRIOR_WEIGHT * guess) / (count + _PRIOR_WEIGHT), 1e-6), 1 - 1e-6)
 
     def learn(self, kind: Hashable, came_true: bool) -> None:
         """A candidate of the kind was put to the test."""
         seen = self._seen.setdefault(kind, [0.0, 0.0])
         seen[0] += came_true
         seen[1] += 1
-        if seen[1] >= _MEMORY:
+        if seen[1] >= _HALF_LIFE:
             seen[:] = seen[0] / 2, seen[1] / 2
 
 
-_STEADY = 0.05  # of what is known of late, forgotten in a step
+_FORGOTTEN_PER_STEP = 0.05  # of what is known of late, forgotten in a step
 
 
 class TreeBudget:
@@ -112,8 +112,8 @@ class TreeBudget:
         if self.learns:
             nodes, keys, drafting = self._step
             self.times.learn(nodes, self.costs.seconds(nodes, keys), seconds - drafting)
-        self._tokens += tokens - _STEADY * self._tokens
-        self._time += self._seconds - _STEADY * self._time
+        self._tokens += tokens - _FORGOTTEN_PER_STEP * self._tokens
+        self._time += self._seconds - _FORGOTTEN_PER_STEP * self._time
         self.rate = self._tokens / self._time
 
     def pays_off(self, tokens: float, seconds: float) -> bool:
@@ -132,7 +132,7 @@ GUESSES = (
     (0.12, 0.08, 0.05, 0.03, 0.02),
     (0.06, 0.05, 0.03, 0.02, 0.01),
 )
-_PLAIN = 0.5  # probability of a token whose source says nothing of it, until more is known
+_UNKNOWN_CHANCE = 0.5  # probability of a token whose source says nothing of it, until more is known
 
 
 class CandidateTree:
@@ -241,7 +241,7 @@ class CandidateTree:
         for token in path:
             if node is None:
                 return
-            node = self.propose(node, token, source, self.depths[node], _PLAIN)
+            node = self.propose(node, token, source, self.depths[node], _UNKNOWN_CHANCE)
 
     def likeliest(self, limit: int) -> list[int]:
         """The root and the nodes with the highest probabilities, at most ``limit``,

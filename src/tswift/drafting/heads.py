@@ -249,8 +249,8 @@ WIDTH = 4  # candidates of a level
 _BRANCHES = 3  # nodes of a level below which the next one's may follow
 
 
-_ALL = 32  # drafts of which one has all levels, whatever they were worth of late
-_LATE = 0.1  # of what is known of a level's worth, forgotten in a draft that has it
+_DRAFTS_PER_FULL_ONE = 32  # drafts of which one has all levels, whatever they were worth of late
+_FORGOTTEN_PER_DRAFT = 0.1  # of what is known of a level's worth, forgotten in a draft that has it
 
 
 class HeadTreeSource(HeadSource):
@@ -273,7 +273,7 @@ class HeadTreeSource(HeadSource):
         """As :meth:`HeadSource.start`, of the levels that pay."""
         self._drafts += 1
         self.levels = len(self.tree)
-        if self.budget is not None and self._drafts % _ALL:
+        if self.budget is not None and self._drafts % _DRAFTS_PER_FULL_ONE:
             price = self.budget.costs.level + self.budget.costs.node(context.kv.length)
             while self.levels > 1 and not self.budget.pays_off(self._worth[self.levels - 1], price):
                 self.levels -= 1
@@ -291,6 +291,6 @@ class HeadTreeSource(HeadSource):
             ]
             nodes = sorted(children, key=lambda node: -tree.path_prob[node])[:_BRANCHES]
             best = tree.path_prob[nodes[0]] if nodes else 0.0
-            self._worth[level] += _LATE * (best - self._worth[level])
+            self._worth[level] += _FORGOTTEN_PER_DRAFT * (best - self._worth[level])
             if self._heads.conditioned:
                 nodes = children[:1]  # the next level has been told this token

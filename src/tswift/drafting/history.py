@@ -44,10 +44,10 @@ _ORDERS = (1, 2, 3, 4, 6, 12)
 # links of a chain that are followed: a context met a thousand times costs no more than one met 16
 # times
 _REACH = 16
-_ROUND = 8  # paths asked about at a time
+_PATHS_TOGETHER = 8  # paths asked about at a time
 _PLACES = 4  # averaged; eight are hardly better
-_FAVOUR = 2.0  # a place weighs e^2 times one whose match is a token shorter
-_TOGETHER = 8  # tokens that are taken in at once, where logits are not worth keeping
+_WEIGHT_PER_TOKEN = 2.0  # a place weighs e^2 times one whose match is a token shorter
+_TOKENS_TOGETHER = 8  # tokens that are taken in at once, where logits are not worth keeping
 _PROMPT_ROWS = 64  # logits of a prompt that are computed at a time
 
 
@@ -224,14 +224,16 @@ class LogitHistory:
         self._logits.bans = len(params.banned)
         _point(self._logits, self._fixed)
         self._asked: dict[str, np.ndarray] = {
-            "ends": np.empty(_ROUND, np.int64),
-            "depths": np.empty(_ROUND, np.int64),
-            "positions": np.empty(_ROUND, np.int64),
-            "matches": np.empty((_ROUND, 2), np.int64),
-            "ids": np.empty((_ROUND, width), np.int32),
-            "logits": np.empty((_ROUND, width), np.float32),
-        } | ({"seen": np.empty((_ROUND, width), np.uint8)} if params.penalises else {})
-        self._ask = _C.Recall(width=width, most=_PLACES, window=params.window, favour=_FAVOUR)
+            "ends": np.empty(_PATHS_TOGETHER, np.int64),
+            "depths": np.empty(_PATHS_TOGETHER, np.int64),
+            "positions": np.empty(_PATHS_TOGETHER, np.int64),
+            "matches": np.empty((_PATHS_TOGETHER, 2), np.int64),
+            "ids": np.empty((_PATHS_TOGETHER, width), np.int32),
+            "logits": np.empty((_PATHS_TOGETHER, width), np.float32),
+        } | ({"seen": np.empty((_PATHS_TOGETHER, width), np.uint8)} if params.penalises else {})
+        self._ask = _C.Recall(
+            width=width, most=_PLACES, window=params.window, favour=_WEIGHT_PER_TOKEN
+        )
         self._ask.index = ctypes.addressof(self._index)
         self._ask.kept = ctypes.addressof(self._logits)
         _point(self._ask, self._fixed | self._asked)
@@ -273,7 +275,7 @@ class LogitHistory:
         end = len(text) - 1  # what comes after the last token is not known yet
         late = end - self._known
         worth = self._worth_keeping(context)
-        if not worth and 0 < late < _TOGETHER:  # a few tokens later they are all taken in
+        if not worth and 0 < late < _TOKENS_TOGETHER:  # a few tokens later they are all taken in
             return
         seen = min(late, len(context.path)) if worth else 0
         if seen < late:
@@ -304,7 +306,7 @@ class LogitHistory:
         """Whether the logits of the last pass are there, and worth the time that it takes."""
         if context.logits is None or self.costs is None or context.digest is not None:
             return context.logits is not None
-        slow = self.costs.seconds(1, context.kv.length) > _SLOW
+        slow = self.costs.seconds(1, context.kv.length) > _SLOW_PASS
         return slow or self.repeats > _REPEATS
 
     def guess(self, paths: Sequence[Sequence[int]], count: int) -> list[Candidates]:
@@ -317,8 +319,8 @@ class LogitHistory:
         guesses: list[Candidates] = []
         longest = _ORDERS[-1]
         text = self._tables["text"][max(0, len(self) - longest) : len(self)].tolist()
-        for start in range(0, len(paths), _ROUND):
-            asked = paths[start : start + _ROUND]
+        for start in range(0, len(paths), _PATHS_TOGETHER):
+            asked = paths[start : start + _PATHS_TOGETHER]
             contexts = [[*text, *path][-max(longest, len(path)) :] for path in asked]
             size = len(asked)
             tokens = np.array([token for context in contexts for token in context], np.int32)
@@ -342,8 +344,8 @@ def _kept_as(vocab_size: int, kept: int) -> tuple[int, type[np.uint16] | type[np
 
 
 _WIDTH = 3  # candidates offered below a node
-_LONG = 12  # a match from which on the text is followed
-_AHEAD = 8  # tokens that it is followed at a time
+_FOLLOWED_MATCH = 12  # a match from which on the text is followed
+_FOLLOWED_TOGETHER = 8  # tokens that it is followed at a time
 # gaps between scores are told apart by this much, and up to so many times
 _STEP = 0.5
 _FAR = 4
@@ -354,14 +356,14 @@ _FIRST = {
     2: (0.42, 0.53, 0.68, 0.73, 0.83),
     3: (0.44, 0.62, 0.77, 0.80, 0.88),
     4: (0.56, 0.76, 0.86, 0.90, 0.95),
-    _LONG: (0.70, 0.90, 0.95, 0.97, 0.98),
+    _FOLLOWED_MATCH: (0.70, 0.90, 0.95, 0.97, 0.98),
 }
 _OTHERS = ((0.26, 0.17, 0.10, 0.07, 0.06), (0.13, 0.09, 0.05, 0.04, 0.02))
-_OPINIONS = (0.3, 0.6, 0.85)  # chances that others give are told apart by these
+_CHANCE_BORDERS = (0.3, 0.6, 0.85)  # chances that others give are told apart by these
 _UNNAMED, _ALONE = -1, -2  # others name other tokens; there are no others
 _DOUBT = 0.3  # what it does to the odds that others name other tokens
-_SECONDS = 1e-4  # that a guess takes on the host
-_SLOW = 8e-3  # seconds of a pass beside which those of keeping its logits are nothing
+_GUESS_SECONDS = 1e-4  # that a guess takes on the host
+_SLOW_PASS = 8e-3  # seconds of a pass beside which those of keeping its logits are nothing
 # share of late tokens from which on guesses may pay, and tokens of which that need not be known
 _REPEATS = 0.15
 _UNKNOWN = 64
@@ -377,7 +379,7 @@ class HistorySource(Source):
     nodes.
     """
 
-    name = "reuse"
+    name = "recall"
 
     def __init__(self, recall: LogitHistory, budget: TreeBudget, limit: int) -> None:
         self._recall = recall
@@ -397,15 +399,15 @@ class HistorySource(Source):
             for node, guess in zip(nodes, guesses, strict=True):
                 self._offer(tree, node, guess)
             for node, guess in zip(nodes, guesses, strict=True):
-                if guess.match == _LONG:
+                if guess.match == _FOLLOWED_MATCH:
                     self._follow(tree, node, guess, asked, context)
 
     def _pay(self, tree: CandidateTree, asked: set[int], context: Context) -> list[int]:
         """The likeliest nodes to guess below, those left out that were asked or do not pay."""
-        price = _SECONDS + self._budget.costs.node(context.kv.length)
+        price = _GUESS_SECONDS + self._budget.costs.node(context.kv.length)
         nodes: list[int] = []
         for node in tree.likeliest(self._limit):
-            if len(nodes) == _ROUND or not self._budget.pays_off(
+            if len(nodes) == _PATHS_TOGETHER or not self._budget.pays_off(
                 _GAIN * tree.path_prob[node], price
             ):
                 break
@@ -415,7 +417,7 @@ class HistorySource(Source):
 
     def _candidates(self, paths: Sequence[Sequence[int]], context: Context) -> list[Candidates]:
         """What may be drawn below paths from the root."""
-        self._seconds += _SECONDS * len(paths)
+        self._seconds += _GUESS_SECONDS * len(paths)
         # the root, and what was drafted of a text that is itself a draft
         unknown = context.text[len(self._recall) :]
         return self._recall.guess([[*unknown, *path] for path in paths], _WIDTH)
@@ -425,7 +427,7 @@ class HistorySource(Source):
             token: tree.path_prob[child] / tree.path_prob[node]
             for token, child in tree.children[node].items()
         }
-        match = guess.match if guess.match == _LONG else min(guess.match, 4)
+        match = guess.match if guess.match == _FOLLOWED_MATCH else min(guess.match, 4)
         for rank, (token, score) in enumerate(zip(guess.tokens, guess.scores, strict=True)):
             rival = guess.scores[0] if rank else guess.scores[1] if len(guess.scores) > 1 else -1e9
             step = round(min(abs(score - rival) / _STEP, _FAR))
@@ -433,7 +435,7 @@ class HistorySource(Source):
             opinion = _ALONE
             if named:
                 theirs = named.get(token)
-                opinion = _UNNAMED if theirs is None else bisect(_OPINIONS, theirs)
+                opinion = _UNNAMED if theirs is None else bisect(_CHANCE_BORDERS, theirs)
                 odds = chance / (1 - chance) * (_DOUBT if theirs is None else theirs / (1 - theirs))
                 chance = odds / (1 + odds)
             tree.propose(node, token, self.name, (match, rank, step, opinion), chance)
@@ -443,7 +445,9 @@ class HistorySource(Source):
     ) -> None:
         """Offer along what followed a long match, at once, as long as that is what is guessed."""
         ahead = context.text[
-            guess.place + 1 : guess.place + 1 + min(_AHEAD, tree.depth - tree.depths[node] - 1)
+            guess.place + 1 : guess.place
+            + 1
+            + min(_FOLLOWED_TOGETHER, tree.depth - tree.depths[node] - 1)
         ]
         path = tree.path(node)
         paths = [[*path, *ahead[:count]] for count in range(1, len(ahead) + 1)]

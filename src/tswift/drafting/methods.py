@@ -16,7 +16,7 @@ from tswift.caches import POLICIES, PartialKV, StreamingKV
 from tswift.decoding.drafter import Drafter, Source
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
-    CHUNK,
+    CAUGHT_UP_TOGETHER,
     CascadeSource,
     ChainSource,
     DraftModel,
@@ -254,7 +254,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms=arms,
         times=times,
         clock=timed,
-        whole=quick,
+        times_whole_steps=quick,
     )
 
 
@@ -314,7 +314,9 @@ def _small_draft(models: Models, options: DraftOptions, between: bool = False) -
     """The small model over its own cache."""
     draft = _set(models.draft)
     (budget, ahead) = _small_cache_size(options, models.positions, between)
-    kv = StreamingKV(draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CHUNK)
+    kv = StreamingKV(
+        draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CAUGHT_UP_TOGETHER
+    )
     return SmallDraftModel(draft, kv)
 
 
@@ -481,14 +483,16 @@ def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> No
         others = [
             other
             for other, kind in METHODS.items()
-            if not (kind.needs_heads or kind.draft or kind.networks or kind.reference)
+            if not (kind.needs_heads or kind.draft or kind.speculator_kinds or kind.reference)
         ]
         message = (
             f"{method.name} drafts with heads and the model has none; without heads there are "
             f"{', '.join(others)}"
         )
         raise InputError(message, "method")
-    if not method.networks or (network is not None and network.kind in method.networks):
+    if not method.speculator_kinds or (
+        network is not None and network.kind in method.speculator_kinds
+    ):
         return
     if method.name == MTP:
         raise InputError(
@@ -496,7 +500,8 @@ def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> No
         )
     there = "there is none" if network is None else f"this one is {network.kind}"
     raise InputError(
-        f"{method.name} drafts with a drafter of kind {' or '.join(method.networks)}, and {there}",
+        f"{method.name} drafts with a drafter of kind {' or '.join(method.speculator_kinds)}, "
+        f"and {there}",
         "drafter",
     )
 
@@ -505,7 +510,7 @@ def _tree_and_gamma(
     method: Method, model: Target | ModelSpec, heads: int, options: DraftOptions
 ) -> tuple[tuple[int, ...] | str | None, int | None]:
     """The candidates per level and the length of a chain, None where the method has no such."""
-    network = model.speculator_spec if method.networks else None
+    network = model.speculator_spec if method.speculator_kinds else None
     gamma = None
     if method.gamma is not None:
         gamma = method.gamma if options.gamma is None else options.gamma
@@ -636,16 +641,18 @@ def cache_slots(
     small = 0
     window = 0
     budget = options.budget or method.budget
-    if method.partial and options.kv != FULL:
+    if method.drafts_over_partial_cache and options.kv != FULL:
         # in a tree it counts levels of heads
         chain = 0 if method.gamma is None else options.gamma or method.gamma
         nodes = INNER_NODES if method.heads else 1
         partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
     if method.draft or method.may_draft:
         own = options if method.draft else _standalone_options(options)
-        held, ahead = _small_cache_size(own, positions, between=method.draft and method.partial)
-        small = held + 2 * ahead + CHUNK
-    if network is not None and (method.networks or method.may_use_speculator):
-        levels = (options.gamma if method.networks else None) or network.count
+        held, ahead = _small_cache_size(
+            own, positions, between=method.draft and method.drafts_over_partial_cache
+        )
+        small = held + 2 * ahead + CAUGHT_UP_TOGETHER
+    if network is not None and (method.speculator_kinds or method.may_use_speculator):
+        levels = (options.gamma if method.speculator_kinds else None) or network.count
         window = budget + 1 + network.slots(levels, BEAM)
     return partial, small, window

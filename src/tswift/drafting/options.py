@@ -174,13 +174,13 @@ class Method:
     cuda_tree: tuple[int, ...] = ()  # of its heads on CUDA, if not said otherwise: the paper's
     cpu_tree: tuple[int, ...] = ()  # and on a CPU
     # passes of the target draft: over a partial cache, unless drafting reads the full one
-    partial: bool = False
+    drafts_over_partial_cache: bool = False
     # it drafts with heads, if there are any, though it has no tree of theirs to choose
     heads: bool = False
     draft: bool = False  # it needs a smaller model
     may_draft: bool = False  # it drafts with a smaller model, if there is one
-    networks: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
-    own: bool = False  # that one is in the model's own checkpoint
+    speculator_kinds: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
+    head_in_checkpoint: bool = False  # that one is in the model's own checkpoint
     may_use_speculator: bool = False  # it drafts with a published drafter, if there is one
     # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
     reference: bool = False
@@ -188,12 +188,12 @@ class Method:
     @property
     def needs_heads(self) -> bool:
         """Whether there have to be heads."""
-        return "tree" in self.uses and not self.networks
+        return "tree" in self.uses and not self.speculator_kinds
 
     @property
     def drafts_itself(self) -> bool:
         """Whether the model itself drafts, and nothing could in its place."""
-        return self.partial and not self.may_use_speculator
+        return self.drafts_over_partial_cache and not self.may_use_speculator
 
     @property
     def loads(self) -> frozenset[str]:
@@ -203,8 +203,9 @@ class Method:
         uses = {
             "heads": self.heads or self.needs_heads,
             "draft_model": self.draft or self.may_draft,
-            "drafter": bool(self.networks and not self.own) or self.may_use_speculator,
-            "draft_weights": self.partial,
+            "drafter": bool(self.speculator_kinds and not self.head_in_checkpoint)
+            or self.may_use_speculator,
+            "draft_weights": self.drafts_over_partial_cache,
         }
         return frozenset(name for name, used_by_it in uses.items() if used_by_it)
 
@@ -225,7 +226,7 @@ _CASCADE = Method(
     kv=("streaming", "dynamic", "partial", "snapkv"),
     gamma=24,
     budget=1024,
-    partial=True,
+    drafts_over_partial_cache=True,
 )
 
 _METHODS = {
@@ -237,7 +238,7 @@ _METHODS = {
         cuda_tree=(1, 3, 3, 3),
         cpu_tree=(1, 2, 2, 2, 2),
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
-        partial=True,
+        drafts_over_partial_cache=True,
     ),
     "cascade": _CASCADE,
     "recall": Method(frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
@@ -246,17 +247,24 @@ _METHODS = {
         _OF_CHAINS | _OF_PARTIAL | {"kv"},
         kv=("snapkv", "streaming", "dynamic", "partial", FULL),
         gamma=4,
-        partial=True,
+        drafts_over_partial_cache=True,
     ),
     "standalone": Method(
         _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
     ),
     "triforce": Method(
-        _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"}, gamma=6, partial=True, draft=True
+        _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"},
+        gamma=6,
+        drafts_over_partial_cache=True,
+        draft=True,
     ),
-    "block": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("dspark", "dflash", "dflash2")),
-    "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("eagle3", "assistant")),
-    "mtp": Method(_OF_TREES | _OF_PARTIAL, budget=2048, networks=("mtp",), own=True),
+    "block": Method(
+        _OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("dspark", "dflash", "dflash2")
+    ),
+    "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("eagle3", "assistant")),
+    "mtp": Method(
+        _OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("mtp",), head_in_checkpoint=True
+    ),
     "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
     "ar-reference": Method(reference=True),
 }
@@ -280,7 +288,7 @@ def find_method(name: str) -> Method:
 def used(method: Method, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
     uses = method.uses
-    tree = options.tree or (AUTO if method.networks else None)
+    tree = options.tree or (AUTO if method.speculator_kinds else None)
     if "kv" in uses and options.kv == FULL:
         uses -= _OF_PARTIAL
     if "tree" in uses and tree != AUTO:

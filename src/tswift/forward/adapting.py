@@ -33,7 +33,7 @@ from tswift.forward.hf import UnsupportedModel, watched
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Forwarded
 from tswift.forward.products import finely_rounded, holds_codes
-from tswift.forward.program import CHUNK
+from tswift.forward.program import PROMPT_CHUNK
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target, chunks, first_broken, forward_wide
@@ -91,7 +91,7 @@ def measured_pass(target: Target) -> tuple[float, Tensor]:
         length = torch.zeros((), dtype=torch.int32, device=target.device)
         run = target.capture(partial(target.compute_static, zero, zero, kv, length, None))
     seconds = []
-    for _ in range(_TIMES):
+    for _ in range(_REPEATS):
         synchronize(target.device)
         started = time.perf_counter()
         forwarded = run()
@@ -100,8 +100,8 @@ def measured_pass(target: Target) -> tuple[float, Tensor]:
     return min(seconds), forwarded.hidden.clone()
 
 
-_TIMES = 10
-_INSTEAD = {  # what is said of a part that something else stands in for, before the reason
+_REPEATS = 10
+_STAND_INS = {  # what is said of a part that something else stands in for, before the reason
     "sampler": "sampler by PyTorch:",
     "trees": "trees walked by PyTorch:",
     "states": "states stepped by PyTorch:",
@@ -118,7 +118,7 @@ def execution_note(target: Target) -> str:
     words = _how_layers_run(target)
     if target.fallbacks.graph_fault is not None:
         words += f"; no CUDA graphs: {target.fallbacks.graph_fault}"
-    for part, said in _INSTEAD.items():
+    for part, said in _STAND_INS.items():
         if part in target.fallbacks:
             words += f"; {said} {target.fallbacks[part]}"
     return words
@@ -126,7 +126,7 @@ def execution_note(target: Target) -> str:
 
 # What stands in for a part, and how much longer that took where it was measured (results/h100):
 # what is slow enough for a warning.
-_SLOWER = {
+_SLOW_STAND_INS = {
     "attention": "attention and layers by stock operators",
     "features": "attention and layers by stock operators",
     "layers": "layers by stock operators",
@@ -136,7 +136,7 @@ _SLOWER = {
     "sampler": "the sampler by PyTorch (0.1 to 0.8 ms a step more on an H100)",
     "trees": "trees walked by PyTorch",
 }
-_COSTS = {  # by what the device is
+_SLOW_FACTORS = {  # by what the device is
     ("attention", "cuda"): " (up to 77 times as long on an H100)",
     ("attention", "cpu"): " (several times as long)",
     ("layers", "cpu"): " (several times as long)",
@@ -151,8 +151,8 @@ def warn_of_fallbacks(target: Target, model: str = "decoding") -> None:
     """
     told = target.fallbacks.told
     new = [
-        (f"{words}{_COSTS.get((part, target.device.type), '')}", reason)
-        for part, words in _SLOWER.items()
+        (f"{words}{_SLOW_FACTORS.get((part, target.device.type), '')}", reason)
+        for part, words in _SLOW_STAND_INS.items()
         if (reason := target.fallbacks.get(part)) and not isinstance(reason, NoFault)
         if reason not in told
     ]
@@ -180,13 +180,13 @@ def _how_layers_run(target: Target) -> str:
 
 
 _LEAST_WIDTH = 16
-_HELD = 1_500  # random keys in the cache: several chunks of every attention
+_HELD_KEYS = 1_500  # random keys in the cache: several chunks of every attention
 # there a text that long is cut otherwise; at most so many bytes
 _HELD_ON_CUDA = 20_000
 _HELD_BYTES = 3 << 30
-_OTHERS = (0, 99, 700)  # other lengths of the cache
-_PROMPTS = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
-_WIDE = (CHUNK, 77)  # tokens of wide passes over a text
+_OTHER_LENGTHS = (0, 99, 700)  # other lengths of the cache
+_PROMPT_SIZES = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
+_CHUNK_SIZES = (PROMPT_CHUNK, 77)  # tokens of wide passes over a text
 
 
 class Inexact(Exception):
@@ -258,9 +258,9 @@ def fingerprint(target: Target) -> str:
                 raise Inexact("keys and values depend on a token's ancestors being drafted")
     parts = [whole.hidden, target.logits(whole.hidden)]
     # one pass may round alike by chance
-    parts += [forward(ids, index, None, held).hidden for held in _OTHERS if held <= before]
-    if target.wide_prompts:
-        parts += [_prompt(target, count, ids) for count in _PROMPTS]
+    parts += [forward(ids, index, None, held).hidden for held in _OTHER_LENGTHS if held <= before]
+    if target.chunked_prompt:
+        parts += [_prompt(target, count, ids) for count in _PROMPT_SIZES]
     return _digest(parts)
 
 
@@ -272,8 +272,8 @@ def _digest(parts: Sequence[Tensor]) -> str:
 def _held_by(shape: KVShape) -> int:
     """How many tokens a cache holds in which exact passes are tried."""
     if shape.device.type != "cuda":
-        return _HELD
-    return max(_HELD, min(_HELD_ON_CUDA, _HELD_BYTES // shape.bytes_per_token))
+        return _HELD_KEYS
+    return max(_HELD_KEYS, min(_HELD_ON_CUDA, _HELD_BYTES // shape.bytes_per_token))
 
 
 def _held_cache(
@@ -304,8 +304,8 @@ def wide_text_has_the_bits(target: Target) -> bool:
     They may where prompts have wide passes, and layers and attention are of kernels that should
     make rows alike. What has to be compiled for them is, the first time a text is to be forwarded.
     """
-    count = sum(_WIDE)
-    known = target.wide_prompts and target.replays and count <= target.max_positions
+    count = sum(_CHUNK_SIZES)
+    known = target.chunked_prompt and target.replays and count <= target.max_positions
     if target.width is None or not (known and is_fused(target.model)):
         return False
     fault = fault_of(partial(_other_bits, target, count))
@@ -316,12 +316,15 @@ def wide_text_has_the_bits(target: Target) -> bool:
 def _other_bits(target: Target, count: int) -> str | None:
     """That wide passes over so many tokens give other bits; None if they do not."""
     random = torch.Generator().manual_seed(1)
-    kv, before = _held_cache(target, _HELD, count, random)
+    kv, before = _held_cache(target, _HELD_KEYS, count, random)
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
     places = torch.arange(before, before + count, device=target.device)
     found = []
     narrow = partial(target.forward, ancestors=None)
-    for sizes, forward in (([*_WIDE], partial(forward_wide, target)), (target.width, narrow)):
+    for sizes, forward in (
+        ([*_CHUNK_SIZES], partial(forward_wide, target)),
+        (target.width, narrow),
+    ):
         kv.length = before
         hidden = []
         for tokens, positions in zip(ids.split(sizes), places.split(sizes), strict=True):
@@ -382,7 +385,7 @@ def _outputs(
     return outputs
 
 
-def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
+def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str | None:
     """Give a model's passes their fixed width, if they are to be exact, before any are prepared.
 
     By default they are where texts of different methods would part, or where it costs nothing. The
@@ -409,18 +412,18 @@ def set_width(target: Target, attention: str, exact: bool | None) -> str | None:
     if is_moe(target.model.config):
         return "an expert takes as many rows as choose it"
     if target.program is not None:
-        target.set_width(target.program.most_nodes)
+        target.set_fixed_rows(target.program.most_nodes)
     else:
         rows = 0 if target.device.type == "cpu" else ROWS // target.groups
         wide = target.device.type == "cuda"
         width = min(MAX_WIDTH, max(_LEAST_WIDTH, rows))
-        target.set_width(width, wide, wide and wide_text_has_the_bits)
+        target.set_fixed_rows(width, wide, wide and wide_text_has_the_bits)
     return None
 
 
 _ROUNDED = 1e-2  # most that logits may differ by where inputs are rounded to 16 bits
 # Most that logits may differ by: in units of the KV cache's last place, and in units of their own
-# spread. A cache of 16 bits came to 7 in a real model, and to 38 with its positions stretched 16
+# spread. A cache of 16 bits came to 7 in a real model, and to 38 with its positions with_yarn 16
 # times (--yarn), which makes attention sharper. One that is read wrongly comes to the spread.
 _CACHED = 128
 _MISREAD = 1.0

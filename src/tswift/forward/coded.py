@@ -32,7 +32,7 @@ from tswift.models import codes
 from tswift.models.architecture import class_of, skeleton
 from tswift.models.checkpoint import StoredTensor
 from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
-from tswift.models.devices import give_back
+from tswift.models.devices import return_free_memory
 from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder, put
 
@@ -81,7 +81,7 @@ def _filled(
             owner.weight = nn.Parameter(plain, requires_grad=False)
     if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
-    give_back()  # before the matrices are moved together
+    return_free_memory()  # before the matrices are moved together
     return network.eval().requires_grad_(False)
 
 

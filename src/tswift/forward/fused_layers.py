@@ -87,7 +87,7 @@ class FusedLayer(nn.Module):
             return super().forward(hidden_states, *given, **named)
         from tswift.forward.layer_kernels import MOST_ROWS
 
-        if not run.alike and hidden_states.shape[1] > MOST_ROWS:
+        if not run.batch_invariant and hidden_states.shape[1] > MOST_ROWS:
             return self._prompt(hidden_states, named["position_embeddings"], run)
         return self._few(hidden_states, named["position_embeddings"], run)
 

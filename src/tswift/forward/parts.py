@@ -73,9 +73,10 @@ class LayerParts:
     the others of them are None.
 
     Attributes:
-        linears: by the name in program.c's ``Layer``: queries, keys, values, more, output, gate,
-            let, down.
-        norms: likewise: before, attended, between, fed, query_norm, key_norm; None where there is
+        linears: by the name in program.c's ``Layer``: queries, keys, values, extra, output,
+            gate, up, down.
+        norms: likewise: pre_attention_norm, post_attention_norm, pre_mlp_norm, post_mlp_norm,
+            query_norm, key_norm; None where there is
             none.
         joint: whether queries (and keys) are normed over all heads at once.
         rotary: which rotary embedding turns queries and keys; None for none.
@@ -247,7 +248,7 @@ def _recurrent_layer(layer: nn.Module) -> LayerParts:
         "queries": "in_proj_qkv",
         "keys": "in_proj_z",
         "values": "in_proj_b",
-        "more": "in_proj_a",
+        "extra": "in_proj_a",
         "output": "out_proj",
     }
     if own is None or not _has(own, *products.values(), "conv1d", "norm"):
@@ -273,9 +274,9 @@ def _around(
     if mlp is None or places is None:
         raise Unfit(f"{type(layer).__name__} has parts that have no program")
     if _has(mlp, "gate_up_proj", "down_proj"):
-        own = {"gate": mlp.gate_up_proj, "let": None, "down": mlp.down_proj}
+        own = {"gate": mlp.gate_up_proj, "up": None, "down": mlp.down_proj}
     elif _has(mlp, "gate_proj", "up_proj", "down_proj"):
-        own = {"gate": mlp.gate_proj, "let": mlp.up_proj, "down": mlp.down_proj}
+        own = {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
     else:
         raise Unfit(f"{type(mlp).__name__} has no program")
     for linear in (*linears.values(), *own.values()):
@@ -283,7 +284,11 @@ def _around(
             raise Unfit(f"{type(linear).__name__} has no program")
     found = {
         name: getattr(layer, norm) if norm else None
-        for name, norm in zip(("before", "attended", "between", "fed"), places, strict=True)
+        for name, norm in zip(
+            ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm"),
+            places,
+            strict=True,
+        )
     }
     return {**linears, **own}, {**norms, **found}
 

@@ -112,11 +112,11 @@ NOMINAL = PassCosts(
 )
 
 
-_FEW = 4.0  # passes that those of all sizes count for, in what is known of one
-_KEPT = 1 - 1 / 200  # of what passes took, after each
-_HEAVY = 1e9  # times the weight of an old pass, after which all are made lighter
+_PRIOR_PASSES = 4.0  # passes that those of all sizes count for, in what is known of one
+_KEPT_PER_PASS = 1 - 1 / 200  # of what passes took, after each
+_RESCALED_ABOVE = 1e9  # times the weight of an old pass, after which all are made lighter
 # one counts as no less and no more of what was expected: the process may have been stopped
-_RATIO = 0.5, 2.0
+_RATIO_BOUNDS = 0.5, 2.0
 
 
 class PassTimes:
@@ -144,7 +144,7 @@ class PassTimes:
 
     def factor(self, place: int) -> float:
         """Of the costs of passes over the measured number of nodes at this place."""
-        before = _FEW * self._weight
+        before = _PRIOR_PASSES * self._weight
         whole = before * (self._all_took + before) / (self._all_count + before)
         return (self._took[place] + whole) / (self._count[place] + before)
 
@@ -155,16 +155,16 @@ class PassTimes:
         """
         if not self._timed:
             return
-        least, most = _RATIO
+        least, most = _RATIO_BOUNDS
         place = self.place(nodes)
-        self._weight /= _KEPT**count
+        self._weight /= _KEPT_PER_PASS**count
         counted = count * self._weight
         took = counted * min(max(seconds / expected, least), most)
         self._took[place] += took
         self._all_took += took
         self._count[place] += counted
         self._all_count += counted
-        if self._weight > _HEAVY:
+        if self._weight > _RESCALED_ABOVE:
             for sums in (self._took, self._count):
                 sums[:] = [each / self._weight for each in sums]
             self._all_took /= self._weight
@@ -178,7 +178,7 @@ Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # of passes that are captured; on an H100 one over 32 nodes costs as much as one over 16 after 4,096
 # tokens, and 8% more after 100,000 (results/h100)
-_SIZES = (1, 8, 32, 64)
+_CAPTURED_SIZES = (1, 8, 32, 64)
 _SPOILED = "; a capture failed, after which this process may be unable to load other models"
 
 
@@ -198,7 +198,7 @@ class Pass:
     # the cache and its length on the device, if a kernel may write keys and values there itself
     slots: tuple[KVBuffer, Tensor] | None = None
     # whether a row is to have the bits of a narrow pass, however many there are
-    alike: bool = False
+    batch_invariant: bool = False
     states: StatePass | None = None  # of recurrent layers, if there are any
     # the last fused layer's output, and its rows' squares as kernels add them up
     squares: tuple[Tensor, Tensor] | None = None
@@ -271,7 +271,7 @@ def sizes(limit: int) -> list[int]:
     """The numbers of nodes for which static passes are prepared,
     for trees of up to ``limit`` nodes.
     """
-    return [size for size in _SIZES if size < limit] + [limit]
+    return [size for size in _CAPTURED_SIZES if size < limit] + [limit]
 
 
 class Graphs:

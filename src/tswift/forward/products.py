@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.caches import ask_for_huge_pages
 from tswift.models.codes import Codes, Packed, PackedCodes
-from tswift.models.devices import give_back
+from tswift.models.devices import return_free_memory
 from tswift.native_build import Unbuilt, build, structures, widest_vectors
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -343,7 +343,7 @@ def lay_together(network: nn.Module) -> None:
         each.bytes = own.copy_(each.bytes)
         moved += len(piece)
         if moved >= _MOVED:  # or all weights would be in memory twice
-            give_back()
+            return_free_memory()
             moved = 0
 
 

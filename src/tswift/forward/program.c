@@ -32,10 +32,10 @@ typedef struct {
 } Memory;
 
 typedef struct {
-    Linear queries, keys, values, more; /* these one after the other, as they are one product, */
-    Linear gate, let;             /* and these: what lets through, and what it does. The first may have the rows of all */
+    Linear queries, keys, values, extra; /* these one after the other, as they are one product, */
+    Linear gate, up;              /* and these: what lets through, and what it does. The first may have the rows of all */
     Linear output, down;
-    const float *before, *attended, *between, *fed; /* weights of norms: before and after attention and the MLP; or none */
+    const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm; /* weights of norms: before and after attention and the MLP; or none */
     const float *query_norm, *key_norm;             /* of every head, or of all as one; or none */
     const Memory *memory;  /* of a recurrent layer, whose products are what is convolved, gates for what it puts out, how
                               much is new, and how much time passes; none of one with attention */
@@ -334,7 +334,7 @@ INLINE void give(const Run *run, const float *weights, int64_t row) {
     else memcpy(to, state, m->hidden * sizeof *to);
 }
 
-static void norm_row(const Run *run, int64_t row) { give(run, run->layer->before, row); }
+static void norm_row(const Run *run, int64_t row) { give(run, run->layer->pre_attention_norm, row); }
 
 /* Norm and turn queries and keys, and put keys and values into the cache. */
 static void split_row(const Run *run, int64_t row) {
@@ -497,18 +497,18 @@ INLINE void add(const Run *run, const float *weights, int64_t row) {
 }
 
 static void between_row(const Run *run, int64_t row) {
-    add(run, run->layer->attended, row);
-    give(run, run->layer->between, row);
+    add(run, run->layer->post_attention_norm, row);
+    give(run, run->layer->pre_mlp_norm, row);
 }
 
-static void add_row(const Run *run, int64_t row) { add(run, run->layer->fed, row); }
+static void add_row(const Run *run, int64_t row) { add(run, run->layer->post_mlp_norm, row); }
 
 static void gate_row(const Run *run, int64_t row) {
     const int64_t inner = run->model->inner;
-    float *gate = run->wide + row * 2 * inner, *let = gate + inner, *out = run->inner + row * inner;
+    float *gate = run->wide + row * 2 * inner, *up = gate + inner, *out = run->inner + row * inner;
     if (run->model->gelu) gelu(gate, gate, inner);
     else tswift_silu(gate, gate, inner);
-    for (int64_t i = 0; i < inner; i++) out[i] = gate[i] * let[i];
+    for (int64_t i = 0; i < inner; i++) out[i] = gate[i] * up[i];
 }
 
 static void last_row(const Run *run, int64_t row) {

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _FLOATS = nn.Parameter, torch.float32
 DRAFT_BITS = 8  # of the codes of layers that only draft, and of their inputs
-CHUNK = 512  # prompt tokens forwarded at a time, as a chain
+PROMPT_CHUNK = 512  # prompt tokens forwarded at a time, as a chain
 MAX_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
 
 
@@ -211,7 +211,8 @@ class PassProgram:
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
         """Whether a pass over so many nodes, a tree's or a chain's, can be the program's."""
         fits = (
-            0 < nodes <= (CHUNK if chain else self.most_nodes) and kv.length + nodes <= kv.capacity
+            0 < nodes <= (PROMPT_CHUNK if chain else self.most_nodes)
+            and kv.length + nodes <= kv.capacity
         )
         # a window is cut by slots, which have to be positions
         ordered = not self._windowed or isinstance(kv, FullKV)
@@ -552,7 +553,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         own = layer.linears[name]
         mine = slice(None) if own is not None else slice(queries + before, queries + before + rows)
         linear = own or layer.linears["queries"]
-        norm = layer.norms["before"]
+        norm = layer.norms["pre_attention_norm"]
         if not (isinstance(linear, PackedLinear) or type(linear.weight) is nn.Parameter):
             raise Unfit("its weights are quantised or split")
         weight = _plain(linear.weight)[mine]
@@ -567,8 +568,12 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
     bounds = []
     added: list[Tensor] = []  # by the norms of what layers have added
     longest = 0.0  # embedding
-    if any(layer.norms["before"] is None for layer in parts.layers):
-        if any(layer.norms[name] is None for layer in parts.layers for name in ("attended", "fed")):
+    if any(layer.norms["pre_attention_norm"] is None for layer in parts.layers):
+        if any(
+            layer.norms[name] is None
+            for layer in parts.layers
+            for name in ("post_attention_norm", "post_mlp_norm")
+        ):
             raise Unfit("there are no bounds of its keys and values")
         longest = _longest_row(parts.embeddings, config.vocab_size) * abs(parts.embedding_scale)
     for layer in parts.layers:
@@ -583,14 +588,14 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         pair = keys[:, :share].unflatten(1, (2, -1)).norm(dim=1) * turned
         bounds.append(torch.stack([torch.cat([pair, pair, keys[:, share:]], 1), values]))
         if longest:
-            ends = (layer.norms[name] for name in ("attended", "fed"))
+            ends = (layer.norms[name] for name in ("post_attention_norm", "post_mlp_norm"))
             added += [norm_weight(each) * parts.residual_scale for each in ends]
     return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
 
 
 def _longest_row(embeddings: nn.Embedding | PackedEmbedding, count: int) -> float:
     """The largest norm of an embedding."""
-    some = torch.arange(count).split(CHUNK)
+    some = torch.arange(count).split(PROMPT_CHUNK)
     return max(float(embeddings(ids).float().norm(dim=1).max()) for ids in some)
 
 

@@ -45,7 +45,7 @@ from tswift.forward.hf import (
 from tswift.forward.parts import Unfit
 from tswift.forward.passes import Attending, Forwarded, Graphs, Pass, StaticPass, T, sizes
 from tswift.forward.products import PackedEmbedding
-from tswift.forward.program import CHUNK, PassProgram, integer_steps, weights_state
+from tswift.forward.program import PROMPT_CHUNK, PassProgram, integer_steps, weights_state
 from tswift.forward.recurrent import (
     StatePass,
     StaticStatePass,
@@ -124,13 +124,14 @@ class Target:
         # rows that every pass over the text is padded to, so that a token's bits do not depend on
         # how it was forwarded; None if passes are as wide as they happen to be
         self.width: int | None = None
-        # with a width: a prompt is forwarded in chunks of CHUNK tokens all the same, as products of
-        # few rows are slow. Their bits differ from those of narrow passes, so every method has to
-        # forward the same tokens as the prompt
-        self.wide_prompts = False
-        # with a width: what was generated may be forwarded in chunks of CHUNK tokens, too, as a
-        # token's bits are those of narrow passes there; a function where that is yet to be tried
-        self.wide_text: bool | Callable[[Target], bool] = False
+        # with a width: a prompt is forwarded in chunks of PROMPT_CHUNK tokens all the same, as
+        # products of few rows are slow. Their bits differ from those of narrow passes, so every
+        # method has to forward the same tokens as the prompt
+        self.chunked_prompt = False
+        # with a width: what was generated may be forwarded in chunks of PROMPT_CHUNK tokens, too,
+        # as a token's bits are those of narrow passes there; a function where that is yet to be
+        # tried
+        self.chunked_text: bool | Callable[[Target], bool] = False
         self.fallbacks = Fallbacks()
         # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch
         # makes them
@@ -178,16 +179,22 @@ class Target:
         twin.passes = WeakKeyDictionary()
         return twin
 
-    def set_width(
+    def set_fixed_rows(
         self,
-        width: int | None,
-        wide_prompts: bool = False,
-        wide_text: bool | Callable[[Target], bool] = False,
+        rows: int | None,
+        chunked_prompt: bool = False,
+        chunked_text: bool | Callable[[Target], bool] = False,
     ) -> None:
-        """Pad every pass over the text to so many rows from now on, but for those that are wide."""
-        self.width = width
-        self.wide_prompts = wide_prompts
-        self.wide_text = wide_text
+        """Pad every pass over the text to ``rows`` rows, so that all run the same kernels.
+
+        Args:
+            rows: None for passes as wide as they happen to be.
+            chunked_prompt: forward prompts in chunks of PROMPT_CHUNK tokens all the same.
+            chunked_text: and what was generated, where that gives a token the same bits.
+        """
+        self.width = rows
+        self.chunked_prompt = chunked_prompt
+        self.chunked_text = chunked_text
 
     def pack(self, wanted: bool = True) -> None:
         """Let a C program make passes over caches in their dtype; or PyTorch again.
@@ -326,14 +333,16 @@ class Target:
         kv: KVBuffer,
         length: Tensor,
         ancestors: Tensor | None,
-        alike: bool = False,
+        batch_invariant: bool = False,
     ) -> Forwarded:
         """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph
         serves any length.
 
-        Only where :attr:`replays` is true, and :meth:`serves` for the cache. With ``alike``, of any
-        number of tokens that follow each other, by layers that make rows alike: a token has the
-        bits that a pass of the width gives it.
+        Only where :attr:`replays` is true, and :meth:`serves` for the cache.
+
+        ``batch_invariant``: of any number of tokens that follow each other, by layers whose rows
+        do not depend on how many there are: a token has the bits that a pass of the fixed rows
+        gives it.
         """
 
         def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +350,7 @@ class Target:
             return kv.keys[layer], kv.values[layer]
 
         nodes = len(tokens)
-        if alike:
+        if batch_invariant:
             rows = nodes
             attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
         else:
@@ -353,7 +362,7 @@ class Target:
             kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
             assert kernel is not None
             states = StaticStatePass(kv.states, nodes, ancestors, kernel)
-        run = Pass(write, attend, special, nodes, rows, (kv, length), alike, states)
+        run = Pass(write, attend, special, nodes, rows, (kv, length), batch_invariant, states)
         return self._compute(tokens, positions, run)
 
     @torch.inference_mode()
@@ -525,7 +534,7 @@ def forward_wide(target: Target, tokens: Tensor, positions: Tensor, kv: FullKV) 
     are replayed.
     """
     length = torch.full((), kv.length, dtype=torch.int32, device=target.device)
-    return target.compute_static(tokens, positions, kv, length, None, alike=True)
+    return target.compute_static(tokens, positions, kv, length, None, batch_invariant=True)
 
 
 def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
@@ -587,25 +596,34 @@ def chunks(
     prompt = end if prompt is None else prompt
     while kv.length < end:
         start = kv.length
-        wide = start < prompt and target.wide_prompts
-        width = CHUNK
-        if not wide and callable(target.wide_text) and end - start > 1:
-            target.wide_text = target.wide_text(target)
-        alike = not wide and target.wide_text is True and target.replays
+        wide = start < prompt and target.chunked_prompt
+        width = PROMPT_CHUNK
+        if not wide and callable(target.chunked_text) and end - start > 1:
+            target.chunked_text = target.chunked_text(target)
+        batch_invariant = not wide and target.chunked_text is True and target.replays
         if (
             target.width is not None
             and not (target.program is not None and target.program.takes(kv, 1))
-            and not alike
+            and not batch_invariant
         ):
-            width = min(CHUNK - start % CHUNK, prompt - start) if wide else min(CHUNK, target.width)
+            width = (
+                min(PROMPT_CHUNK - start % PROMPT_CHUNK, prompt - start)
+                if wide
+                else min(PROMPT_CHUNK, target.width)
+            )
         chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
         tokens = tokens[len(chunk) :]
         positions = torch.arange(start, start + len(chunk), device=target.device)
-        if replayed is None and start >= prompt and end - start > _REPLAYED * width and not alike:
+        if (
+            replayed is None
+            and start >= prompt
+            and end - start > _REPLAYED * width
+            and not batch_invariant
+        ):
             replayed = _replayed(target, kv)
         if wide:
             forwarded = target.forward_eager(chunk, positions, kv)
-        elif alike:
+        elif batch_invariant:
             forwarded = forward_wide(target, chunk, positions, kv)
         elif replayed is not None and end - start > width and kv.capacity - start >= width:
             forwarded = replayed(chunk, positions, None, start)

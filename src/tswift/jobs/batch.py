@@ -203,7 +203,7 @@ class Batch:
         return self.out / OUT
 
     def _load(self, left: Sequence[Task]) -> LoadedModel:
-        from tswift.engine import fitting
+        from tswift.engine import fit_length
         from tswift.loading import load_model
         from tswift.models.checkpoint import weights_hash
 
@@ -215,7 +215,7 @@ class Batch:
             length = task.config.text.length
             prompt = len(self._ids(task, model))
             if "length" not in task.config.given:
-                length = fitting(length, prompt, model.target.max_positions)
+                length = fit_length(length, prompt, model.target.max_positions)
             if prompt + length > model.target.max_positions:
                 most = f"the model has {model.target.max_positions:,} positions"
                 bad.append(

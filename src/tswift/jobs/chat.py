@@ -10,7 +10,7 @@ from dataclasses import replace
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream
-from tswift.engine import fitting
+from tswift.engine import fit_length
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run, with_sampling
 from tswift.loading import LoadedModel
@@ -45,7 +45,7 @@ class Chat:
         messages = [*self._said, {"role": "user", "content": said}]
         model = self._model
         prompt = Text("chat", said, messages=tuple(messages)).encode(model, chat=True)
-        length = fitting(self.config.text.length, len(prompt), model.target.max_positions)
+        length = fit_length(self.config.text.length, len(prompt), model.target.max_positions)
         config = replace(self.config, text=replace(self.config.text, length=length))
         run = begin_run(model, prompt, config, self.params, kept=self._last)
         run.decoding.prefill()

@@ -36,7 +36,7 @@ from tswift.options import (
     part,
 )
 from tswift.sampling.generation_config import PAPERS, SOURCES
-from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped, ending
+from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped, apply_eos_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def check_prompt(text: str, option: str, name: str = "the text") -> str:
     return text
 
 
-def take(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
+def first_tokens(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
     """The first ``prefill`` tokens of a prompt; None for all of them,
     or for the bundled prompt's first 1,024.
     """
@@ -215,7 +215,7 @@ def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
     uses = used(
         find_method(method), DraftOptions(tree=typed.get("tree"), recall=typed.get("recall"))
     )
-    if "gamma" in typed or find_method(method).networks:
+    if "gamma" in typed or find_method(method).speculator_kinds:
         # it stands in for a tree; these choose their own
         uses -= {"tree"}
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
@@ -261,11 +261,9 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
             raise InputError(f"{message}; {', '.join(users)} do", name)
     for method in methods:
         kind = find_method(method)
-        if kind.networks and not kind.own and config.drafter is None:
-            raise InputError(
-                f"is required: {method} drafts with a drafter ({' or '.join(kind.networks)})",
-                "drafter",
-            )
+        if kind.speculator_kinds and not kind.head_in_checkpoint and config.drafter is None:
+            kinds = " or ".join(kind.speculator_kinds)
+            raise InputError(f"is required: {method} drafts with a drafter ({kinds})", "drafter")
         if kind.draft and config.draft_model is None:
             if config.model != DEMO:
                 message = (
@@ -546,7 +544,7 @@ class RunConfig:
         """What ends the text, and what is shown of it: by the sampling parameters, and the model's
         end-of-text tokens.
         """
-        _, ends = ending(params, eos_ids, self.ends_at_eos, self.ignore_eos)
+        _, ends = apply_eos_policy(params, eos_ids, self.ends_at_eos, self.ignore_eos)
         include = self.include_stop_str_in_output
         return TextRules(
             self.stop,

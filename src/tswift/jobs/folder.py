@@ -85,7 +85,7 @@ class SaveFailed(DecodeError):
 # --- files
 
 
-def regular(path: Path, option: str | None = None) -> os.stat_result | None:
+def status_of_regular_file(path: Path, option: str | None = None) -> os.stat_result | None:
     """The status of a file in a folder of tswift's; None if there is none.
 
     Raises:
@@ -106,7 +106,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY, option: str | None = None) ->
 
     InputError, without opening it, if it is no regular file, see :func:`regular`.
     """
-    regular(path, option)
+    status_of_regular_file(path, option)
     return os.open(path, flags | _NOT_FOLLOWED | _NOT_AWAITED | _BINARY, _MODE)
 
 
@@ -253,7 +253,7 @@ def _holds_no_run(path: Path) -> bool:
     for file in path.iterdir():
         if file.name not in (*left, *empty):
             return False
-        status = regular(file)
+        status = status_of_regular_file(file)
         if file.name in empty and status and status.st_size:
             return False
     return True
@@ -273,7 +273,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path, seconds: float = _LOCK_SECONDS) -> None:
-        regular(folder / LOCK)
+        status_of_regular_file(folder / LOCK)
         self._lock = FileLock(folder / LOCK)
         try:
             self._lock.acquire(timeout=seconds, poll_interval=0.05)
@@ -595,7 +595,7 @@ def read_run(path: Path) -> RunRecord:
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
     for name in (TEXT, LOGPROBS, RECORD + _NEW):  # what is to be written, if it goes on
-        regular(path / name)
+        status_of_regular_file(path / name)
     try:
         sampling = record["sampling"]
         eos_ids = tuple(record["model"]["eos_ids"])

@@ -34,7 +34,7 @@ from tswift.drafting.options import (
     refuse_unused,
     used,
 )
-from tswift.engine import Demand, Generation, Request, begin, fitting, preflight
+from tswift.engine import Demand, Generation, Request, begin, fit_length, preflight
 from tswift.errors import DecodeError, InputError, Object
 from tswift.forward.target import OnProgress
 from tswift.jobs.config import (
@@ -43,8 +43,8 @@ from tswift.jobs.config import (
     Text,
     banned_ids,
     fingerprint,
+    first_tokens,
     preset_note,
-    take,
 )
 from tswift.jobs.folder import (
     FAILED,
@@ -407,9 +407,9 @@ def start(
         prompt = list(ids or ())
         if ids is None:
             encoded = Text(config.text.source, text).encode(model, config.chat, system)
-            prompt = take(encoded, config.text.prefill, bundled=config.text.bundled)
+            prompt = first_tokens(encoded, config.text.prefill, bundled=config.text.bundled)
         if flexible:
-            length = fitting(config.text.length, len(prompt), model.target.max_positions)
+            length = fit_length(config.text.length, len(prompt), model.target.max_positions)
             config = replace(config, text=replace(config.text, length=length))
         generation = begin_run(model, prompt, config, params)
         folder.keep_prompt(prompt)
@@ -602,17 +602,17 @@ def begin_run(
 ) -> Generation:
     """A job's decode, ready to run; ``written`` and ``kept`` are as for :class:`Decoding`."""
     request = Request(
-        prompt,
-        config.text.length,
-        config.method,
-        params,
-        config.text.seed,
-        config.drafting,
-        config.ends_at_eos,
-        config.ignore_eos,
-        written,
-        config.text_rules(params),
-        config.logprobs,
+        prompt=prompt,
+        length=config.text.length,
+        method=config.method,
+        params=params,
+        seed=config.text.seed,
+        options=config.drafting,
+        stop_at_eos=config.ends_at_eos,
+        ignore_eos=config.ignore_eos,
+        written=written,
+        rules=config.text_rules(params),
+        logprobs=config.logprobs,
     )
     return begin(model, request, kept=kept)
 

@@ -13,7 +13,7 @@ from tswift.engine import Demand, check
 from tswift.errors import InputError
 from tswift.forward.products import holds_codes
 from tswift.forward.target import OnProgress
-from tswift.jobs.config import AuditConfig, take
+from tswift.jobs.config import AuditConfig, first_tokens
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
 from tswift.jobs.job import load_exact_or_not, refuse_other_tokenizer
 from tswift.loading import LoadedModel, load_model
@@ -21,7 +21,7 @@ from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import Values, changed, given_options
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,7 +129,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
             "within rounding"
         )
     if model.exact is not None and (note or not run.config.model.exact):
-        model.target.set_width(None)
+        model.target.set_fixed_rows(None)
         model = replace(model, exact=None)
     fault = text_fault(run.path, run.record.state, model.tokenizer, run.rules)
     audited = AuditInput(
@@ -146,8 +146,8 @@ def text_input(path: Path, tokens: list[int], config: AuditConfig, text: str) ->
     unless ``exact`` is set.
     """
     loaded = load_model(replace(config.model, exact=bool(config.model.exact)))
-    prompt = take(loaded.encode(text), config.text.prefill, bundled=config.text.bundled)
-    params, _ = ending(config.sampling, loaded.eos_ids, config.stop_at_eos)
+    prompt = first_tokens(loaded.encode(text), config.text.prefill, bundled=config.text.bundled)
+    params, _ = apply_eos_policy(config.sampling, loaded.eos_ids, config.stop_at_eos)
     kv_dtype = loaded.about().get("kv_dtype")
     note = None
     if kv_dtype is not None:

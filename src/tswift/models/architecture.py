@@ -158,7 +158,7 @@ def is_moe(config: PreTrainedConfig) -> bool:
     )
 
 
-def predicts_more(config: PreTrainedConfig) -> bool:
+def has_mtp_head(config: PreTrainedConfig) -> bool:
     """Whether a model is of a kind whose own head for multi-token prediction is served."""
     return config.get_text_config().model_type in _PREDICTING
 
@@ -203,7 +203,7 @@ def refuse_unsupported(config: PreTrainedConfig, model: str) -> None:
         raise InputError(f"{model} has {reason}, which tswift cannot serve exactly yet", "model")
 
 
-def fix_turns(config: PreTrainedConfig) -> None:
+def freeze_longrope(config: PreTrainedConfig) -> None:
     """Let rotary embeddings of the type longrope turn alike at every length:
     by the factors of the longest text.
 
@@ -223,7 +223,7 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, object]]:
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
-def attending(config: PreTrainedConfig) -> list[int]:
+def attention_layers(config: PreTrainedConfig) -> list[int]:
     """The layers of a configuration that have keys and values."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
@@ -325,7 +325,7 @@ def max_positions(config: PreTrainedConfig) -> int:
     return int(min(served, _MAX_POSITIONS))
 
 
-def stretched(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
+def with_yarn(config: PreTrainedConfig, factor: float) -> PreTrainedConfig:
     """A configuration for ``factor`` times the positions of another,
     by YaRN (Peng et al., 2023, arXiv 2309.00071).
 

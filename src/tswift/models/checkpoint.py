@@ -44,7 +44,7 @@ from tswift.errors import (
     parse_json,
     read_file,
 )
-from tswift.models.architecture import fix_turns, refuse_unsupported, skeleton
+from tswift.models.architecture import freeze_longrope, refuse_unsupported, skeleton
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
 from tswift.models.shapes import StandInTokenizer
@@ -241,7 +241,7 @@ def read_config(model: str) -> PreTrainedConfig:
             raise InputError(
                 f"{model} has several models of text, as {config.model_type} has", "model"
             ) from None
-        fix_turns(config.get_text_config())
+        freeze_longrope(config.get_text_config())
         refuse_unsupported(config.get_text_config(), model)
     return config
 

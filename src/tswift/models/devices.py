@@ -253,7 +253,7 @@ def resident_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def give_back() -> None:
+def return_free_memory() -> None:
     """Have the C library return memory that is free to the system, which it else keeps;
     where it can.
     """

@@ -15,7 +15,13 @@ from transformers.initialization import no_init_weights
 
 from tswift.caches import StateShape
 from tswift.errors import InputError
-from tswift.models.architecture import attending, class_of, kept_by_layer, skeleton, state_shape
+from tswift.models.architecture import (
+    attention_layers,
+    class_of,
+    kept_by_layer,
+    skeleton,
+    state_shape,
+)
 from tswift.models.codes import holds_packed, read_bytes
 from tswift.models.devices import available_bytes, dtype_name, gigabytes
 
@@ -106,7 +112,7 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
     parameters = sum(weight.numel() for weight in network.parameters())
     heads = config.num_attention_heads
     every = kept_by_layer(config)
-    kept = {layer: every[layer] for layer in attending(config)}
+    kept = {layer: every[layer] for layer in attention_layers(config)}
     # a row of each table is read, unless it is the LM head's
     tables = {module.weight for module in network.modules() if isinstance(module, nn.Embedding)} - {
         lm_head

@@ -313,7 +313,7 @@ OFF: dict[str, Any] = {
 }
 
 
-def ending(
+def apply_eos_policy(
     params: SamplingParams, eos_ids: Sequence[int], stop_at_eos: bool, ignore_eos: bool = False
 ) -> tuple[SamplingParams, tuple[int, ...]]:
     """Sampling parameters and the tokens that end a text.

@@ -29,7 +29,7 @@ from tswift.forward.hf import UnsupportedModel
 from tswift.forward.products import holds_codes, library
 from tswift.forward.program import rounded_linear
 from tswift.forward.target import Target
-from tswift.models.architecture import predicts_more
+from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import (
     CONFIG,
     StoredTensor,
@@ -279,7 +279,7 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
     Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
     """
     text = config.get_text_config()
-    if not predicts_more(config) or gguf_of(model) is not None:
+    if not has_mtp_head(config) or gguf_of(model) is not None:
         return None
     layer = _own_layer(text)
     windowed = "sliding_attention" in (getattr(layer, "layer_types", None) or ())

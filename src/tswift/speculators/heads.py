@@ -24,7 +24,7 @@ from tswift.forward.products import lay_together, multiply
 from tswift.forward.program import MAX_COPIED, HeadProgram, rounded_linear
 from tswift.forward.target import Target
 from tswift.models.codes import Packed
-from tswift.models.devices import give_back
+from tswift.models.devices import return_free_memory
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
 
@@ -73,7 +73,7 @@ class DraftHead:
             self.c = self._linear.c
             self.c.scale = own.scale
             self.c.softcap = own.softcap
-            give_back()  # what was computed on the way is several times as large
+            return_free_memory()  # what was computed on the way is several times as large
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]``:

@@ -507,7 +507,9 @@ class BlockSpeculator(DraftNetwork):
             slot = own[level : level + 1]
             if self.spec.kind == DFLASH2:
                 return self.candidate_selector(slot, hidden[level : level + 1], tokens)
-            return of_all(slot + self.markov_head(tokens) if self.spec.rank else slot, self)
+            return to_full_vocabulary(
+                slot + self.markov_head(tokens) if self.spec.rank else slot, self
+            )
 
         return logits
 
@@ -593,7 +595,7 @@ class EagleSpeculator(DraftNetwork):
             out = out + self.midlayer.mlp(self.midlayer.post_attention_layernorm(out))
             normed = self.norm(out)
             states = normed if self.spec.norm_output else out
-            return of_all(self.lm_head(normed), self)
+            return to_full_vocabulary(self.lm_head(normed), self)
 
         return logits
 
@@ -849,7 +851,7 @@ class AssistantSpeculator(DraftNetwork):
         return full.scatter_(1, ids, found)
 
 
-def of_all(logits: Tensor, network: DraftNetwork) -> Tensor:
+def to_full_vocabulary(logits: Tensor, network: DraftNetwork) -> Tensor:
     """``[n, V]`` logits of those of a drafter's own vocabulary,
     where that is smaller than the target's.
     """

@@ -32,7 +32,7 @@ from tswift.jobs.folder import (
     lock_folder,
     open_own,
     read_own,
-    regular,
+    status_of_regular_file,
     write_whole,
 )
 from tswift.jobs.job import Signals, Stopped
@@ -503,7 +503,7 @@ class TrainFolder:
     def load_checkpoint(self) -> tuple[dict[str, Tensor], int, float] | None:
         """The last checkpoint: tensors, steps done, seconds trained; None if there is none yet."""
         path = self.path / CHECKPOINT
-        if regular(path, _FIELD) is None:
+        if status_of_regular_file(path, _FIELD) is None:
             return None
         try:
             with safe_open(path, framework="pt") as file:
@@ -525,7 +525,7 @@ class TrainFolder:
         the checkpoint does not know of them.
         """
         path = self.path / METRICS
-        known = read_own(path, option=_FIELD) if regular(path, _FIELD) else b""
+        known = read_own(path, option=_FIELD) if status_of_regular_file(path, _FIELD) else b""
         lines = known.decode(errors="replace").splitlines()
         with self._writing(METRICS):
             write_whole(

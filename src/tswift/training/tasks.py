@@ -25,7 +25,7 @@ from tswift.errors import InputError, Object, renamed
 from tswift.forward.target import Target, chunks, prefill
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
-from tswift.sampling.parameters import SamplingParams, ending
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES
 from tswift.speculators.heads_files import load_heads
@@ -310,7 +310,8 @@ class HeadsTrainee(Trainee[HeadsConfig]):
                 model = replace(self._model, heads=heads)
                 prompt = row[:longest].tolist()
                 generation = begin(
-                    model, Request(prompt, tokens, seed=config.seed, method="tokenswift")
+                    model,
+                    Request(prompt=prompt, length=tokens, seed=config.seed, method="tokenswift"),
                 )
             except InputError as error:
                 raise renamed(error, {"length": "alpha_tokens"}) from None
@@ -320,7 +321,8 @@ class HeadsTrainee(Trainee[HeadsConfig]):
                 name = "alpha, before" if folder is None else "alpha, after"
                 self._progress.update(name, stats.tokens, tokens * len(self._rows))
             for step in begin(
-                model, Request(prompt, min(tokens, _PLAIN), seed=config.seed, method="ar")
+                model,
+                Request(prompt=prompt, length=min(tokens, _PLAIN), seed=config.seed, method="ar"),
             ).steps():
                 plain.add(step)
         times = dict(
@@ -385,7 +387,7 @@ class DraftTrainee(Trainee[DraftConfig]):
             with silence():
                 network = LlamaForCausalLM.from_pretrained(folder, dtype=self._target.dtype)
         draft = Target(deepcopy(network).to(self._target.device, self._target.dtype))
-        params, _ = ending(SamplingParams(), self._model.eos_ids, False)
+        params, _ = apply_eos_policy(SamplingParams(), self._model.eos_ids, False)
         return mean(
             [measure_agreement(self._target, draft, row.tolist(), params) for row in self._rows]
         )

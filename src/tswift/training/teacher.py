@@ -23,7 +23,7 @@ from tswift.jobs.folder import open_own
 from tswift.speculators.heads import lm_head_rows
 
 LIKELIEST = 64  # tokens whose probabilities are learnt; on SmolLM2's own text they have 97% of all
-_CHUNK = 512  # tokens of a row in one pass of the model
+_FORWARDED_TOGETHER = 512  # tokens of a row in one pass of the model
 
 
 class Taught(NamedTuple):
@@ -50,8 +50,8 @@ def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) ->
         positions = torch.arange(length, device=target.device).expand(rows, -1)
     for row in range(rows):
         kv.rewind(empty)
-        for start in range(0, length, _CHUNK):
-            part = slice(start, start + _CHUNK)
+        for start in range(0, length, _FORWARDED_TOGETHER):
+            part = slice(start, start + _FORWARDED_TOGETHER)
             with torch.autocast(target.device.type, enabled=False):
                 forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
             hidden[row, part] = forwarded.hidden
@@ -81,7 +81,7 @@ def teach(
         return Taught(ids, hidden, ids[..., None][..., :0], hidden[..., :0].float())
     likeliest = []
     shares = []
-    for states in hidden.flatten(0, 1).split(_CHUNK):
+    for states in hidden.flatten(0, 1).split(_FORWARDED_TOGETHER):
         logits = target.open_logits(states).to(torch.promote_types(target.dtype, torch.float32))
         whole = logits.logsumexp(-1, keepdim=True)
         drafted = logits if draft_ids is None else logits[:, draft_ids]
