@@ -255,8 +255,8 @@ def logits_of(model: Any, ids: list[int], bits: int) -> Any:
     import torch
 
     from tswift.caches import FullKV
-    from tswift.forward.products import PackedLinear
-    from tswift.forward.target import chunks
+    from tswift.forward.cpu.products import PackedLinear
+    from tswift.forward.text import chunks
 
     target = model.target
     for layer in target.model.modules():
@@ -274,7 +274,7 @@ def in_floats(network: Any) -> Any:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from tswift.forward.products import PackedEmbedding, PackedLinear
+    from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
 
     config = deepcopy(network.config)  # which is told of another attention
     plain = AutoModelForCausalLM.from_config(

@@ -32,7 +32,7 @@ import tswift
 from recipes.corpus import train_tokenizer
 from tswift.caches import FullKV
 from tswift.drafting.options import DraftOptions
-from tswift.forward.target import prefill
+from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 
 _NOVEL = Path(__file__).parents[1] / "prompts" / "long-novel.txt"

@@ -38,10 +38,10 @@ from triton.compiler import ASTSource
 from benchmarks import tables
 from tswift.attention import triton as backend
 from tswift.attention.sdpa import AttentionSpec, Layout
-from tswift.decoding import device_tree_triton
+from tswift.decoding import device_tree_check, device_tree_triton
 from tswift.decoding.device_tree import Path as Walked
-from tswift.forward import layer_kernels, recurrence_triton
-from tswift.forward.recurrent import Rows
+from tswift.forward.cuda import layer_kernels, recurrence_triton
+from tswift.forward.recurrence import Rows
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -288,7 +288,7 @@ def compiled_walk(
     kernels: list[dict[str, Any]] = []
     cpu = torch.device("cpu")
     depth = 4
-    state, drawn, control = device_tree_triton.random_state(nodes, depth, Random(0), cpu)
+    state, drawn, control = device_tree_check.random_state(nodes, depth, Random(0), cpu)
     longest = min(depth + 1, nodes)
     path = Walked(longest, torch.zeros(2 + 2 * longest, dtype=torch.int64))
     sampler = Sampler(SamplingParams(), 0, 100, cpu)

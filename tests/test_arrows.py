@@ -19,6 +19,7 @@ ORDER = [
     {"jobs", "custom_generate"},
     {"__init__"},
     {"engine"},
+    {"memory"},
     {"drafting"},
     {"decoding"},
     {"loading"},
@@ -26,7 +27,7 @@ ORDER = [
     {"forward"},
     {"models", "sampling"},
     {"caches", "attention"},
-    {"options", "tables", "distributed", "native_build"},
+    {"options", "tables", "distributed", "native_build", "files", "machine"},
     {"errors", "stages"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -26,7 +26,7 @@ from tswift.caches import (
     by_chunk,
     by_query,
 )
-from tswift.forward.target import prefill
+from tswift.forward.text import prefill
 
 FULL = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
 

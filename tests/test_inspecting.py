@@ -14,14 +14,15 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 from tests.conftest import make_checkpoint
 from tests.helpers import tiny_llama
 from tests.rows import every_row
+from tswift import machine
 from tswift.forward.hf import probe_attention
 from tswift.forward.target import Target
 from tswift.loading import inspect_model, load
-from tswift.models import devices, shapes
+from tswift.machine import available_bytes
+from tswift.models import shapes
 from tswift.models.architecture import max_positions
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
-from tswift.models.devices import available_bytes
 from tswift.speculators.heads import HEAD_TYPES
 
 
@@ -185,7 +186,7 @@ def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> 
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    monkeypatch.setattr(devices, "_ROOT", root)
+    monkeypatch.setattr(machine, "_ROOT", root)
     return available_bytes(CPU)
 
 
@@ -258,5 +259,5 @@ def test_a_processor_is_named_with_what_it_computes_with(
 ) -> None:
     first = "model name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\nmodel\t\t: 143\n"
     monkeypatch.setattr(Path, "read_text", lambda path: f"{first}flags\t\t: fpu {flags}\n\n{first}")
-    found = devices._cpu_name()
+    found = machine._cpu_name()
     assert found == f"Intel Xeon (family 6 model 143), {words}"

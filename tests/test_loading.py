@@ -22,7 +22,7 @@ from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
 from tswift.errors import InputError
-from tswift.forward.target import chunks
+from tswift.forward.text import chunks
 from tswift.loading import inspect_model, load
 from tswift.models.checkpoint import hub, read_config
 from tswift.models.config import ModelConfig

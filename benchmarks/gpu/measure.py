@@ -28,10 +28,11 @@ from benchmarks.peers import Clock
 from tswift.benchmarking.roofline import measure_machine, pass_seconds
 from tswift.caches import FullKV, PartialKV
 from tswift.engine import Generation
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
+from tswift.machine import environment, synchronize
 from tswift.models.checkpoint import shape_config
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import environment, synchronize
 from tswift.models.shapes import random_weights, shape_of
 from tswift.sampling.parameters import SamplingParams
 

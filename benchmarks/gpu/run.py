@@ -22,11 +22,12 @@ from tswift.caches import FullKV, KVBuffer
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, Request, begin
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import Target, chunks
+from tswift.forward.target import Target
+from tswift.forward.text import chunks
 from tswift.loading import LoadedModel, load
+from tswift.machine import synchronize
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import synchronize
 
 ALPHA = 0.9  # simulated acceptance
 TOKENS = 100_000  # of the text whose time is integrated

@@ -16,13 +16,14 @@ from statistics import median
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line has it
 
 import torch
+from tswift.forward.products import PackedLinear
 
 from tswift.caches import FullKV
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.forward.products import PackedLinear
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 from tswift.loading import load
 from tswift.models.codes import PackedCodes
 from tswift.sampling.parameters import SamplingParams

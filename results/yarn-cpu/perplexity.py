@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tswift.caches import FullKV
-from tswift.forward.target import chunks
+from tswift.forward.text import chunks
 from tswift.loading import load
 
 ENDS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

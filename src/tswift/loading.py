@@ -43,7 +43,15 @@ from tswift.forward.adapting import (
     warn_of_fallbacks,
     wrap_model,
 )
-from tswift.forward.coded import (
+from tswift.forward.cpu.products import HALVES, library, pack
+from tswift.forward.cpu.program import may_serve
+from tswift.forward.cuda.draft_weights import (
+    cheaper_copy,
+    copy_bytes,
+    refuse_draft_weights,
+    refuse_nonsense,
+)
+from tswift.forward.packing import (
     gguf_bytes,
     load_floats,
     load_gguf,
@@ -52,16 +60,9 @@ from tswift.forward.coded import (
     random_rounded,
     rounded_bytes,
 )
-from tswift.forward.draft_weights import (
-    cheaper_copy,
-    copy_bytes,
-    refuse_draft_weights,
-    refuse_nonsense,
-)
-from tswift.forward.products import HALVES, library, pack
-from tswift.forward.program import may_serve
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
+from tswift.machine import available_bytes, return_free_memory
 from tswift.models.architecture import (
     attention_layers,
     by_layer,
@@ -103,15 +104,7 @@ from tswift.models.config import (
     ModelConfig,
     refuse_shape,
 )
-from tswift.models.devices import (
-    available_bytes,
-    device_for,
-    dtype_for,
-    dtype_name,
-    dtype_note,
-    kv_dtype_for,
-    return_free_memory,
-)
+from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, kv_dtype_for
 from tswift.models.shapes import StandInTokenizer, random_weights
 from tswift.native_build import Unbuilt
 from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
@@ -123,7 +116,8 @@ from tswift.speculators.heads_files import (
     heads_source,
     installed,
 )
-from tswift.speculators.networks import SpeculatorSpec
+from tswift.speculators.networks import weights_of
+from tswift.speculators.spec import SpeculatorSpec
 from tswift.stages import tell
 
 if TYPE_CHECKING:
@@ -949,7 +943,7 @@ def _sizes(plan: _LoadPlan) -> ModelSpec:
             else copy_bytes(skeleton(config)),
         }
     if drafter is not None:
-        loaded["drafter"] = sum(drafter.weights().values()) * dtype.itemsize
+        loaded["drafter"] = sum(weights_of(drafter).values()) * dtype.itemsize
     return ModelSpec(
         asked.model,
         plan.device,

@@ -285,3 +285,16 @@ def _waited_for(compiler: subprocess.Popen[str]) -> str:
 
 def _first_line(text: str) -> str:
     return (text.strip().splitlines() or ["it says nothing"])[0][:200]
+
+
+_POOL = Path(__file__).with_name("pool.c")
+
+
+@functools.cache
+def parallel_region() -> int:
+    """The address of a function that shares work with threads: ``tswift_parallel`` in pool.c.
+
+    Raises:
+        Unbuilt: there is none here; it says why.
+    """
+    return ctypes.cast(build(_POOL).tswift_parallel, ctypes.c_void_p).value or 0

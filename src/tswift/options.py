@@ -194,3 +194,16 @@ def parse_numbers(text: str) -> tuple[int, ...]:
         return tuple(int(word.replace("_", "")) for word in text.split(","))
     except ValueError:
         raise InputError(f"wants numbers and commas, got {text!r}") from None
+
+
+def parse_shard(words: str) -> tuple[int, int]:
+    """``I/N``: the Ith of N shards, from 1."""
+    index, _, count = words.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 0 < int(index) <= int(count)):
+        raise InputError(f"wants I/N, the Ith of N shards, got {words!r:.40}", "shard")
+    return int(index), int(count)
+
+
+def fields_of(kind: type, values: Values) -> dict[str, Any]:
+    """Of some values by name, those of a dataclass's options."""
+    return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}

@@ -16,7 +16,8 @@ import torch
 
 from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, case, chain, dense
 from tests.forward.test_passes import LengthOnDevice
-from tswift.attention.backends import BACKENDS, choose, fails, why_not
+from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.backends_check import fails
 from tswift.attention.sdpa import (
     AttentionSpec,
     FlashAttention,
@@ -150,7 +151,7 @@ def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
 
     said = served(Broken)
     assert said.startswith(
-        "own attention fails here (Failed to find C compiler. (attention/backends.py:"
+        "own attention fails here (Failed to find C compiler. (attention/backends_check.py:"
     )
     assert "\n" not in said
 

@@ -28,10 +28,10 @@ from tests.attention.oracle import (
 from tests.helpers import first, needs_program
 from tswift.attention import native
 from tswift.attention.backends import choose
-from tswift.attention.native import NativeAttention, parallel_region
+from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import AttentionSpec, TreeAttention
 from tswift.caches import KVShape
-from tswift.native_build import Unbuilt
+from tswift.native_build import Unbuilt, parallel_region
 
 CPU = torch.device("cpu")
 pytestmark = needs_program

@@ -30,7 +30,8 @@ from tests.helpers import first, random_tree
 from tswift.attention.backends import why_not
 from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.triton")

@@ -63,8 +63,9 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextRules
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Generation, MemoryEstimate
+from tswift.engine import Generation
 from tswift.errors import InputError
+from tswift.memory import MemoryEstimate
 
 LENGTH = 120
 PROMPTS = [Prompt("p", list(range(1, 9)))]

@@ -54,7 +54,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     """
     import tswift.jobs.job
     import tswift.jobs.verification
-    import tswift.models.devices
+    import tswift.machine
     from tswift import loading
 
     real = loading.load_model
@@ -73,7 +73,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
             if getattr(module, "load_model", None) is real:
                 patch.setattr(module, "load_model", cached)
         # asks git, which takes longer
-        patch.setattr(tswift.models.devices, "_output", lambda command: None)
+        patch.setattr(tswift.machine, "_output", lambda command: None)
         yield cached
 
 

@@ -15,7 +15,7 @@ from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
 from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import Demand, preflight
+from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 
 

@@ -17,7 +17,7 @@ from tests.cli.conftest import tswift as tswift
 from tests.helpers import first
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
-from tswift.forward import coded
+from tswift.forward import packing as coded
 from tswift.jobs import folder
 
 

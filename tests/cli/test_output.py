@@ -23,7 +23,7 @@ from tests.rows import every_row
 from tswift import native_build
 from tswift.cli import main
 from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
-from tswift.forward.program import PassProgram
+from tswift.forward.cpu.program import PassProgram
 from tswift.stages import tell
 from tswift.tables import Table
 
@@ -106,7 +106,7 @@ def test_a_stdout_that_has_no_such_characters(
 
 
 CODE = """
-from tswift.forward.program import PassProgram
+from tswift.forward.cpu.program import PassProgram
 from tswift.tables import Table
 from tswift.cli.output import Bars
 from tswift.cli.output import show

@@ -16,9 +16,9 @@ from tests.jobs.killing import killed_before
 from tswift.cli import main
 from tswift.errors import InputError
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
-from tswift.jobs.config import parse_shard
 from tswift.jobs.folder import FINISHED, read_record
 from tswift.loading import LoadedModel
+from tswift.options import parse_shard
 
 LINES = [
     {"prompt": "The ship had lain three days becalmed,", "id": "sea", "seed": 4},

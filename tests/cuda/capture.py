@@ -20,7 +20,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tswift.attention.sdpa import Attention, Layout
-from tswift.forward.recurrent import Rows, step_plainly
+from tswift.forward.recurrence import Rows, step_plainly
 
 WAITS = (
     "_local_scalar_dense",

@@ -10,7 +10,7 @@ from tests.cuda.devsim import CUDA, Simulator  # isort: skip  # before the packa
 import torch
 
 from tests.cuda.capture import LOG
-from tswift.forward.passes import Graphs
+from tswift.forward.cuda.graphs import Graphs
 
 
 def _counts(run: Callable[[], object]) -> tuple[int, int, int, int, int]:

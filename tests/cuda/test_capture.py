@@ -36,8 +36,9 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import SlowWarning
 from tswift.forward import target as targets
-from tswift.forward.passes import Graphs
-from tswift.forward.target import Target, prefill
+from tswift.forward.cuda.graphs import Graphs
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(min_p=0.02, window=24)
@@ -315,7 +316,7 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
 
     assert shared.capture(broken)() == 4
     assert shared.failure.startswith(
-        "operation not permitted when stream is capturing (forward/passes.py:"
+        "operation not permitted when stream is capturing (forward/cuda/graphs.py:"
     )
     assert "process" in shared.failure
     shared.capture(lambda: runs.append("another"))

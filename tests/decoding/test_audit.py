@@ -35,7 +35,8 @@ from tswift.decoding.audit import (
 )
 from tswift.engine import Request, begin
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 

@@ -33,7 +33,8 @@ from tests.helpers import (
 from tswift.benchmarking.run import SimulatedWalk
 from tswift.caches import PartialKV
 from tswift.decoding import device_tree
-from tswift.decoding.device_step import DeviceStepper, try_steps
+from tswift.decoding.device_step import DeviceStepper
+from tswift.decoding.device_step_check import try_steps
 from tswift.decoding.device_tree import ancestors_of, reached_node
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding, NotFinite

@@ -22,6 +22,7 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
 from tswift.sampling.rule import Sampler
 
+check = pytest.importorskip("tswift.decoding.device_tree_check", reason="triton is not installed")
 kernels = pytest.importorskip(
     "tswift.decoding.device_tree_triton", reason="triton is not installed"
 )
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def test_larger_trees_are_left_to_pytorch() -> None:
-    assert not kernels.differ(kernels.MOST_NODES + 3, 5, Random(0), CPU)
+    assert not check.differ(kernels.MOST_NODES + 3, 5, Random(0), CPU)
 
 
 def test_random_trees_have_accepted_paths() -> None:
@@ -39,7 +40,7 @@ def test_random_trees_have_accepted_paths() -> None:
     lengths = []
     sampler = Sampler(PARAMS, 0, 50, CPU)
     for seed in range(60):
-        state, drawn, control = kernels.random_state(32, 4, Random(seed), CPU)
+        state, drawn, control = check.random_state(32, 4, Random(seed), CPU)
         path = device_tree.Path(5, torch.zeros(12, dtype=torch.int64))
         device_tree.walk(state, device_tree.lay_out(state, 32, 4), drawn, control, sampler, path)
         lengths.append(path.count.item())
@@ -70,19 +71,19 @@ def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         right(state, tree, drawn, control, sampler, path)
         path.slots[-1] += len(drawn) == 32
 
-    monkeypatch.setattr(kernels, "_REPEATS", 1)  # the interpreter is slow
+    monkeypatch.setattr(check, "_REPEATS", 1)  # the interpreter is slow
     monkeypatch.setattr(kernels, "walk", wrong)
-    kernels.fault.cache_clear()
-    assert kernels.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
+    check.fault.cache_clear()
+    assert check.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
     monkeypatch.setattr(kernels, "walk", right)
-    kernels.fault.cache_clear()
-    assert kernels.fault(CPU) is None
+    check.fault.cache_clear()
+    assert check.fault(CPU) is None
 
 
 @few
 @given(st.integers(1, 128), st.integers(1, 31), st.randoms(use_true_random=False))
 def test_kernels_do_what_operators_do(nodes: int, depth: int, random: Random) -> None:
-    assert not kernels.differ(nodes, depth if nodes > 1 else 0, random, CPU)
+    assert not check.differ(nodes, depth if nodes > 1 else 0, random, CPU)
 
 
 @pytest.mark.parametrize(("method", "most"), [("ar", 5), ("tokenswift", 16)])

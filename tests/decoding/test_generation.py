@@ -13,14 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers import METHODS, NO_PROGRAM, needs_program, tokens_of
-from tswift import engine
+from tswift import memory
 from tswift.attention.sdpa import ReferenceAttention
 from tswift.drafting.history import LogitHistory
 from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import Demand, Request, begin, preflight
+from tswift.engine import Request, begin
 from tswift.errors import InputError
 from tswift.loading import load
+from tswift.memory import Demand, preflight
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
@@ -93,8 +94,8 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
         )
 
 
-def memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    monkeypatch.setattr(engine, "available_bytes", lambda device: free)
+def limit_memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -139,22 +140,22 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     there = begin(loaded, Request(prompt=[1, 2, 3], length=50, method="ar")).need
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     for free in (need.total_bytes, None):
-        memory(monkeypatch, free)
+        limit_memory(monkeypatch, free)
         assert preflight(*asked) == need
-    memory(monkeypatch, need.total_bytes - 1)
+    limit_memory(monkeypatch, need.total_bytes - 1)
     with pytest.raises(InputError) as caught:
         preflight(*asked)
     assert str(caught.value) == (
         "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = "
         "1.0 MB, cpu has 1.0 MB free"
     )
-    memory(monkeypatch, need.loaded["weights"])
+    limit_memory(monkeypatch, need.loaded["weights"])
     with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):
         # no text is short enough
         preflight(*asked)
-    memory(monkeypatch, there.total_bytes)  # weights count once
+    limit_memory(monkeypatch, there.total_bytes)  # weights count once
     begin(loaded, Request(prompt=[1, 2, 3], length=50, method="ar"))
-    memory(monkeypatch, there.total_bytes - 1)
+    limit_memory(monkeypatch, there.total_bytes - 1)
     with pytest.raises(
         InputError, match=r"^length: KV 0.0 MB \+ logits 0.0 MB = 0.0 MB, cpu has 0.0 MB free$"
     ):
@@ -183,7 +184,7 @@ def test_what_is_recalled_counts(
             ).recall_bytes
             < need.recall_bytes
         )
-        memory(monkeypatch, need.total_bytes - 1)
+        limit_memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
             preflight(
                 ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree))
@@ -202,13 +203,13 @@ def test_too_few_positions(checkpoint: Path) -> None:
 
 def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An 8B model at 100,000 tokens takes 0.31 to 0.45 GB beside what is held."""
-    known = engine.inspect_model
+    known = memory.inspect_model
     monkeypatch.setattr(
-        engine,
+        memory,
         "inspect_model",
         lambda config: replace(known(config), device=torch.device("cuda")),
     )
-    memory(monkeypatch, None)
+    limit_memory(monkeypatch, None)
     demand = Demand(4096, 100_000, "tokenswift", DraftOptions(nodes=32))
     need = preflight(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"), demand)
     held = sum(need.loaded.values()) + need.kv_bytes

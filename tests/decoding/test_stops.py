@@ -21,9 +21,10 @@ from tests.sampling.test_rule import transformers_warp
 from tswift.decoding.drafter import Step
 from tswift.decoding.text import TextRules, TextStream
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Demand, generate, preflight
+from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.loading import LoadedModel, load
+from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type

@@ -31,10 +31,10 @@ from tests.helpers import (
 )
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)

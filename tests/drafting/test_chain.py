@@ -21,11 +21,11 @@ from tests.helpers import (
 from tswift.caches import FullKV, PartialKV, StreamingKV
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
+from tswift.decoding.prices import NOMINAL
 from tswift.drafting.chains import CAUGHT_UP_TOGETHER, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions
-from tswift.forward.passes import NOMINAL
-from tswift.forward.target import chunks
+from tswift.forward.text import chunks
 from tswift.sampling.parameters import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.helpers import tiny_heads, tiny_target
+from tswift.decoding import prices
+from tswift.decoding.prices import NOMINAL
 from tswift.drafting import costs
 from tswift.drafting.costs import costs_of, folder, measure
-from tswift.forward import passes
-from tswift.forward.passes import NOMINAL
 
 NEGATIVE = '{"nodes": [1, 2], "base": [1, -1], "per_key": [0, 0], "level": 0}'
 
@@ -122,7 +122,7 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
 
 @pytest.mark.slow
 def test_what_was_measured_is_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(passes, "STEADY", 1e9)
+    monkeypatch.setattr(prices, "STEADY", 1e9)
     target = tiny_target()
     heads = tiny_heads()
     first = costs_of(target, heads)
@@ -142,7 +142,7 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
 
 
 def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
-    monkeypatch.setattr(passes, "STEADY", 1e9)
+    monkeypatch.setattr(prices, "STEADY", 1e9)
     target = tiny_target()
     found = costs_of(target, None)
     monkeypatch.setattr(costs, "measure", lambda *given: found)

@@ -22,11 +22,11 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
+from tswift.decoding.prices import NOMINAL, PassCosts
 from tswift.drafting import chains
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, TreeBudget
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.sampling.parameters import SamplingParams
 
 OFFERS = st.lists(

@@ -28,7 +28,7 @@ from tswift.drafting.heads import HeadSource, HeadTreeSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import prefill
+from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, DraftHead

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_to, tiny_target
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
+from tswift.decoding.prices import NOMINAL
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import (
     AcceptanceEstimator,
@@ -27,7 +28,7 @@ from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.passes import NOMINAL, Forwarded
+from tswift.forward.passes import Forwarded
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
 
@@ -388,7 +389,7 @@ def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding() -> None:
             steps.append(step)
     assert written == decode(target, Drafter(), prompt, params, 5, 120)
     assert 120 / len(steps) > 1.05
-    assert any(step.source == "reuse" for step in steps)
+    assert any(step.source == "recall" for step in steps)
 
 
 class Counted:

@@ -26,6 +26,7 @@ from tests.helpers import (
 from tests.reweighted import broken, change, garbage, rounded
 from tswift.caches import KVShape
 from tswift.decoding.drafter import Drafter
+from tswift.decoding.prices import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import (
@@ -38,7 +39,6 @@ from tswift.drafting.methods import (
 )
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
-from tswift.forward.passes import NOMINAL
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 

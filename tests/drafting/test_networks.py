@@ -21,11 +21,12 @@ from tests.helpers import NO_PROGRAM, decode, decode_steps, first, random_prompt
 from tswift.attention.sdpa import BatchInvariantAttention, TreeAttention
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
+from tswift.decoding.prices import NOMINAL
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward.adapting import choose_fixed_rows
-from tswift.forward.passes import NOMINAL, Graphs
+from tswift.forward.cuda.graphs import Graphs
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter

@@ -20,7 +20,7 @@ from tests.helpers import needs_program, tiny_llama, tiny_target, tokens_of
 from tests.lossless.models import network
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
-from tswift.attention import backends
+from tswift.attention import backends_check
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import AttentionSpec
@@ -28,7 +28,8 @@ from tswift.caches import FullKV
 from tswift.errors import NoFault, SlowWarning
 from tswift.forward import adapting
 from tswift.forward.adapting import warn_of_fallbacks, wrap_model
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 from tswift.loading import LoadedModel, _with_copy, load
 from tswift.models import shapes
 from tswift.models.architecture import heads_of
@@ -140,7 +141,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     # all cases are in tests/attention/test_backends.py; the interpreter takes a minute for them
     monkeypatch.setattr(
-        backends, "_around", lambda window: ((1, 3, True), (window or 37, 4, False))
+        backends_check, "_around", lambda window: ((1, 3, True), (window or 37, 4, False))
     )
     monkeypatch.setitem(BACKENDS, "triton", lambda: Lying if lies else TritonAttention)
     target = wrap_model(network(), "tiny", "triton")
@@ -253,12 +254,12 @@ def told(target: Target) -> list[str]:
     why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
 )
 def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch) -> None:
-    from tswift.forward import fused_layers
+    from tswift.forward.cuda import fused_layers
 
     def broken(*given: object) -> None:
         raise RuntimeError("no kernel image is available\nand more")
 
-    monkeypatch.setattr(fused_layers, "_try_kernels", broken)
+    monkeypatch.setattr(fused_layers, "try_kernels", broken)
     target = wrap_model(tiny_llama("gqa", torch.float32), "tiny", "triton")
     line = "layers by stock operators (several times as long), as no kernel image is available"
     assert told(target) == [f"decoding is slower than it could be: {line}"]

@@ -18,10 +18,10 @@ from tests.forward.test_program import KINDS, network
 from tests.helpers import needs_program, options_for
 from tswift.decoding.audit import audit
 from tswift.engine import generate
-from tswift.forward import coded
+from tswift.forward import packing as coded
 from tswift.forward.adapting import PROGRAM, execution_note, wrap_model
-from tswift.forward.parts import Unfit
-from tswift.forward.program import PassProgram, may_serve
+from tswift.forward.cpu.parts import Unfit
+from tswift.forward.cpu.program import PassProgram, may_serve
 from tswift.loading import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 

@@ -18,17 +18,17 @@ import tswift
 from tests.conftest import make_checkpoint
 from tests.helpers import METHODS, options_for
 from tests.models.refusals import refuse
-from tswift import engine, loading
+from tswift import loading, memory
 from tswift.distributed import Dist
 from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Demand, preflight
 from tswift.errors import InputError
 from tswift.forward.adapting import measured_pass
-from tswift.forward.draft_weights import Float8Linear
+from tswift.forward.cuda.draft_weights import Float8Linear
 from tswift.forward.target import Target
 from tswift.jobs.config import to_load
 from tswift.loading import LoadedModel, inspect_model, load, load_model
+from tswift.memory import Demand, preflight
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
 from tswift.speculators.heads import MedusaHeads
@@ -115,7 +115,7 @@ def test_quantised_weights_count(quantised: str) -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch has the products of drafting weights for the CPU, too."""
-    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu", "cuda"))
 
 
 HALF = {"device": "cpu", "dtype": "bfloat16"}
@@ -128,7 +128,7 @@ def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, m
         refuse(model, match, "draft_weights", **{"draft_weights": kind, **HALF, **options})
 
     refused("fp8 needs a CUDA device")
-    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
+    monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu",))
     refused("must be one of auto, none, fp8, got 'int8'", "int8")
     refused("must be a text, got 8", 8)
     refused(r"quantised already \(homemade\)", model=quantised)
@@ -248,7 +248,7 @@ def test_what_it_takes_is_foreseen(
     assert ahead.total_bytes == plain.total_bytes + linear + 4 * rows
     assert "draft weights" in str(ahead)
     assert "draft weights" not in str(plain)
-    monkeypatch.setattr(engine, "available_bytes", lambda device: plain.total_bytes)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: plain.total_bytes)
     preflight(ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS))
     with pytest.raises(InputError, match="draft weights"):
         preflight(ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS))

@@ -16,7 +16,7 @@ from tests.helpers import first, needs_program
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM, wrap_model
-from tswift.forward.products import HALVES, PackedFloats, PackedLinear, pack
+from tswift.forward.cpu.products import HALVES, PackedFloats, PackedLinear, pack
 from tswift.loading import LoadedModel, adopt, inspect_model, load
 from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
@@ -96,7 +96,9 @@ def test_products_that_are_wrong_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(make_checkpoint(tmp_path / "m", head_dim=32))
-    monkeypatch.setattr("tswift.forward.products.multiply", lambda c, rows: torch.ones(c.outputs))
+    monkeypatch.setattr(
+        "tswift.forward.cpu.products.multiply", lambda c, rows: torch.ones(c.outputs)
+    )
     with pytest.raises(InputError, match="are wrong on this machine"):
         load(folder, device="cpu")
     assert load(folder, device="cpu", attention="sdpa").layers != PROGRAM

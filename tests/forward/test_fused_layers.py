@@ -26,26 +26,26 @@ from tswift.attention import sdpa
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
-from tswift.forward import adapting, draft_weights, fused_layers
-from tswift.forward import target as forward_target
+from tswift.forward import adapting
+from tswift.forward import text as texts
 from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
-from tswift.forward.fused_layers import (
+from tswift.forward.cuda import draft_weights, layers_check
+from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.cuda.layers_check import (
     added_parts,
-    fuse,
-    is_fused,
     normed_already,
     plain_exponential,
     plain_norm,
     plain_rotate,
     plain_silu_mul,
     plain_squares,
-    separate_layers,
     tree_sum,
 )
-from tswift.forward.target import Target, chunks, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, prefill
 from tswift.models.architecture import max_positions
 
-kernels = pytest.importorskip("tswift.forward.layer_kernels", reason="triton is not installed")
+kernels = pytest.importorskip("tswift.forward.cuda.layer_kernels", reason="triton is not installed")
 REASON = why_not("triton", torch.bfloat16, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 HALVES = (torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "STEP", 8)
     monkeypatch.setattr(kernels, "_PROGRAMS", 12)
     monkeypatch.setattr(adapting, "_TRIED", 6)
-    monkeypatch.setattr(fused_layers, "_REPEATS", 2)
+    monkeypatch.setattr(layers_check, "_REPEATS", 2)
 
 
 @pytest.fixture
@@ -502,10 +502,10 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
         (adapting, "_TRIED", 2),
         (adapting, "_CHUNK_SIZES", (wide, 1)),
         (adapting, "PROMPT_CHUNK", wide),
-        (forward_target, "PROMPT_CHUNK", wide),
-        (forward_target, "_REPLAYED", 2),
+        (texts, "PROMPT_CHUNK", wide),
+        (texts, "_REPLAYED", 2),
         (kernels, "STEP", 16),
-        (fused_layers, "_TRIED", few),
+        (layers_check, "_TRIED", few),
         (kernels, "MOST_ROWS", few),
         # as many as few rows are padded to: NumPy sums otherwise in another shape
         (kernels, "_MANY_ROWS", 16),
@@ -522,7 +522,7 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
     narrow: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = forward_target.PROMPT_CHUNK
+    wide = texts.PROMPT_CHUNK
     text = [(7 * at + 3) % 97 for at in range(2 * wide + 2)]
     found = []
     passes = Counter[int]()
@@ -590,7 +590,7 @@ def test_a_layer_takes_only_the_squares_of_its_own_input() -> None:
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
     made, plain = network(name, dtype, 1), network(name, dtype, 1)
-    assert fuse(made) is None
+    assert fuse(made, layers_check.try_kernels) is None
     last = max_positions(made.config) + 500  # a drafted node may lie beyond the text
     places = torch.tensor([[0, 1, 5, last // 2, last], [7, 6, 3, 2, 4]])
     like = torch.zeros(1, dtype=dtype)
@@ -716,7 +716,10 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
     made = network("Qwen3")
     lying(name)
-    assert fuse(made) == f"the kernel of {word} computes something else than PyTorch"
+    assert (
+        fuse(made, layers_check.try_kernels)
+        == f"the kernel of {word} computes something else than PyTorch"
+    )
     assert not is_fused(made)
 
 
@@ -731,12 +734,14 @@ def test_a_product_that_is_read_too_soon_is_not_used(monkeypatch, name: str) -> 
         return out
 
     monkeypatch.setattr(kernels, name, early)
-    assert "products" in fuse(network("Qwen3")) or "rotation" in fuse(network("Qwen3"))
+    assert "products" in fuse(network("Qwen3"), layers_check.try_kernels) or "rotation" in fuse(
+        network("Qwen3"), layers_check.try_kernels
+    )
 
 
 @pytest.mark.slow
 def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "_try_kernels", lambda *given: None)
+    monkeypatch.setattr(adapting, "try_kernels", lambda *given: None)
     right = kernels.multiply_silu
     monkeypatch.setattr(kernels, "multiply_silu", lambda *given: right(*given) * 3)
     target = wrap_model(network("Llama, GQA"), "tiny", "triton")
@@ -751,21 +756,29 @@ def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_other_layers_stay_eager(name: str, reason: str) -> None:
-    assert fuse(network(name)) == reason
+    assert fuse(network(name), layers_check.try_kernels) == reason
 
 
 def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fuse(network("Llama, GQA", torch.float64)) == "they are in float64"
-    assert fuse(network("Llama, GQA", torch.float32)) == "they are in float32"
+    assert (
+        fuse(network("Llama, GQA", torch.float64), layers_check.try_kernels)
+        == "they are in float64"
+    )
+    assert (
+        fuse(network("Llama, GQA", torch.float32), layers_check.try_kernels)
+        == "they are in float32"
+    )
     made = network("Llama, GQA")
     made.config.hidden_act = "gelu"
-    assert fuse(made) == "no kernels are written for gelu"
+    assert fuse(made, layers_check.try_kernels) == "no kernels are written for gelu"
     made.config.hidden_act = "silu"
     made.get_decoder().layers[1].mlp.up_proj = torch.nn.Sequential()
     made.get_decoder().layers[1].mlp.up_proj.in_features = 32
-    assert fuse(made) == "their weights are quantised"
+    assert fuse(made, layers_check.try_kernels) == "their weights are quantised"
     monkeypatch.setattr(kernels, "STEP", 64)
-    assert fuse(network("Llama, GQA")) == "a row of 32 is no multiple of 64"
+    assert (
+        fuse(network("Llama, GQA"), layers_check.try_kernels) == "a row of 32 is no multiple of 64"
+    )
 
 
 class Operators(TorchDispatchMode):

@@ -23,9 +23,9 @@ from tswift.attention.native import Unbuilt, build
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.forward import products
 from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
-from tswift.forward.products import (
+from tswift.forward.cpu import products
+from tswift.forward.cpu.products import (
     PackedEmbedding,
     PackedLinear,
     _fused,
@@ -34,7 +34,8 @@ from tswift.forward.products import (
     multiply_plainly,
     rounded,
 )
-from tswift.forward.target import Target, chunks, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, prefill
 from tswift.models.codes import Codes, PackedCodes, quantize
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, prepare

@@ -26,7 +26,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
 from tswift.forward.adapting import wrap_model
-from tswift.forward.target import chunks
+from tswift.forward.text import chunks
 from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum

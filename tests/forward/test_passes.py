@@ -27,8 +27,10 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.passes import Forwarded, sizes
-from tswift.forward.target import Target, chunks, prefill
+from tswift.forward.cuda.graphs import sizes
+from tswift.forward.passes import Forwarded
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads
 

@@ -51,13 +51,15 @@ from tswift.drafting.heads import HeadSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward import adapting, products
+from tswift.forward import adapting
 from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
-from tswift.forward.parts import Unfit
-from tswift.forward.products import PackedLinear, multiply_plainly
-from tswift.forward.program import PassProgram
-from tswift.forward.target import Target, prefill
+from tswift.forward.cpu import products
+from tswift.forward.cpu.parts import Unfit
+from tswift.forward.cpu.products import PackedLinear, multiply_plainly
+from tswift.forward.cpu.program import PassProgram
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 from tswift.models.codes import quantize
 from tswift.native_build import Unbuilt, widest_vectors
 from tswift.sampling.parameters import LogitBias, SamplingParams

@@ -15,10 +15,17 @@ from tswift.attention.backends import why_not
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.forward import recurrent
-from tswift.forward.recurrent import Rows, step_states
-from tswift.forward.target import Target, prefill
+from tswift.forward.recurrence import Rows
+from tswift.forward.recurrent import step_states
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 
-kernels = pytest.importorskip("tswift.forward.recurrence_triton", reason="triton is not installed")
+check = pytest.importorskip(
+    "tswift.forward.cuda.recurrence_check", reason="triton is not installed"
+)
+kernels = pytest.importorskip(
+    "tswift.forward.cuda.recurrence_triton", reason="triton is not installed"
+)
 CPU = torch.device("cpu")
 REASON = why_not("triton", torch.bfloat16, CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -34,18 +41,18 @@ SIZES = [
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have the kernel step states here, which is tried on few."""
-    monkeypatch.setattr(recurrent, "_library", lambda: None)
+    monkeypatch.setattr(recurrent, "recurrence_library", lambda: None)
     monkeypatch.setattr(recurrent, "_KERNEL", ("cpu",))
-    monkeypatch.setattr(kernels, "_TRIED", ((1, 2, 8, 8, True),))
-    kernels.fault.cache_clear()
+    monkeypatch.setattr(check, "_TRIED", ((1, 2, 8, 8, True),))
+    check.fault.cache_clear()
     yield
-    kernels.fault.cache_clear()
+    check.fault.cache_clear()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("nodes", [1, 7])
 def test_it_does_what_operators_do(sizes: tuple[int, int, int, int, bool], nodes: int) -> None:
-    assert not any(kernels.differ(nodes, sizes, Random(seed), CPU) for seed in range(3))
+    assert not any(check.differ(nodes, sizes, Random(seed), CPU) for seed in range(3))
 
 
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) -> None:
@@ -91,7 +98,7 @@ def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device: None, kind: 
             kv.commit(path)
             assert kv.states is not None
             found.append((hidden, kv.states.matrices.clone()))
-    assert kernels.fault.cache_info().currsize == 1  # it was tried, and used
+    assert check.fault.cache_info().currsize == 1  # it was tried, and used
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 
@@ -108,7 +115,7 @@ def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
     def wrong(rows, state, nodes, parents, after=None):
         return right(rows, state, nodes, parents, after) + (len(nodes) > 1) * 1e-6
 
-    monkeypatch.setattr(kernels, "step_states", wrong)
+    monkeypatch.setattr(check, "step_states", wrong)
     assert recurrent.kernel_fault(CPU) == "a kernel steps states otherwise than PyTorch"
     assert recurrent.device_kernel(CPU, torch.float32) is None  # so no pass is captured
     used = []

@@ -38,8 +38,11 @@ from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward import recurrent
 from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
-from tswift.forward.recurrent import Rows, step_states
-from tswift.forward.target import Target, chunks, prefill
+from tswift.forward.cpu.recurrence import recurrence_library
+from tswift.forward.recurrence import Rows
+from tswift.forward.recurrent import step_states
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, prefill
 from tswift.jobs import folder as files
 from tswift.jobs import job
 from tswift.jobs.config import RunConfig
@@ -111,7 +114,7 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     """By parents' states, as a chain, and one by one; in C,
     which gives nearly what PyTorch does.
     """
-    if compiled and recurrent._library() is None:
+    if compiled and recurrence_library() is None:
         pytest.skip("no compiler")
     count = 30
     source = torch.Generator().manual_seed(keys)
@@ -130,7 +133,7 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     state = torch.randn(heads, keys, values, generator=source)
     other = step_states(rows, state, range(count), range(-1, count - 1))
     if not compiled:
-        monkeypatch.setattr(recurrent, "_library", lambda: None)
+        monkeypatch.setattr(recurrent, "recurrence_library", lambda: None)
     chosen = Random(1)
     parents = [-1, *(chosen.randrange(-1, node) for node in range(1, count))]
     tree = step_states(rows, state, range(count), parents)

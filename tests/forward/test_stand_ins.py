@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tswift.caches import KVShape, WindowKV
 from tswift.forward import hf, recurrent
-from tswift.speculators import networks
+from tswift.speculators import window_layers
 from tswift.training.losses import CAUSAL
 
 NEWER: dict[str, Any] = {"kwargs": {"one": 1}, "unheard_of": 2}  # as 5.24 began to, and another
@@ -29,7 +29,7 @@ def served(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     return (query @ key.transpose(-1, -2) * scaling).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("name", [hf.ATTENTION, CAUSAL, networks._SEEN])
+@pytest.mark.parametrize("name", [hf.ATTENTION, CAUSAL, window_layers.ATTENDS_SEEN])
 def test_attention(name: str) -> None:
     rows = drawn(3, 1, 2, 3, 4)
     given = {
@@ -53,7 +53,9 @@ def test_the_cache_of_a_drafter() -> None:
     held = []
     for more, named in (((), {}), (({"position": 1},), NEWER)):
         kv = WindowKV(KVShape(1, 2, 4, torch.float32, torch.device("cpu")), 8, 2, 4)
-        held.append(networks._Slots(kv, torch.arange(3)).update(keys, values, 0, *more, **named))
+        held.append(
+            window_layers.SlotCache(kv, torch.arange(3)).update(keys, values, 0, *more, **named)
+        )
     assert all(map(torch.equal, *held))
 
 

@@ -13,7 +13,8 @@ from tests.helpers import random_prompt, tiny_llama, tiny_target
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV, LayerKV
 from tswift.forward.hf import UnsupportedModel, output_of, probe_attention
-from tswift.forward.target import Target, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import prefill
 
 
 @pytest.mark.parametrize(

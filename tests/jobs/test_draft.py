@@ -16,18 +16,19 @@ from safetensors.torch import load_file, save_file
 from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
 from tests.helpers import first
-from tswift import engine
+from tswift import memory
 from tswift.benchmarking.config import BenchOptions, Plan, configure
 from tswift.benchmarking.record import to_json
 from tswift.benchmarking.roofline import floor_of
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.options import DraftOptions
-from tswift.engine import Demand, Request, begin, preflight
+from tswift.engine import Request, begin
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
 from tswift.jobs.job import resume, start
 from tswift.loading import inspect_model, load
+from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 
 PROMPT = "The ship had lain three days becalmed, and nobody spoke."
@@ -114,7 +115,7 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
 ) -> None:
     known = _preflight(checkpoint, 50, "standalone", small)
     monkeypatch.setattr(
-        engine, "inspect_model", lambda config: replace(inspect_model(config), heads=None)
+        memory, "inspect_model", lambda config: replace(inspect_model(config), heads=None)
     )
     assert _preflight(checkpoint, 50, "standalone", small) == known
 
@@ -153,7 +154,7 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch has the products of drafting weights for the CPU, too."""
-    monkeypatch.setattr("tswift.forward.draft_weights._DEVICES", ("cpu",))
+    monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu",))
 
 
 @pytest.mark.slow

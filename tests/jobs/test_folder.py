@@ -18,27 +18,25 @@ from hypothesis import strategies as st
 
 from tests.jobs.faults import FaultyOs
 from tests.rows import every_row
+from tswift import files
 from tswift.errors import InputError
+from tswift.files import Lock, in_use, open_own, write_whole
 from tswift.jobs import folder as module
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.jobs.folder import (
     Checkpoint,
-    Lock,
     Record,
     RunFolder,
     SaveFailed,
     bytes_of,
     checksum,
     default_path,
-    in_use,
     list_runs,
-    open_own,
     parse_journal,
     read_record,
     read_run,
     read_saved,
     read_tokens,
-    write_whole,
 )
 from tswift.options import changed
 from tswift.sampling.parameters import SamplingParams
@@ -64,7 +62,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    monkeypatch.setattr(module, "os", FaultyOs(call, fault))
+    monkeypatch.setattr(files, "os", FaultyOs(call, fault))
     if fault == "full" and call > 2:  # there is room for everything but what is written
         write_whole(path, b"new and longer")
     else:
@@ -197,7 +195,7 @@ def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(
     os.mkfifo(tmp_path / "some.new")
     with pytest.raises(InputError, match=r"/some\.new cannot be used \(it is a named pipe\)$"):
         write_whole(tmp_path / "some", b"")
-    monkeypatch.setattr(module, "regular", lambda path, option: None)
+    monkeypatch.setattr(files, "status_of_regular_file", lambda path, option: None)
     with pytest.raises(OSError, match="No such device"):
         open_own(tmp_path / "some.new", os.O_WRONLY)
 

@@ -21,8 +21,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers import first, needs_program
 from tests.jobs.faults import FaultyOs, Killed, power_cut
+from tswift import files as saving
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError, InputError
+from tswift.files import in_use
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
 from tswift.jobs.config import RunConfig
@@ -107,7 +109,8 @@ def whole(asked: RunConfig, tmp_path: Path) -> Files:
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     def make(at: int, fault: str = "kill") -> FaultyOs:
         system = FaultyOs(at, fault)
-        monkeypatch.setattr(files, "os", system)
+        for written_by in (files, saving):
+            monkeypatch.setattr(written_by, "os", system)
         return system
 
     yield make
@@ -408,7 +411,7 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
             resume(folder, {}, False, [])
     finally:
         weight.data[7, 3] = kept
-    assert not files.in_use(folder)
+    assert not in_use(folder)
 
 
 def test_another_tokenizer_is_refused(

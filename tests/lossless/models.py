@@ -19,7 +19,8 @@ from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.decoding.drafter import DraftTree
 from tswift.forward.adapting import choose_fixed_rows, fingerprint
-from tswift.forward.target import Target, chunks
+from tswift.forward.target import Target
+from tswift.forward.text import chunks
 
 POSITIONS = 4096
 WRONG = 60  # tokens from here on are in no text

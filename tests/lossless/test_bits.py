@@ -37,6 +37,7 @@ from tswift.attention.backends import BACKENDS, exact_attention, why_not
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.errors import InputError
 from tswift.forward import target as module
+from tswift.forward import text
 from tswift.forward.adapting import Inexact, fingerprint
 from tswift.forward.target import Target
 from tswift.loading import load
@@ -148,7 +149,7 @@ def narrow_plain_passes(patch: Patch) -> None:
 def large_chunks(patch: Patch) -> None:
     """A prompt's are 512 tokens, and not filled up."""
 
-    right = module.chunks
+    right = text.chunks
 
     def chunks(target, tokens, kv, *given):
         width = target.width

@@ -30,7 +30,8 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
-from tswift.forward.target import Target, chunks
+from tswift.forward.target import Target
+from tswift.forward.text import chunks
 from tswift.loading import LoadedModel
 from tswift.models.config import DEMO_DRAFT
 from tswift.sampling.parameters import SamplingParams
@@ -279,7 +280,7 @@ def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -
         kv = FullKV(target.kv_shape, LONG)
         eager.clear()
         if not replayed:
-            monkeypatch.setattr("tswift.forward.target._replayed", lambda target, kv: None)
+            monkeypatch.setattr("tswift.forward.text._replayed", lambda target, kv: None)
         hidden = [part.hidden for part in chunks(target, text, kv, 200)]
         found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
         assert len(eager) == (1 if replayed else 25)  # 400 tokens after the prompt's 200

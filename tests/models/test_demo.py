@@ -17,7 +17,7 @@ from tests.helpers import METHODS
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
-from tswift.forward.target import chunks
+from tswift.forward.text import chunks
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT

@@ -28,8 +28,8 @@ from tests.models.gguf_files import (
 )
 from tests.models.refusals import refuse
 from tswift.errors import InputError
-from tswift.forward import coded
-from tswift.forward.products import PackedEmbedding, PackedLinear
+from tswift.forward import packing as coded
+from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
 from tswift.loading import LoadedModel, _LoadPlan, inspect_model, load
 from tswift.models import checkpoint
 from tswift.models.checkpoint import gguf_of, read_config, weights_hash

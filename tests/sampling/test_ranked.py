@@ -15,7 +15,7 @@ import tswift
 from benchmarks.architectures import ARCHITECTURES, checkpoint, texts
 from tests.helpers import options_for
 from tests.ranks import Started, on_ranks
-from tswift import engine
+from tswift import engine, memory
 from tswift.caches import PartialKV
 from tswift.decoding.drafter import Drafter
 from tswift.distributed import Gone, join
@@ -139,7 +139,7 @@ def _troubles(folder: Path) -> dict[str, object]:
             lambda self, *given: [(token + 1) % 97 for token in draw(self, *given)],
         ),
         "drafts": (Drafter, "propose", more),
-        "memory": (engine, "available_bytes", lambda device: 1),
+        "memory": (memory, "available_bytes", lambda device: 1),
         "breaks": (engine, "make_drafter", lambda *given: 1 / 0),
     }
     for what, patch in patches.items():

@@ -31,6 +31,7 @@ from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, Sampler
 
+check = pytest.importorskip("tswift.sampling.sampler_check", reason="triton is not installed")
 fused = pytest.importorskip("tswift.sampling.sampler_triton", reason="triton is not installed")
 CPU = torch.device("cpu")
 REASON = why_not("triton", torch.bfloat16, CPU)
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.fixture
 def tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of the kernels."""
-    monkeypatch.setattr(fused, "_CHECKED", {})
+    monkeypatch.setattr(check, "_CHECKED", {})
 
 
 def random_params(random: Random, vocab_size: int) -> SamplingParams:
@@ -71,7 +72,7 @@ def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
     for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
         vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
         params = random_params(random, vocab)
-        assert fused.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (
+        assert check.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (
             params,
             vocab,
             nodes,
@@ -101,20 +102,20 @@ def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
 
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 5000), (6, 2049)])
 def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: int) -> None:
-    monkeypatch.setattr(fused, "_INTERPRETED", False)
+    monkeypatch.setattr(fused, "INTERPRETED", False)
     random = Random(nodes)
     for params in (
         SamplingParams(window=5),
         SamplingParams(temperature=0.8, min_p=0.0, banned=(4,)),
     ):
-        assert fused.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
+        assert check.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
 
 
 @pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.TritonSampler, "BLOCK", 1 << 15)  # fewer programs for the interpreter
     assert (
-        fused.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
+        check.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
     )
 
 
@@ -135,7 +136,7 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
 ) -> None:
     right = fused.TritonSampler
     monkeypatch.setattr(
-        fused,
+        check,
         "TritonSampler",
         lambda params, seed, *rest: right(*CHANGES[change](params, seed), *rest),
     )
@@ -143,9 +144,9 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
         window=3, banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0}
     )
     random = Random(1)
-    assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
+    assert sum(check.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
     if change in ("seed", "penalty", "bias"):
-        assert fused.misranked(params, 300, 32, torch.float32, CPU, 3, random) > 0
+        assert check.misranked(params, 300, 32, torch.float32, CPU, 3, random) > 0
 
 
 def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +160,7 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
     monkeypatch.setattr(fused.TritonSampler, "draw", blind)
     params = SamplingParams(penalty=1.3)
     random = Random(1)
-    assert sum(fused.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
+    assert sum(check.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
 
 
 @pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
@@ -168,7 +169,7 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
     for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
         vocab = random.randint(257, 1030) if count < 16 else 14
         params = random_params(random, vocab)
-        assert fused.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (
+        assert check.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (
             params,
             vocab,
             rows,
@@ -293,12 +294,12 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
     assert (one.fault, calls) == (None, [])  # on the CPU it is not asked for
     one.fuse(torch.float32, interpreted=True)
     assert one.fault is None
-    assert sum(calls) == sum(fused.TRIED)
+    assert sum(calls) == sum(check.TRIED)
     rules = dict(one._rule.fused)
     one.fuse(torch.float32, interpreted=True)
     one.copy().fuse(torch.float32, interpreted=True)
     assert one._rule.fused == rules  # what a captured graph reads stays where it is
-    assert len(calls) == len(fused.TRIED)  # once for all
+    assert len(calls) == len(check.TRIED)  # once for all
     for each in (one, plain):
         each.extend([3, 4, 5])
     calls.clear()
@@ -332,7 +333,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
         one = sampler(SamplingParams())
         one.fuse(torch.float32, interpreted=True)
         assert one.fault is not None
-        assert one.fault.endswith(f"of {sum(fused.TRIED)} rows drew another token than the rule")
+        assert one.fault.endswith(f"of {sum(check.TRIED)} rows drew another token than the rule")
 
     def broken(self, *given):
         raise RuntimeError("no such instruction\nand more")
@@ -340,7 +341,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
     monkeypatch.setattr(fused.TritonSampler, "draw", broken)
     one = sampler(SamplingParams(temperature=0))
     one.fuse(torch.float32, interpreted=True)
-    assert re.fullmatch(r"no such instruction \(sampling/sampler_triton\.py:\d+\)", one.fault or "")
+    assert re.fullmatch(r"no such instruction \(sampling/sampler_check\.py:\d+\)", one.fault or "")
     node = torch.tensor([0])
     assert one.draw_rows(
         torch.eye(1, 50), node, node, torch.ones(1, 1, dtype=torch.bool)

@@ -14,8 +14,9 @@ from tswift.errors import InputError
 from tswift.jobs.config import PRESETS
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
-from tswift.serving.config import ServeConfig, listen
+from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused, Request, parse, parse_body
+from tswift.serving.routes import listen
 
 USER = {"role": "user", "content": "Hello"}
 

@@ -21,8 +21,9 @@ import uvicorn
 from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.stats import DecodeStats
+from tswift.files import Lock
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, Lock
+from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.loading import LoadedModel, load
 from tswift.serving import routes, runs
 from tswift.serving.config import ServeConfig

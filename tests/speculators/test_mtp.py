@@ -24,7 +24,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.forward.target import prefill
+from tswift.forward.text import prefill
 from tswift.loading import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 

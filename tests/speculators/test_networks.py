@@ -35,15 +35,16 @@ from tswift.caches import FullKV, WindowKV
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.errors import InputError
-from tswift.forward.products import PackedLinear
+from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.target import Target
 from tswift.loading import inspect_model
 from tswift.loading import load as load_model
 from tswift.models import shapes
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
+from tswift.speculators.draft_network import DraftNetwork
 from tswift.speculators.formats import describe_drafter, find_drafter, published_spec
-from tswift.speculators.networks import DraftNetwork
+from tswift.speculators.networks import weights_of
 
 BUDGET, SINKS = 12, 2
 
@@ -426,7 +427,7 @@ def test_published_sizes(model: str, size: float) -> None:
     config = SHAPES[model]
     spec = published_spec("dspark", config)
     copies = 2 * config.vocab_size * config.hidden_size
-    assert 2 * (sum(spec.weights().values()) + copies) == pytest.approx(size, rel=0.005)
+    assert 2 * (sum(weights_of(spec).values()) + copies) == pytest.approx(size, rel=0.005)
     assert spec.taps == (1, 9, 17, 25, 33)
 
 

@@ -27,7 +27,7 @@ from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import DecodeError, InputError
-from tswift.jobs.folder import LOCK
+from tswift.files import LOCK
 from tswift.speculators.formats import describe_drafter
 from tswift.tables import Reporter
 from tswift.training import run as module

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout, TreeAttention
-from tswift.native_build import Unbuilt, build, structures, widest_vectors
+from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 
 _SOURCE = Path(__file__).with_name("native.c")
-_POOL = Path(__file__).with_name("pool.c")
 _MAX_ROWS = 128  # with more, as in a prompt's chunks, the stock operators compute well
 _WIDEST = 512  # head size
 _TILE = 16  # head sizes are a multiple
@@ -113,13 +112,3 @@ def _kernel(width: int, dtype: torch.dtype) -> ctypes.CDLL | None:
     except Unbuilt:
         # another size was built when the model was loaded: its layers have heads of several
         return None
-
-
-@functools.cache
-def parallel_region() -> int:
-    """The address of a function that shares work with threads: ``tswift_parallel`` in pool.c.
-
-    Raises:
-        Unbuilt: there is none here; it says why.
-    """
-    return ctypes.cast(build(_POOL).tswift_parallel, ctypes.c_void_p).value or 0

@@ -20,9 +20,9 @@ from tswift.benchmarking.run import Case, Run, Trial, open_runs
 from tswift.benchmarking.summary import STATS, from_source, method_name
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit
-from tswift.engine import fit_length
 from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, first_tokens
-from tswift.models.devices import environment
+from tswift.machine import environment
+from tswift.memory import fit_length
 from tswift.tables import NOTHING, Table
 
 _SHOWN = {  # by figure: heading and format

@@ -20,7 +20,7 @@ from tswift.drafting.options import (
     used,
 )
 from tswift.errors import InputError, Object, renamed
-from tswift.jobs.config import TextConfig, parse_shard, refuse_with_chat, to_load
+from tswift.jobs.config import TextConfig, refuse_with_chat, to_load
 from tswift.models.config import DEMO, SHAPES, ModelConfig
 from tswift.options import (
     Values,
@@ -30,6 +30,7 @@ from tswift.options import (
     given_options,
     option,
     parse_numbers,
+    parse_shard,
     part,
 )
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
@@ -436,8 +437,8 @@ def configure(
         flexible: whether nobody gave it, so that it gives way to the model's positions.
     """
     from tswift.drafting.methods import cut_note, resolve
-    from tswift.engine import Demand, preflight
     from tswift.loading import load_model
+    from tswift.memory import Demand, preflight
 
     drafting = options.check()
     wanted = options.to_load()

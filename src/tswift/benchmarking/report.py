@@ -20,7 +20,8 @@ from tswift.benchmarking.record import Measurement, Record, SuiteRecord, encode,
 from tswift.benchmarking.suites import SUITES, published_rows
 from tswift.benchmarking.summary import METRICS, Figure, Row, method_name, source, summarise
 from tswift.errors import InputError
-from tswift.jobs.folder import FINISHED, write_whole
+from tswift.files import write_whole
+from tswift.jobs.folder import FINISHED
 from tswift.tables import NOTHING, Table, quantity
 
 _MAX_DIFFERENCES = 5

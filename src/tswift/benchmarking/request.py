@@ -25,9 +25,10 @@ from tswift.benchmarking.record import Options, Record, State
 from tswift.benchmarking.suites import Suite, find_suite
 from tswift.benchmarking.workloads import encode, read_texts, read_workloads
 from tswift.errors import InputError, find_path
-from tswift.jobs.config import Text, fields_of
+from tswift.jobs.config import Text
 from tswift.jobs.folder import FINISHED
 from tswift.models.config import SHAPE_PREFIX, refuse_missing_heads, refuse_shape
+from tswift.options import fields_of
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import OnProgress

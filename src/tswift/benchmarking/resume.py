@@ -26,10 +26,10 @@ from tswift.benchmarking.record import (
 from tswift.benchmarking.suites import find_suite
 from tswift.drafting.options import DraftOptions
 from tswift.errors import MAX_RECORD, InputError, parse_json
-from tswift.jobs.config import fields_of
-from tswift.jobs.folder import FINISHED, INTERRUPTED, lock_folder, read_own
+from tswift.files import lock_folder
+from tswift.jobs.folder import FINISHED, INTERRUPTED, read_own
 from tswift.models.config import ModelConfig
-from tswift.options import options_of
+from tswift.options import fields_of, options_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.tables import Table
 

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from tswift.benchmarking.config import BenchConfig, RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
-from tswift.caches import ask_for_huge_pages
+from tswift.decoding.prices import STEADY
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
-from tswift.forward.coded import gguf_bytes
-from tswift.forward.passes import STEADY
-from tswift.forward.products import holds_codes
-from tswift.forward.program import may_serve
+from tswift.forward.cpu.products import holds_codes
+from tswift.forward.cpu.program import may_serve
+from tswift.forward.packing import gguf_bytes
+from tswift.machine import ask_for_huge_pages, available_bytes, environment
 from tswift.models.architecture import (
     is_moe,
     max_positions,
@@ -40,16 +40,10 @@ from tswift.models.architecture import (
 )
 from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
-from tswift.models.devices import (
-    available_bytes,
-    environment,
-    find_device,
-    find_dtype,
-    kv_dtype_for,
-    own_dtype,
-)
+from tswift.models.devices import find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
+from tswift.speculators.networks import read_bytes
 from tswift.tables import Table, duration, quantity
 
 if TYPE_CHECKING:
@@ -315,7 +309,7 @@ def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
         spec = target.speculator_spec
         if kind.speculator_kinds and spec is not None and options.budget is not None:
             depth = levels or options.gamma or spec.count
-            extra_bytes += spec.read_bytes(shape.itemsize, options.budget, depth, shape.lm_head)
+            extra_bytes += read_bytes(spec, shape.itemsize, options.budget, depth, shape.lm_head)
         if kind.drafts_over_partial_cache and not kind.may_draft:
             # `auto` makes such passes in some of its steps, or in none
             bits = BITS[model.draft_weights] if model.draft_weights else None

@@ -30,11 +30,11 @@ from tswift.decoding.stats import distinct
 from tswift.decoding.text import TextStream
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
-from tswift.engine import Demand, check, preflight
 from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
 from tswift.loading import LoadedModel, load_model
-from tswift.models.devices import now
+from tswift.machine import now
+from tswift.memory import Demand, check, preflight
 from tswift.options import Values, changed
 from tswift.sampling.parameters import apply_eos_policy
 

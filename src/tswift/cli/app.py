@@ -138,7 +138,7 @@ def as_typed(error: InputError, words: Sequence[str]) -> str:
 def _ran_out(error: Exception) -> bool:
     if "torch" not in sys.modules:  # it is not imported to say so
         return isinstance(error, MemoryError)
-    from tswift.models.devices import ran_out
+    from tswift.machine import ran_out
 
     return ran_out(error)
 

@@ -20,7 +20,8 @@ from tswift.cli import options, output
 from tswift.cli.output import FAILED, INTERRUPTED, Bars, loading_notice
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.jobs.folder import FINISHED, create_folder, default_path, lock_folder
+from tswift.files import lock_folder
+from tswift.jobs.folder import FINISHED, create_folder, default_path
 from tswift.models.config import SHAPES, ModelConfig, refuse_missing_heads, refuse_shape
 from tswift.sampling.parameters import SamplingParams
 

@@ -30,9 +30,10 @@ from tswift.cli.output import (
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.batch import Batch, is_batch, reopen
-from tswift.jobs.config import RunConfig, TextConfig, parse_shard
+from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
+from tswift.options import parse_shard
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:

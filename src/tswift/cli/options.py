@@ -15,8 +15,16 @@ import typer
 from typer.models import OptionInfo
 
 from tswift.errors import InputError, find_path
-from tswift.jobs.config import fields_of
-from tswift.options import DRAFTING, Option, Values, changed, described, options_of, type_of
+from tswift.options import (
+    DRAFTING,
+    Option,
+    Values,
+    changed,
+    described,
+    fields_of,
+    options_of,
+    type_of,
+)
 
 Config = TypeVar("Config")
 

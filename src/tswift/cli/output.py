@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tswift.errors import InputError, SlowWarning
-from tswift.jobs.folder import write_whole
+from tswift.files import write_whole
 from tswift.stages import listening
 from tswift.tables import Reporter, Table
 
@@ -438,7 +438,7 @@ class Display(Bars):
             self._console.print(line, markup=False, highlight=False)
 
     def _log_line(self, done: str, left: str = "") -> None:
-        from tswift.models.devices import resident_bytes
+        from tswift.machine import resident_bytes
 
         held = resident_bytes()
         elapsed = timedelta(seconds=round(time.monotonic() - self._started))

@@ -20,11 +20,11 @@ from tswift.cli import options
 from tswift.cli.output import INTERRUPTED, loading_notice, one_line
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.files import lock_folder
 from tswift.jobs.config import RunConfig, TextConfig
-from tswift.jobs.folder import lock_folder
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
-from tswift.serving.config import ServeConfig, job, listen
+from tswift.serving.config import ServeConfig, job
 
 _KEYS = (100, 4_096, 25_000, 100_000)
 
@@ -44,10 +44,10 @@ def env(
     """
     typed.make(ModelConfig)
     from tswift.cli import output
-    from tswift.decoding.device_step import try_steps
+    from tswift.decoding.device_step_check import try_steps
     from tswift.drafting.costs import costs_of, folder
     from tswift.loading import load_model
-    from tswift.models.devices import environment
+    from tswift.machine import environment
     from tswift.sampling.parameters import SamplingParams
     from tswift.tables import NOTHING, Table
 
@@ -239,7 +239,7 @@ def export_generate(
 ) -> None:
     """Write the folder by which generate of a transformers model decodes with tswift."""
     from tswift.cli.output import write_stdout
-    from tswift.jobs.folder import write_whole
+    from tswift.files import write_whole
 
     files = {"generate.py": _GENERATE, "requirements.txt": f"tswift>={tswift.__version__}\n"}
     # of any version of tswift
@@ -322,6 +322,9 @@ def serve(
     if missing:
         raise InputError(f"tswift serve needs {', '.join(missing)}: pip install 'tswift[serve]'")
     busy = f"another tswift serve writes to {config.runs}"
+    from tswift.serving.routes import listen
+    from tswift.serving.routes import serve as answer
+
     with listen(config) as sock, lock_folder(config.runs, "runs", busy):
         from tswift.jobs.job import Signals
 
@@ -333,7 +336,6 @@ def serve(
         with Signals():
             with loading_notice(base.model.model, quiet, logged=True):
                 from tswift.loading import load_model
-                from tswift.serving.routes import serve as answer
                 from tswift.serving.runs import Service
 
                 model = load_model(base.to_load())

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from tswift.caches import FullKV, Mark
 from tswift.decoding.loop import broken, not_finite, refuse_broken
-from tswift.forward.target import OnProgress, Target, chunks
+from tswift.forward.target import Target
+from tswift.forward.text import OnProgress, chunks
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
 

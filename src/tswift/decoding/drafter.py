@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.caches import KVBuffer
-from tswift.forward.passes import Forwarded, PassCosts
+from tswift.decoding.prices import PassCosts
+from tswift.forward.passes import Forwarded
 from tswift.sampling.rule import Sampler
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step,
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
 from tswift.forward.passes import Forwarded
-from tswift.forward.target import OnProgress, Target, chunks, first_broken
-from tswift.models.devices import synchronize
+from tswift.forward.target import Target
+from tswift.forward.text import OnProgress, chunks, first_broken
+from tswift.machine import synchronize
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 from tswift.sampling.sampler_c import Drawn

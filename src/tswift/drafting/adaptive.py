@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree, LogitReader
-from tswift.forward.passes import PassTimes
+from tswift.decoding.prices import PassTimes
 
 if TYPE_CHECKING:
     from tswift.decoding.device_step import DeviceState

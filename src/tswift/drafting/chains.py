@@ -21,8 +21,8 @@ from tswift.caches import KVBuffer, Mark, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, Source, Step
 from tswift.decoding.loop import decode_step
-from tswift.drafting.dynamic_tree import _FAR, CandidateTree, TreeBudget
-from tswift.forward.passes import PassCosts
+from tswift.decoding.prices import PassCosts
+from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
 from tswift.forward.target import Target
 from tswift.sampling.rule import NoTokenLeft
 
@@ -304,7 +304,7 @@ class CascadeSource(ChainSource):
             self._spent += self._seconds
             self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
-                steps = round(min(lead / _STEP, _FAR))
+                steps = round(min(lead / _STEP, FAR_GAP))
                 sure = min(steps, len(_CONFIDENCE_BORDERS) - 1)
                 if lead < inf:  # else nothing but the token was left to be drawn
                     tree.propose(node, other, self.name, (1, steps), _OTHERS[sure])

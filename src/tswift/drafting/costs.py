@@ -23,12 +23,12 @@ from tswift.caches import FullKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
 from tswift.decoding.loop import decode_step
+from tswift.decoding.prices import NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
-from tswift.forward.passes import NOMINAL, PassCosts
 from tswift.forward.target import Target
+from tswift.machine import available_bytes
 from tswift.models.checkpoint import config_hash
-from tswift.models.devices import available_bytes
 from tswift.native_build import cache_folder, put
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
+from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
 
 _PRIOR_WEIGHT = 8.0  # observations that the probability guessed at first counts for
 _HALF_LIFE = 2048.0  # observations after which older ones count for half: texts change
@@ -123,7 +123,7 @@ class TreeBudget:
 
 # gaps between scores are told apart by this much, and up to so many times
 GAP = 0.5
-_FAR = 8
+FAR_GAP = 8
 # chances by rank and gap, about those of the bundled heads over 2,500 tokens; what is learned soon
 # replaces them
 GUESSES = (
@@ -226,7 +226,7 @@ class CandidateTree:
         children = []
         for rank, (token, score) in enumerate(zip(tokens, scores, strict=True)):
             rival = scores[0] if rank else scores[1] if len(scores) > 1 else -inf
-            step = round(min(abs(score - rival) / GAP, _FAR))
+            step = round(min(abs(score - rival) / GAP, FAR_GAP))
             guesses = GUESSES[min(rank, len(GUESSES) - 1)]
             child = self.propose(
                 node, token, source, (*about, rank, step), guesses[min(step, len(guesses) - 1)]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, DraftTree, Source
+from tswift.decoding.prices import PassCosts
 from tswift.drafting.chains import DraftModel
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
-from tswift.forward.passes import Forwarded, PassCosts
+from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.sampling.rule import Sampler
 from tswift.sampling.sampler_c import MOST

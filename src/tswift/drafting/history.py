@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, Source
+from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
-from tswift.forward.passes import Forwarded, PassCosts
+from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.native_build import Unbuilt, build, structures
 from tswift.sampling.parameters import LogitBias, bias, constants

@@ -14,6 +14,7 @@ import torch
 from tswift.attention.sdpa import ROWS
 from tswift.caches import POLICIES, PartialKV, StreamingKV
 from tswift.decoding.drafter import Drafter, Source
+from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
     CAUGHT_UP_TOGETHER,
@@ -42,10 +43,9 @@ from tswift.drafting.options import (
 )
 from tswift.drafting.speculators import BEAM, NetworkSource
 from tswift.errors import InputError
-from tswift.forward.passes import NOMINAL, PassCosts, PassTimes
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
-from tswift.speculators.networks import MTP, SpeculatorSpec
+from tswift.speculators.spec import MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
     from tswift.loading import ModelSpec

@@ -15,11 +15,12 @@ from torch import Tensor
 from tswift.caches import KVBuffer, WindowKV
 from tswift.decoding.device_step import HostBlock
 from tswift.decoding.drafter import Context, Source
+from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
-from tswift.forward.passes import Forwarded, PassCosts
+from tswift.forward.passes import Forwarded
 from tswift.sampling.rule import Sampler
-from tswift.speculators.networks import DraftNetwork
+from tswift.speculators.draft_network import DraftNetwork
 
 BEAM = 5  # nodes of a level that are gone on with
 

@@ -24,22 +24,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tswift.attention.backends import BACKENDS, choose, fails, why_not
+from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.backends_check import fails
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, NoFault, SlowWarning, cause_of, fault_of
-from tswift.forward.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.cpu.parts import Unfit
+from tswift.forward.cpu.products import finely_rounded, holds_codes
+from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel, watched
-from tswift.forward.parts import Unfit
-from tswift.forward.passes import Forwarded
-from tswift.forward.products import finely_rounded, holds_codes
-from tswift.forward.program import PROMPT_CHUNK
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.remembered import NO_CHECKS, Checks
-from tswift.forward.target import Target, chunks, first_broken, forward_wide
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, first_broken, forward_wide
+from tswift.machine import synchronize
 from tswift.models.architecture import heads_of, is_moe, max_positions
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for, synchronize
+from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.stages import tell
 
@@ -532,7 +535,7 @@ def _compared(
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
-            target.fallbacks.note("layers", fuse(network))
+            target.fallbacks.note("layers", fuse(network, try_kernels))
             if target.kv_shape.states is not None and target.device.type in _DOUBTED:
                 target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)

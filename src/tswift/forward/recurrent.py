@@ -11,15 +11,11 @@ order, and there is none.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial, wraps
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,32 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from tswift.attention.native import parallel_region
 from tswift.caches import States
-from tswift.forward.products import C
-from tswift.native_build import Unbuilt, build, widest_vectors
+from tswift.forward.cpu.recurrence import recurrence_library, step_in_c
+from tswift.forward.recurrence import Rows, step_plainly
 
 _EPS = 1e-6  # of the norms of queries and keys
-_COLUMNS = 64  # as in recurrence.c
 _KERNEL = ("cuda",)  # devices on which a kernel steps states
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What states are stepped by: a key, what is to be found by it, and how much of that is added.
-
-    ``queries`` and ``keys`` are ``[n, heads, keys]``, perhaps of fewer heads, each for as many that
-    follow each other. ``contents`` are ``[n, heads, values]``; ``decays`` and ``rates``
-    ``[n, heads]``, factors of the state and of what is added: what the state does not give for the
-    key yet (``corrects``), or all.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    contents: Tensor
-    decays: Tensor
-    rates: Tensor
-    corrects: bool = True
 
 
 def step_states(
@@ -77,11 +53,11 @@ def step_states(
         What each node reads from its state, ``[nodes, heads, values]``.
     """
     if state.dtype == torch.float32:
-        library = _library() if state.device.type == "cpu" else None
+        library = recurrence_library() if state.device.type == "cpu" else None
         if library is not None:
-            return _step_in_c(library, rows, state, nodes, parents, after)
+            return step_in_c(library, rows, state, nodes, parents, after)
         if state.device.type in _KERNEL and kernel_fault(state.device) is None:
-            from tswift.forward import recurrence_triton
+            from tswift.forward.cuda import recurrence_triton
 
             return recurrence_triton.step_states(rows, state, nodes, parents, after)
     return step_plainly(rows, state, nodes, parents, after)
@@ -90,105 +66,19 @@ def step_states(
 def kernel_fault(device: torch.device) -> str | None:
     """Why a device's kernel does not step states; None if it does. It is tried once."""
     try:
-        from tswift.forward import recurrence_triton
+        from tswift.forward.cuda import recurrence_check
     except ImportError as error:
         return str(error)
-    return recurrence_triton.fault(device)
+    return recurrence_check.fault(device)
 
 
 def device_kernel(device: torch.device, wide: torch.dtype) -> ModuleType | None:
     """What steps states ``wide`` by nodes that the device alone knows; None where nothing does."""
     if device.type not in _KERNEL or wide != torch.float32 or kernel_fault(device) is not None:
         return None
-    from tswift.forward import recurrence_triton
+    from tswift.forward.cuda import recurrence_triton
 
     return recurrence_triton
-
-
-def step_plainly(
-    rows: Rows,
-    state: Tensor,
-    nodes: Sequence[int],
-    parents: Sequence[int],
-    after: Tensor | None = None,
-) -> Tensor:
-    """As :func:`step_states`, by PyTorch's operators."""
-    group = state.shape[0] // rows.keys.shape[1]
-    last = _last_children(parents)
-    states = dict[int, Tensor]()
-    out = []
-    for node, (row, parent) in enumerate(zip(nodes, parents, strict=True)):
-        query, key = (
-            each[row].repeat_interleave(group, 0).unsqueeze(-1)
-            for each in (rows.queries, rows.keys)
-        )
-        kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
-        change = rows.contents[row]
-        if rows.corrects:
-            change = change - _summed(kept * key)
-        change = change * rows.rates[row, :, None]
-        states[node] = kept + key * change.unsqueeze(1)
-        out.append(_summed(states[node] * query))
-        if last[parent] == node:
-            states.pop(parent, None)
-    if after is not None:
-        after.copy_(states[len(nodes) - 1])
-    return torch.stack(out)
-
-
-def _summed(numbers: Tensor) -> Tensor:
-    """Sums over the keys ``[heads, keys, values]``: of neighbours, then of neighbouring sums, and
-    so on, as the kernel adds them.
-    """
-    while (count := numbers.shape[1]) > 1:
-        numbers = F.pad(numbers, (0, 0, 0, count % 2))
-        numbers = numbers[:, 0::2] + numbers[:, 1::2]
-    return numbers[:, 0]
-
-
-def _last_children(parents: Sequence[int]) -> dict[int, int]:
-    """Of each node that has children the last one, after which nobody asks for its state."""
-    return {parent: node for node, parent in enumerate(parents)}
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled recurrence; None if there is none here."""
-    try:
-        return build(Path(__file__).with_name("recurrence.c"), options=widest_vectors())
-    except Unbuilt:
-        return None
-
-
-def _step_in_c(
-    library: ctypes.CDLL,
-    rows: Rows,
-    state: Tensor,
-    nodes: Sequence[int],
-    parents: Sequence[int],
-    after: Tensor | None,
-) -> Tensor:
-    """As :func:`step_states`."""
-    given = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
-    held = [each.contiguous() for each in given]
-    order = torch.tensor([[*nodes], [*parents]])
-    count = order.shape[1]
-    heads, keys, values = state.shape
-    states = 1 if list(parents) == [*range(-1, count - 1)] else count
-    threads = torch.get_num_threads()
-    out = state.new_empty(count, heads, values)
-    scratch = state.new_empty(threads * states * keys * _COLUMNS)
-    places = torch.empty_like(order)
-    call = C.Steps(
-        state.data_ptr(),
-        None if after is None else after.data_ptr(),
-        *(each.data_ptr() for each in (*held, *order, places, out, scratch)),
-        parallel_region(),
-        *(count, heads, heads // held[1].shape[1], keys, values, states, threads),
-        *(held[1].stride(0), held[2].stride(0), rows.corrects),
-    )
-    library.tswift_recur(ctypes.byref(call))
-    return out
 
 
 class StatePass:

@@ -18,18 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, Object, parse_json, read_file
+from tswift.files import LOCK, Lock, write_whole
 from tswift.jobs.config import MAX_BYTES, RunConfig, Text
-from tswift.jobs.folder import (
-    FINISHED,
-    LOCK,
-    RECORD,
-    TEXT,
-    TOKENS,
-    Lock,
-    read_own,
-    read_record,
-    write_whole,
-)
+from tswift.jobs.folder import FINISHED, RECORD, TEXT, TOKENS, read_own, read_record
 from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed
 from tswift.sampling.parameters import SamplingParams
@@ -203,8 +194,8 @@ class Batch:
         return self.out / OUT
 
     def _load(self, left: Sequence[Task]) -> LoadedModel:
-        from tswift.engine import fit_length
         from tswift.loading import load_model
+        from tswift.memory import fit_length
         from tswift.models.checkpoint import weights_hash
 
         model = load_model(self.config.to_load())

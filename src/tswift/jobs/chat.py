@@ -10,10 +10,10 @@ from dataclasses import replace
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream
-from tswift.engine import fit_length
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run, with_sampling
 from tswift.loading import LoadedModel
+from tswift.memory import fit_length
 
 
 class Chat:

@@ -29,6 +29,7 @@ from tswift.options import (
     Values,
     changed,
     check_options,
+    fields_of,
     given_names,
     given_options,
     option,
@@ -275,14 +276,6 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
     drafts_itself = any("draft_weights" in METHODS[method].loads for method in methods)
     weights = config.draft_weights or (IF_QUICKER if drafts_itself else UNQUANTISED)
     return replace(config, draft_weights=None if weights == UNQUANTISED else weights)
-
-
-def parse_shard(words: str) -> tuple[int, int]:
-    """``I/N``: the Ith of N shards, from 1."""
-    index, _, count = words.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 0 < int(index) <= int(count)):
-        raise InputError(f"wants I/N, the Ith of N shards, got {words!r:.40}", "shard")
-    return int(index), int(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -567,11 +560,6 @@ class RunConfig:
         """What is loaded for the job: how it is asked for, and what the method needs besides."""
         loaded = to_load(self.model, [self.method])
         return replace(loaded, exact=False) if find_method(self.method).reference else loaded
-
-
-def fields_of(kind: type, values: Values) -> dict[str, Any]:
-    """Of some values by name, those of a dataclass's options."""
-    return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}
 
 
 def refuse_with_chat(text: TextConfig, chat: bool, system: str | None = None) -> None:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from tswift.decoding.text import TextRules, text_of
 from tswift.errors import (
@@ -38,9 +37,21 @@ from tswift.errors import (
     DecodeError,
     InputError,
     Object,
-    kind_of,
     parse_json,
     read_file,
+)
+from tswift.files import (
+    LOCK,
+    NEW,
+    Lock,
+    in_use,
+    lock_folder,
+    open_own,
+    status_of_regular_file,
+    sync_folder,
+    unwritable,
+    write_all,
+    write_whole,
 )
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.sampling.parameters import SamplingParams
@@ -57,7 +68,7 @@ TEXT, TOKENS, RECORD, PROMPT, AUDIT = (
     "verify.json",
 )
 LOGPROBS = "logprobs.bin"
-JOURNAL, CHECKSUM, LOCK = "journal", "checksum", "lock"
+JOURNAL, CHECKSUM = "journal", "checksum"
 _ROWS = "logprobs_crc32"
 REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
@@ -65,86 +76,14 @@ KILLED, BROKEN = "killed", "broken"  # in a list of runs only
 # between two checkpoints, at most
 _SECONDS = 2.0
 _TOKENS = 512
-_LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
 _MAX_BYTES = 1 << 30  # of a file: tokens take four
-# nor is what has come since it was looked at
-_NOT_FOLLOWED = getattr(os, "O_NOFOLLOW", 0)
-_NOT_AWAITED = getattr(os, "O_NONBLOCK", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
-_MODE = 0o644
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # of what checksums are taken
-_NEW = ".new"  # what a file is called until all of it is written
 
 Counters = Mapping[str, Any]
 
 
 class SaveFailed(DecodeError):
     """A run's folder cannot be written any more."""
-
-
-# --- files
-
-
-def status_of_regular_file(path: Path, option: str | None = None) -> os.stat_result | None:
-    """The status of a file in a folder of tswift's; None if there is none.
-
-    Raises:
-        InputError: it is a link, which could point at anything, or a pipe or device, which might
-            never begin or end. It names ``option``.
-    """
-    try:
-        status = os.lstat(path)
-    except OSError:  # opening it will tell
-        return None
-    if kind := kind_of(status.st_mode):
-        raise InputError(f"{path} cannot be used (it is {kind})", option)
-    return status
-
-
-def open_own(path: Path, flags: int = os.O_RDONLY, option: str | None = None) -> int:
-    """A descriptor of a file in a folder of tswift's: of a run, a benchmark, a training, a server.
-
-    InputError, without opening it, if it is no regular file, see :func:`regular`.
-    """
-    status_of_regular_file(path, option)
-    return os.open(path, flags | _NOT_FOLLOWED | _NOT_AWAITED | _BINARY, _MODE)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a folder's list of files durable, where the system can."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file whole, or not at all, whatever happens meanwhile.
-
-    OSError, with its name, if it cannot be; InputError if something else is in its way.
-    """
-    new = path.with_name(f"{path.name}{_NEW}")
-    try:
-        handle = open_own(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            _write(handle, bytearray(content))
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(new, path)
-    except OSError as error:
-        with suppress(OSError):
-            os.unlink(new)
-        error.filename = str(path)  # a write's error names no file
-        raise
-    _sync_folder(path.parent)
-
-
-def _write(handle: int, content: bytearray) -> None:
-    while content:
-        del content[: os.write(handle, content)]
 
 
 def bytes_of(tokens: Sequence[int]) -> bytes:
@@ -198,7 +137,7 @@ class Record:
         return f"{text}\n".encode(errors="backslashreplace")
 
 
-# --- folders and their locks
+# --- folders
 
 
 def default_path(method: str, runs: Path = Path("runs")) -> Path:
@@ -218,7 +157,7 @@ def _new_folder(path: Path) -> list[Path]:
         path.mkdir(parents=True, exist_ok=True)
         empty = _holds_no_run(path)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     if not empty:
         raise InputError(f"{path} is not empty; a run needs a folder of its own", "out")
     return made
@@ -248,7 +187,7 @@ def _holds_no_run(path: Path) -> bool:
     """Whether a folder is empty, or holds no more than a run leaves that was killed before its
     first record.
     """
-    left = (PROMPT, REQUEST, *(name + _NEW for name in (PROMPT, REQUEST, RECORD)))
+    left = (PROMPT, REQUEST, *(name + NEW for name in (PROMPT, REQUEST, RECORD)))
     empty = (LOCK, TOKENS, TEXT, JOURNAL, LOGPROBS)
     for file in path.iterdir():
         if file.name not in (*left, *empty):
@@ -257,67 +196,6 @@ def _holds_no_run(path: Path) -> bool:
         if file.name in empty and status and status.st_size:
             return False
     return True
-
-
-def _unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
-    return InputError(f"{path} cannot be written to ({error.strerror})", field)
-
-
-class Lock:
-    """The lock of a run's folder; the system releases it with the process, however that ends.
-
-    Raises:
-        Timeout: another process has it, and still has it after some ``seconds``.
-        OSError: there can be none here.
-        InputError: something else has its name.
-    """
-
-    def __init__(self, folder: Path, seconds: float = _LOCK_SECONDS) -> None:
-        status_of_regular_file(folder / LOCK)
-        self._lock = FileLock(folder / LOCK)
-        try:
-            self._lock.acquire(timeout=seconds, poll_interval=0.05)
-        except NotImplementedError as error:
-            raise OSError(0, f"its file system has no locks: {error}", str(folder)) from None
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self, remove: bool = True) -> None:
-        """Release it, and remove its file."""
-        if remove:
-            with suppress(OSError):
-                # one that waits for it sees that the file is gone, and makes another
-                Path(self._lock.lock_file).unlink()
-        self._lock.release(force=True)
-
-
-def lock_folder(folder: Path, field: str, busy: str = "") -> Lock:
-    """The lock of the folder that ``field`` named, taken;
-    ``busy`` is what is said where another process has it.
-
-    The folder is made if it is not there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Lock(folder)
-    except Timeout:
-        raise InputError(busy or f"{folder} is in use by another process", field) from None
-    except OSError as error:
-        raise _unwritable(folder, error, field) from None
-
-
-def in_use(folder: Path) -> bool:
-    """Whether a process is writing a run's folder."""
-    try:
-        if (folder / LOCK).exists():
-            Lock(folder, 0).release(remove=False)
-    except (OSError, InputError) as error:
-        return isinstance(error, Timeout)
-    return False
 
 
 # --- the journal
@@ -417,10 +295,10 @@ class RunFolder:
                 folder._open(name)
             folder._rows_crc = 0 if logprobs else None
             for parent in (path, *(below.parent for below in made)):
-                _sync_folder(parent)
+                sync_folder(parent)
         except OSError as error:
             folder.discard()
-            raise _unwritable(path, error) from None
+            raise unwritable(path, error) from None
         return folder
 
     @classmethod
@@ -468,7 +346,7 @@ class RunFolder:
     def _sync(self, name: str, durable: bool = True) -> None:
         """Write what waits for it; if ``durable``, so that even a power cut leaves it there."""
         handle, waiting = self._files[name]
-        _write(handle, waiting)
+        write_all(handle, waiting)
         if durable:
             os.fsync(handle)
 
@@ -480,7 +358,7 @@ class RunFolder:
         try:
             write_whole(self.path / PROMPT, bytes_of(tokens))
         except OSError as error:
-            raise _unwritable(self.path, error) from None
+            raise unwritable(self.path, error) from None
 
     def append(
         self,
@@ -594,7 +472,7 @@ def read_run(path: Path) -> RunRecord:
     """
     record = read_record(path)
     prompt = read_tokens(path / PROMPT)
-    for name in (TEXT, LOGPROBS, RECORD + _NEW):  # what is to be written, if it goes on
+    for name in (TEXT, LOGPROBS, RECORD + NEW):  # what is to be written, if it goes on
         status_of_regular_file(path / name)
     try:
         sampling = record["sampling"]

@@ -34,9 +34,10 @@ from tswift.drafting.options import (
     refuse_unused,
     used,
 )
-from tswift.engine import Demand, Generation, Request, begin, fit_length, preflight
+from tswift.engine import Generation, Request, begin
 from tswift.errors import DecodeError, InputError, Object
-from tswift.forward.target import OnProgress
+from tswift.files import Lock, lock_folder, write_whole
+from tswift.forward.text import OnProgress
 from tswift.jobs.config import (
     BUNDLED_PREFILL,
     RunConfig,
@@ -52,24 +53,22 @@ from tswift.jobs.folder import (
     INTERRUPTED,
     RUNNING,
     TEXT,
-    Lock,
     Record,
     RunFolder,
     RunRecord,
     Saved,
     SaveFailed,
     default_path,
-    lock_folder,
     read_record,
     read_run,
     read_saved,
     text_fault,
-    write_whole,
 )
 from tswift.loading import LoadedModel, load_model
+from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
+from tswift.memory import Demand, fit_length, preflight
 from tswift.models.checkpoint import config_hash, load_tokenizer, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
-from tswift.models.devices import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
 from tswift.sampling.parameters import SamplingParams

@@ -24,8 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tswift.attention.backends import USUAL
-from tswift.caches import LayerKV, StateShape
+from tswift.caches import USUAL, LayerKV, StateShape
 from tswift.errors import InputError
 
 # types of layers that have a state; those of the last one have keys and values, too

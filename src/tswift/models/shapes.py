@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 
 from tswift.caches import StateShape
 from tswift.errors import InputError
+from tswift.machine import available_bytes, gigabytes
 from tswift.models.architecture import (
     attention_layers,
     class_of,
@@ -23,7 +24,7 @@ from tswift.models.architecture import (
     state_shape,
 )
 from tswift.models.codes import holds_packed, read_bytes
-from tswift.models.devices import available_bytes, dtype_name, gigabytes
+from tswift.models.devices import dtype_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

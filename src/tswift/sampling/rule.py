@@ -238,7 +238,8 @@ class Sampler:
         if device.type != "cuda" and not interpreted:
             return
         try:
-            from tswift.sampling.sampler_triton import TritonSampler, triton_sampler_fault
+            from tswift.sampling.sampler_check import triton_sampler_fault
+            from tswift.sampling.sampler_triton import TritonSampler
         except ImportError:
             self.fault = "triton is not installed"
             return

@@ -31,8 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tswift.attention.native import parallel_region
-from tswift.native_build import Unbuilt, build, structures, widest_vectors
+from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 from tswift.sampling.parameters import SamplingParams, constants
 
 _SOURCE = Path(__file__).with_name("sampler.c")

@@ -16,9 +16,6 @@ draft tree, too, 3 those of a mask.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
-from random import Random
 from typing import ClassVar
 
 import torch
@@ -26,15 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.errors import NoFault, fault_of
 from tswift.sampling.parameters import SamplingParams, constants
-from tswift.sampling.rule import FAR, NO_TOKEN, Sampler, seed_stream
+from tswift.sampling.rule import seed_stream
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# nodes of the trees with which the kernels are tried on a device
-TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)
-RANKED = (1, 1, 1, 4, 4, 16)  # rows with which the ranking of candidates is
-_CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
 @triton.jit
@@ -197,7 +189,7 @@ def rank_rows(
         tl.store(best_tokens + row * COUNT + rank, first.to(tl.int64), mask=row < rows)
 
 
-_INTERPRETED = not isinstance(rank_rows, triton.JITFunction)
+INTERPRETED = not isinstance(rank_rows, triton.JITFunction)
 
 
 class TritonSampler:
@@ -298,8 +290,8 @@ class TritonSampler:
         }
         # rows of a program: of the first kernel four where there are several, as its rows share
         # what they read; an interpreter wants few programs
-        block = triton.next_power_of_2(rows) if _INTERPRETED else 1
-        shared, warps = (block, 4) if _INTERPRETED or rows == 1 else (4, 8)
+        block = triton.next_power_of_2(rows) if INTERPRETED else 1
+        shared, warps = (block, 4) if INTERPRETED or rows == 1 else (4, 8)
         with torch.cuda.device_of(logits):
             if self._min_p:
                 rank_parts[triton.cdiv(rows, shared), parts](
@@ -315,200 +307,3 @@ class TritonSampler:
                 FOUND=triton.next_power_of_2(parts * count), COUNT=count, DRAWN=drawn,
             )  # fmt: skip
         return best_tokens, best_scores
-
-
-def triton_sampler_fault(
-    params: SamplingParams,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    candidates: int = 0,
-) -> str | None:
-    """Why the kernels are not to be used for such parameters; None if they are.
-
-    They are compared with the rule in PyTorch on the device itself, on random rows with all that is
-    odd; once for every dtype, vocabulary, and set of kernels that parameters need. It takes as long
-    as they take to compile. The drawing is tried, or the ranking of so many ``candidates`` of a
-    row, with noise and without.
-    """
-    unserved = [name for name in params.filters if name != "min_p"]
-    if unserved:
-        return NoFault(f"no kernel has {' and '.join(unserved)}")
-    if dtype not in DTYPES and not (params.counts or params.repeats):
-        return NoFault(f"the kernels do not read {str(dtype).removeprefix('torch.')}")
-    if candidates > TritonSampler.MAX_CANDIDATES:
-        return NoFault(f"the kernels rank at most {TritonSampler.MAX_CANDIDATES} candidates")
-    # logits have been lowered before a kernel reads them
-    params = replace(
-        params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0
-    )
-    kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
-    key = (
-        candidates,
-        dtype,
-        vocab_size,
-        device,
-        *kernels,
-        bool(params.logit_bias),
-        bool(params.banned),
-    )
-    if key not in _CHECKED:
-        _CHECKED[key] = fault_of(
-            partial(_disagreement, params, vocab_size, dtype, device, candidates)
-        )
-    return _CHECKED[key]
-
-
-def _disagreement(
-    params: SamplingParams,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    candidates: int,
-) -> str | None:
-    random = Random(0)
-    if candidates:
-        wrong = sum(
-            misranked(params, vocab_size, rows, dtype, device, candidates, random)
-            for rows in RANKED
-        )
-        return (
-            f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule"
-            if wrong
-            else None
-        )
-    wrong = 0
-    for index, nodes in enumerate(TRIED):
-        short = (
-            replace(params, window=random.randint(1, 5))
-            if params.penalises and index % 2
-            else params
-        )
-        wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
-    return f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
-
-
-def mismatches(
-    params: SamplingParams,
-    vocab_size: int,
-    nodes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    random: Random,
-) -> int:
-    """Number of nodes of a random draft tree after which kernels and rule draw different tokens."""
-    seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
-    fused = TritonSampler(params, seed, vocab_size, device)
-    logits = odd_rows(nodes, vocab_size, dtype, random)
-    tree = _random_tree(sampler, logits, random)
-    rows, tokens, positions, ancestors = (each.to(device) for each in (logits, *tree))
-    drawn = fused.draw(rows, tokens, positions, ancestors, sampler.newest)
-    return int((drawn != sampler.draw_rows(rows, tokens, positions, ancestors)).sum())
-
-
-def misranked(
-    params: SamplingParams, vocab_size: int, rows: int, dtype: torch.dtype, device: torch.device, count: int,
-    random: Random,
-) -> int:  # fmt: skip
-    """Number of random rows whose candidates by the kernels are not those by the rule,
-    with noise or without.
-
-    What is equal may come in any order, and a score may be off by its last place: candidates are
-    but guesses.
-    """
-    seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
-    fused = TritonSampler(params, seed, vocab_size, device)
-    logits = odd_rows(rows, vocab_size, dtype, random).to(device)
-    generator = torch.Generator().manual_seed(random.getrandbits(63))
-    seen = (
-        torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device)
-        < random.random()
-    )
-    penalised = seen if params.penalises else None
-    place = random.choice((0, 7, 5000, 1 << 40))
-    count = min(count, vocab_size)
-    wrong = torch.zeros(rows, dtype=torch.bool, device=device)
-    for places in (None, torch.arange(place, place + rows, device=device)):
-        scores = (
-            sampler.warp(logits, penalised)
-            if places is None
-            else sampler.scores(logits, penalised, places)
-        )
-        best = scores.topk(count).values
-        tokens, theirs = fused.candidates(logits, penalised, places, count)
-        own = scores.gather(1, tokens)
-        real = best > -math.inf
-        alone = ((tokens[:, :, None] == tokens[:, None]) & real[:, None]).sum(-1) == 1
-        same = _close(theirs, best) & (~real | (_close(own, best) & alone))
-        # a row with NaN or infinity has no candidates
-        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)
-    return int(wrong.sum())
-
-
-def _close(one: Tensor, other: Tensor) -> Tensor:
-    return torch.isclose(one, other, rtol=1e-12, atol=1e-12)
-
-
-def odd_rows(rows: int, vocab_size: int, dtype: torch.dtype, random: Random) -> Tensor:
-    """Logits ``[rows, V]``, peaked and flat, some with ties, impossible tokens, NaN, infinity,
-    or huge or tiny ones.
-    """
-    generator = torch.Generator().manual_seed(random.getrandbits(63))
-    # some tokens are likely everywhere, so that it matters which are penalised along a path
-    logits = torch.randn(rows, vocab_size, generator=generator) + 2 * torch.randn(
-        vocab_size, generator=generator
-    )
-    # subnormal numbers, but those of bfloat16 in Triton's interpreter, which misreads them
-    tiny = 1e-30 if _INTERPRETED and dtype == torch.bfloat16 else torch.finfo(dtype).tiny / 100
-    for row in logits:
-        token = random.randrange(vocab_size)
-        row *= random.choice((0.1, 1.0, 3.0, 10.0))
-        kind = random.randrange(24)
-        if kind == 0:
-            row[token] = math.nan
-        elif kind == 1:
-            row[token] = math.inf
-        elif kind == 2:
-            row.fill_(-math.inf if token % 2 else 1.5)
-        elif kind == 3:
-            row[row < row[token]] = -math.inf
-        elif kind == 4:
-            row *= random.choice((tiny, 1e-6, 1e4, 1e37))
-        elif kind in (5, 6):
-            row.round_()
-        elif kind in (7, 8):
-            row[token] += 15
-        elif kind == 9:
-            row -= 100
-    return logits.to(dtype)
-
-
-def _random_tree(sampler: Sampler, logits: Tensor, random: Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, positions and ancestors of a draft tree, at whose nodes ``logits`` are,
-    after a text for the sampler.
-    """
-    nodes, vocab = logits.shape
-    generator = torch.Generator().manual_seed(random.getrandbits(63))
-    place = random.choice((0, 7, 5000, 1 << 40))
-    span = min(2 * sampler.params.window + 2, 5000)
-    ages = torch.randint(span, (vocab,), generator=generator)
-    newest = (place - ages).masked_fill_(
-        torch.rand(vocab, generator=generator) < random.random(), FAR
-    )
-    likely = logits.float().argmax(-1).tolist()
-    ancestors = torch.eye(nodes, dtype=torch.bool)
-    depths = [0] * nodes
-    tokens = [random.randrange(vocab)]
-    deep = random.random() < 0.2
-    for node in range(1, nodes):
-        parent = max(0, node - random.randint(1, 3)) if deep else random.randrange(node)
-        ancestors[node] |= ancestors[parent]
-        depths[node] = depths[parent] + 1
-        tokens.append(
-            random.choice((likely[parent], likely[node], random.randrange(vocab), NO_TOKEN))
-        )
-    newest[tokens[0]] = place
-    sampler.newest.copy_(newest)
-    return torch.tensor(tokens), torch.tensor(depths) + place, ancestors

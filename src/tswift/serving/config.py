@@ -5,10 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,32 +91,3 @@ def job(typed: Values, asked: Values, prompt: object, chat: bool) -> RunConfig:
         values = {name: value for name, value in values.items() if name not in others}
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     return RunConfig.of(**values, prompt_text=text, chat=chat)
-
-
-def listen(config: ServeConfig) -> socket.socket:
-    """A socket that listens where it is asked for;
-    refused where others can reach it and no key is asked for.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise InputError(
-            f"{config.host!r:.80} is no address ({getattr(error, 'strerror', error)})", "host"
-        ) from None
-    if (
-        config.api_key is None
-        and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    ):
-        raise InputError(
-            f"{config.host} can be reached by other machines: `api_key` has to be given", "host"
-        )
-    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dual)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise InputError(
-            f"{config.host} port {config.port} cannot be listened on ({reason})", "port"
-        ) from None

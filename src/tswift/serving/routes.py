@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import os
 import re
 import socket
 import time
@@ -34,7 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tswift
 from tswift.decoding.text import TextRules, TextStream
-from tswift.errors import Object
+from tswift.errors import InputError, Object
 from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
 from tswift.serving.config import ServeConfig
@@ -717,3 +719,32 @@ def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page:
     server.service = service
     with suppress(asyncio.CancelledError):
         server.run([sock])
+
+
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens where it is asked for;
+    refused where others can reach it and no key is asked for.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"{config.host!r:.80} is no address ({getattr(error, 'strerror', error)})", "host"
+        ) from None
+    if (
+        config.api_key is None
+        and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    ):
+        raise InputError(
+            f"{config.host} can be reached by other machines: `api_key` has to be given", "host"
+        )
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dual)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise InputError(
+            f"{config.host} port {config.port} cannot be listened on ({reason})", "port"
+        ) from None

@@ -27,6 +27,7 @@ from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
 from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
+from tswift.files import write_whole
 from tswift.jobs.config import RunConfig, render_chat
 from tswift.jobs.folder import (
     BROKEN,
@@ -45,13 +46,12 @@ from tswift.jobs.folder import (
     read_run,
     read_saved,
     text_fault,
-    write_whole,
 )
 from tswift.jobs.job import END, Job, resume, row_bytes, start, with_sampling
 from tswift.loading import LoadedModel
+from tswift.machine import ran_out
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
-from tswift.models.devices import ran_out
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig

@@ -25,9 +25,9 @@ from transformers.initialization import no_init_weights
 
 from tswift.caches import LayerKV
 from tswift.errors import InputError, renaming
+from tswift.forward.cpu.products import holds_codes, library
+from tswift.forward.cpu.program import rounded_linear
 from tswift.forward.hf import UnsupportedModel
-from tswift.forward.products import holds_codes, library
-from tswift.forward.program import rounded_linear
 from tswift.forward.target import Target
 from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import (
@@ -45,18 +45,10 @@ from tswift.models.checkpoint import (
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
 from tswift.native_build import Unbuilt
+from tswift.speculators.draft_network import DraftNetwork
 from tswift.speculators.heads import lm_head_rows
-from tswift.speculators.networks import (
-    ASSISTANT,
-    DFLASH,
-    DFLASH2,
-    DSPARK,
-    EAGLE3,
-    MTP,
-    DraftNetwork,
-    SpeculatorSpec,
-    build,
-)
+from tswift.speculators.networks import build, weights_of
+from tswift.speculators.spec import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE3, MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -795,7 +787,7 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
         "markov": f"rank {spec.rank}" if spec.kind == DSPARK else None,
-        "parameters": sum(spec.weights().values()),
+        "parameters": sum(weights_of(spec).values()),
         "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
         "unused": list(found.unused),  # tensors that tswift does not read
     }

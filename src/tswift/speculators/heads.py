@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tswift.forward.cpu.products import lay_together, multiply
+from tswift.forward.cpu.program import MAX_COPIED, HeadProgram, rounded_linear
 from tswift.forward.hf import output_of
-from tswift.forward.products import lay_together, multiply
-from tswift.forward.program import MAX_COPIED, HeadProgram, rounded_linear
 from tswift.forward.target import Target
+from tswift.machine import return_free_memory
 from tswift.models.codes import Packed
-from tswift.models.devices import return_free_memory
 from tswift.models.shapes import HEADS, fill_randomly
 from tswift.native_build import Unbuilt
 

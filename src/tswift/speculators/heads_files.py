@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tswift.errors import DecodeError, InputError, close_name, find_path, parse_json, renaming
+from tswift.forward.cpu.products import holds_codes
 from tswift.forward.hf import UnsupportedModel
-from tswift.forward.products import holds_codes
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
     CONFIG,

@@ -21,26 +21,15 @@ from torch import Tensor
 
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
-from tswift.jobs.config import fields_of
-from tswift.jobs.folder import (
-    FINISHED,
-    INTERRUPTED,
-    RUNNING,
-    Lock,
-    create_folder,
-    default_path,
-    lock_folder,
-    open_own,
-    read_own,
-    status_of_regular_file,
-    write_whole,
-)
+from tswift.files import Lock, lock_folder, open_own, status_of_regular_file, write_whole
+from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, default_path, read_own
 from tswift.jobs.job import Signals, Stopped
 from tswift.loading import load
+from tswift.machine import environment, now, ran_out
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import NO_HEADS
-from tswift.models.devices import environment, find_device, now, ran_out
-from tswift.options import Values
+from tswift.models.devices import find_device
+from tswift.options import Values, fields_of
 from tswift.tables import Reporter
 from tswift.training.config import TEXT, TrainConfig, corpus_files
 from tswift.training.data import prepare

@@ -22,7 +22,8 @@ from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import Request, begin
 from tswift.errors import InputError, Object, renamed
-from tswift.forward.target import Target, chunks, prefill
+from tswift.forward.target import Target
+from tswift.forward.text import chunks, prefill
 from tswift.loading import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy

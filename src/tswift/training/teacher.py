@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tswift.caches import FullKV
 from tswift.errors import DecodeError
+from tswift.files import open_own
 from tswift.forward.hf import output_of
 from tswift.forward.target import Target
-from tswift.jobs.folder import open_own
 from tswift.speculators.heads import lm_head_rows
 
 LIKELIEST = 64  # tokens whose probabilities are learnt; on SmolLM2's own text they have 97% of all

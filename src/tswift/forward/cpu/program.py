@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
 from tswift.caches import FullKV, KVBuffer, States
-from tswift.forward.parts import LayerParts, MemoryParts, Unfit, norm_weight, read_parts
-from tswift.forward.passes import Forwarded
-from tswift.forward.products import (
+from tswift.forward.cpu.parts import LayerParts, MemoryParts, Unfit, norm_weight, read_parts
+from tswift.forward.cpu.products import (
     C,
     PackedEmbedding,
     PackedLinear,
@@ -32,15 +31,16 @@ from tswift.forward.products import (
     library,
     multiply,
 )
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.models.architecture import skeleton
 from tswift.models.codes import LEAST_BLOCK, quantize
+from tswift.native_build import parallel_region
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FLOATS = nn.Parameter, torch.float32
 DRAFT_BITS = 8  # of the codes of layers that only draft, and of their inputs
-PROMPT_CHUNK = 512  # prompt tokens forwarded at a time, as a chain
 MAX_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
 
 
@@ -120,7 +120,7 @@ class PassProgram:
             rotary_scales=self._pointer(torch.tensor([scale for _, scale in parts.rotaries])),
             attend=_address(attention.tswift_attend),
             attention_scratch=_address(attention.tswift_scratch),
-            parallel=native.parallel_region(),
+            parallel=parallel_region(),
             count=len(parts.layers),
             kept=kept,
             hidden=config.hidden_size,
@@ -394,7 +394,7 @@ class HeadProgram:
 
     def __init__(self, heads: Iterable[Any], hidden_size: int, eps: float) -> None:
         self._library = library()
-        self._parallel = native.parallel_region()
+        self._parallel = parallel_region()
         self._hidden = hidden_size
         self._kept: list[object] = []  # what the C structures point to
         heads = list(heads)

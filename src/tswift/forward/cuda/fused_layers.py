@@ -9,7 +9,7 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.errors import NoFault
-from tswift.forward.draft_weights import Float8Linear
+from tswift.forward.cuda.draft_weights import Float8Linear
 from tswift.forward.hf import UnsupportedModel, final_norm
 from tswift.forward.passes import Pass
 from tswift.models.architecture import max_positions
 from tswift.models.devices import dtype_name
 
 if TYPE_CHECKING:  # triton may not be installed
-    from tswift.forward.layer_kernels import Heads, Hidden, Product
+    from tswift.forward.cuda.layer_kernels import Heads, Hidden, Product
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
@@ -38,9 +38,6 @@ _STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
 _MOST_BYTES = 1 << 28  # of cosines and sines
 _AT_A_TIME = 4096  # positions
-_TRIED = 5  # rows that kernels are tried with
-_ROUNDED = 1e-4  # of the largest number, that sums in float32 may be off by
-_REPEATS = 8
 
 
 class FusedNorm(nn.Module):
@@ -85,7 +82,7 @@ class FusedLayer(nn.Module):
         run = named.get("tswift")
         if not isinstance(run, Pass) or torch.is_grad_enabled():
             return super().forward(hidden_states, *given, **named)
-        from tswift.forward.layer_kernels import MOST_ROWS
+        from tswift.forward.cuda.layer_kernels import MOST_ROWS
 
         if not run.batch_invariant and hidden_states.shape[1] > MOST_ROWS:
             return self._prompt(hidden_states, named["position_embeddings"], run)
@@ -93,7 +90,7 @@ class FusedLayer(nn.Module):
 
     def _few(self, given: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
         """A pass that reads weights and does little else: all by kernels."""
-        from tswift.forward.layer_kernels import (
+        from tswift.forward.cuda.layer_kernels import (
             add_product,
             multiply_silu,
             project_heads,
@@ -106,19 +103,21 @@ class FusedLayer(nn.Module):
         if squares is None or known is not given:  # the first layer, or a hook's own states
             squares = squares_of(rows)
         hidden = _hidden(rows, squares, self.input_layernorm)
-        three = [_product(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        three = [
+            product_of(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
         mixed = _attended(attention, partial(project_heads, hidden, three), rows, angles, run)
-        rows, squares = add_product(mixed, _product(attention.o_proj), rows)
+        rows, squares = add_product(mixed, product_of(attention.o_proj), rows)
         hidden = _hidden(rows, squares, self.post_attention_layernorm)
-        active = multiply_silu(hidden, _product(mlp.gate_proj), _product(mlp.up_proj))
-        rows, squares = add_product(active, _product(mlp.down_proj), rows)
+        active = multiply_silu(hidden, product_of(mlp.gate_proj), product_of(mlp.up_proj))
+        rows, squares = add_product(active, product_of(mlp.down_proj), rows)
         out = rows.unsqueeze(0)
         run.squares = out, squares
         return out
 
     def _prompt(self, given: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
         """A pass over many rows, whose products are PyTorch's."""
-        from tswift.forward.layer_kernels import add_norm, rotate, silu_mul
+        from tswift.forward.cuda.layer_kernels import add_norm, rotate, silu_mul
 
         attention, mlp = self.self_attn, self.mlp
         rows = given[0]
@@ -132,20 +131,20 @@ class FusedLayer(nn.Module):
 
 
 def _normed(norm: Any, rows: Tensor) -> Tensor:
-    from tswift.forward.layer_kernels import add_norm
+    from tswift.forward.cuda.layer_kernels import add_norm
 
     return add_norm(rows, None, norm.weight, norm.variance_epsilon)[1]
 
 
 def _hidden(rows: Tensor, squares: Tensor, norm: Any) -> Hidden:
-    from tswift.forward.layer_kernels import Hidden
+    from tswift.forward.cuda.layer_kernels import Hidden
 
     return Hidden(rows, squares, norm.weight, norm.variance_epsilon)
 
 
-def _product(layer: Any) -> Product:
+def product_of(layer: Any) -> Product:
     """What a linear layer multiplies by."""
-    from tswift.forward.layer_kernels import Product
+    from tswift.forward.cuda.layer_kernels import Product
 
     scales = layer.scale[0] if type(layer) is Float8Linear else None
     return Product(layer.weight, scales, layer.bias)
@@ -161,7 +160,7 @@ def _attended(
     """Attention of one layer: ``[n, query heads * d]``; ``project`` makes queries, keys and values
     of ``[n, H]`` rows.
     """
-    from tswift.forward.layer_kernels import Heads, nothing_held
+    from tswift.forward.cuda.layer_kernels import Heads, nothing_held
 
     index = module.layer_idx
     size = module.head_dim
@@ -174,13 +173,13 @@ def _attended(
         keys, values = rows.new_empty(2, len(rows), kept[1], size).transpose(1, 2)
     known = (angles[0][0].contiguous(), angles[1][0].contiguous())
     nodes = len(rows) if kv is None else run.nodes
-    query = project(Heads(kept, known, *_head_norms(module), keys, values, length, nodes))
+    query = project(Heads(kept, known, *head_norms(module), keys, values, length, nodes))
     attend = run.layer if kv is None else run.attended
     out = attend(index, query, keys, values, module.scaling)
     return out.transpose(0, 1).reshape(len(rows), -1)
 
 
-def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+def head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]:
     """Weights of an attention's norms of queries and keys, None for no norm,
     and what keeps their roots from 0.
     """
@@ -189,7 +188,7 @@ def _head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float
     return (module.q_norm.weight, module.k_norm.weight), module.q_norm.variance_epsilon
 
 
-def fuse(network: PreTrainedModel) -> str | None:
+def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) -> str | None:
     """Let kernels compute what is between the products of a network's layers,
     whose weights are frozen.
 
@@ -205,7 +204,7 @@ def fuse(network: PreTrainedModel) -> str | None:
     layers = list(decoder.layers)
     norm: Any = final_norm(decoder)
     try:
-        _try_kernels(layers[0], network.dtype)
+        check(layers[0], network.dtype)
     except Exception as error:  # compilers and drivers fail in many ways
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     _exchange(norm, FusedNorm)
@@ -267,7 +266,7 @@ def _unfit(network: PreTrainedModel) -> str | None:
         final_norm(network.get_decoder())
     except UnsupportedModel as error:
         return f"it has {error}"
-    from tswift.forward.layer_kernels import STEP
+    from tswift.forward.cuda.layer_kernels import STEP
 
     head = layers[0].self_attn.head_dim
     linears = [each for layer in layers for each in _linears(layer)]
@@ -293,217 +292,3 @@ def _linears(layer: Any) -> list[Any]:
     attention, mlp = layer.self_attn, layer.mlp
     own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-
-
-# -------------------------------------------------------------------------------------------------
-# The same in plain PyTorch, to the bit
-
-
-def tree_sum(numbers: Tensor) -> Tensor:
-    """Sums ``[..., 1]`` over the last dimension: of neighbours, then of neighbouring sums,
-    and so on.
-    """
-    numbers = F.pad(numbers, (0, (1 << (numbers.shape[-1] - 1).bit_length()) - numbers.shape[-1]))
-    while numbers.shape[-1] > 1:
-        numbers = numbers[..., 0::2] + numbers[..., 1::2]
-    return numbers
-
-
-def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
-    """RMSNorm of ``[..., n]``; the squares are summed in so many parts first.
-
-    Divisions and roots are made in float64: PyTorch's own in float32 are not always the nearest
-    number.
-    """
-    numbers = rows.float()
-    first, *others = (tree_sum(part * part) for part in numbers.chunk(parts, -1))
-    squares = sum(others, first)
-    root = ((squares.double() / rows.shape[-1]).float() + eps).double().sqrt().float()
-    scaled = (numbers * (1 / root.double()).float()).to(rows.dtype)
-    return (scaled.float() * weight.float()).to(rows.dtype)
-
-
-def plain_exponential(numbers: Tensor) -> Tensor:
-    """``e`` to the power of float32 numbers, as Cephes approximates it."""
-    numbers = numbers.clamp(-87.0, 88.0)
-    power = torch.floor(numbers * 1.44269504088896341 + 0.5)
-    rest = numbers - power * 0.693359375
-    rest = rest + power * 2.12194440e-4
-    series = rest * 1.9875691500e-4 + 1.3981999507e-3
-    for factor in (8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        series = series * rest + factor
-    series = series * (rest * rest) + rest + 1.0
-    return series * ((power.nan_to_num().int() + 127) << 23).view(torch.float32)
-
-
-def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
-    numbers = gate.float()
-    active = (numbers / (1 + plain_exponential(-numbers))).to(gate.dtype)
-    return (active.float() * up.float()).to(gate.dtype)
-
-
-def plain_rotate(
-    heads: Tensor, angles: tuple[Tensor, Tensor], weight: Tensor | None, eps: float
-) -> Tensor:
-    """Heads ``[n, heads, d]``, normalised if there is a weight,
-    and rotated as transformers does it.
-    """
-    if weight is not None:
-        heads = plain_norm(heads, weight, eps, 2)
-    cosines, sines = (each.unsqueeze(1) for each in angles)
-    first, second = heads.chunk(2, -1)
-    return heads * cosines + torch.cat([-second, first], -1) * sines
-
-
-class Wrong(Exception):
-    """Kernels computed something else than plain PyTorch."""
-
-
-def plain_squares(rows: Tensor, tile: int) -> Tensor:
-    """Sums of the squares of ``tile`` neighbours in rows ``[n, H]``: ``[n, tiles]``."""
-    numbers = F.pad(rows.float(), (0, -rows.shape[1] % tile))
-    return tree_sum((numbers * numbers).unflatten(1, (-1, tile)))[..., 0]
-
-
-def normed_already(rows: Tensor) -> Hidden:
-    """Hidden states that are read as they are: their norm multiplies by 1."""
-    from tswift.forward.layer_kernels import Hidden, squares_of
-
-    squares = torch.zeros_like(squares_of(rows))
-    squares[:, 0] = rows.shape[1]
-    return Hidden(rows, squares, torch.ones_like(rows[0]), 0.0)
-
-
-def added_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product of its parts ``[parts, n, out]``, added in their order, and rounded."""
-    total = sums[0].clone()
-    for part in sums[1:]:
-        total += part
-    return total.to(dtype)
-
-
-def _compare(what: str, ours: Tensor, plain: Tensor) -> None:
-    if not torch.equal(ours, plain):
-        raise Wrong(f"the kernel of {what} computes something else than PyTorch")
-
-
-@torch.inference_mode()
-def _try_kernels(layer: Any, dtype: torch.dtype) -> None:
-    """Compare the kernels with plain PyTorch on random rows of a layer's sizes.
-
-    Raises:
-        Wrong: a bit differs; products are far apart, or others the second time.
-    """
-    from tswift.forward import layer_kernels as kernels
-
-    norm, attention, mlp = layer.input_layernorm, layer.self_attn, layer.mlp
-    weight, eps = norm.weight, norm.variance_epsilon
-    device = weight.device
-    source = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source).mul_(3).to(device, dtype)
-
-    hidden, more = random(2, _TRIED, len(weight))
-    total, normed = kernels.add_norm(hidden, more, weight, eps)
-    _compare("sums", total, hidden + more)
-    _compare("norms", normed, plain_norm(total, weight, eps))
-    squares = kernels.squares_of(hidden)
-    _compare("squares", squares, plain_squares(hidden, kernels.TILE))
-    states = kernels.Hidden(hidden, squares, weight, eps)
-    normed = plain_norm(hidden, weight, eps)
-    gate, up = random(2, _TRIED, mlp.gate_proj.out_features)
-    _compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
-    _try_heads(attention, states, normed, random)
-    wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
-    active = kernels.multiply_silu(states, _product(mlp.gate_proj), _product(mlp.up_proj))
-    plain = plain_silu_mul(*wide).double()
-    if not (active - plain).abs().max() <= 4 * torch.finfo(dtype).eps * plain.abs().max():
-        raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
-    for linear in (attention.o_proj, mlp.down_proj):
-        rows = random(_TRIED, linear.in_features)
-        _try_sums(linear, rows, hidden)
-
-
-def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
-    """Products ``[n, out]`` in float64."""
-    return [
-        F.linear(
-            rows.double(), each.weight.double(), None if each.bias is None else each.bias.double()
-        )
-        for each in linears
-    ]
-
-
-def _try_sums(linear: Any, rows: Tensor, hidden: Tensor) -> None:
-    from tswift.forward import layer_kernels as kernels
-
-    product = _product(linear)
-    outputs, inputs = product.weights.shape
-    parts = kernels.product_parts(inputs, -(-outputs // kernels.TILE))
-    (wide,) = _wide_products(rows, [linear])
-    found = []
-    for _ in range(_REPEATS):
-        sums = hidden.new_full((parts, len(rows), outputs), torch.nan, dtype=torch.float32)
-        total, squares = kernels.add_product(rows, product, hidden, sums)
-        found.append((sums, total, squares))
-    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
-    if not all(torch.equal(*both) for each in found for both in zip(each, found[0], strict=True)):
-        raise Wrong("the kernel of products gives other bits the second time")
-    _compare("products", total, hidden + added_parts(sums, hidden.dtype))
-    _compare("squares", squares, plain_squares(total, kernels.TILE))
-
-
-def _try_heads(
-    attention: Any, states: Hidden, normed: Tensor, random: Callable[..., Tensor]
-) -> None:
-    from tswift.forward import layer_kernels as kernels
-
-    head = attention.head_dim
-    three = (attention.q_proj, attention.k_proj, attention.v_proj)
-    sizes = [each.out_features for each in three]
-    count, rows = sum(sizes) // head, len(normed)
-    angles = (random(rows, head), random(rows, head))
-    weights, eps = _head_norms(attention)
-
-    def plain(sums: Tensor) -> list[Tensor]:
-        """Queries, keys and values ``[n, heads, d]``."""
-        query, key, value = (each.unflatten(1, (-1, head)) for each in sums.split(sizes, 1))
-        rotated = [
-            plain_rotate(part, angles, weight, eps)
-            for part, weight in zip((query, key), weights, strict=True)
-        ]
-        return [*rotated, value]
-
-    def cached() -> Heads:
-        keys, values = normed.new_zeros(2, sizes[1] // head, rows + 3, head)
-        length = torch.full((), 3, dtype=torch.int32, device=normed.device)
-        heads = (sizes[0] // head, sizes[1] // head)
-        return kernels.Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
-
-    def compare(query: Tensor, heads: Heads, sums: Tensor) -> None:
-        expected, *kept = plain(sums)
-        _compare("rotation", query.transpose(0, 1), expected)
-        for ours, made in zip((heads.keys, heads.values), kept, strict=True):
-            made[-1:] = 0  # the last row is padding, and the first slots were held before
-            padded = F.pad(made[:-1], (0, 0, 0, 0, 3, 1))
-            _compare("rotation", ours, padded.transpose(0, 1))
-
-    given = [random(rows, size) for size in sizes]
-    heads = cached()
-    compare(kernels.rotate(given, heads), heads, torch.cat(given, 1))
-    parts = kernels.product_parts(normed.shape[1], count)
-    sums = normed.new_empty(parts, rows, sum(sizes), dtype=torch.float32)
-    wide = torch.cat(_wide_products(normed, three), 1)
-    products = [_product(each) for each in three]
-    for _ in range(_REPEATS):
-        heads = cached()
-        query = kernels.project_heads(states, products, heads, sums)
-        compare(query, heads, added_parts(sums, normed.dtype))
-    plainly = torch.empty_like(sums)
-    kernels.project_heads(normed_already(normed), products, cached(), plainly)
-    _compare("norms", sums, plainly)
-    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tswift.attention import native
-from tswift.caches import ask_for_huge_pages
+from tswift.machine import ask_for_huge_pages, return_free_memory
 from tswift.models.codes import Codes, Packed, PackedCodes
-from tswift.models.devices import return_free_memory
-from tswift.native_build import Unbuilt, build, structures, widest_vectors
+from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 
 HALVES = (torch.bfloat16, torch.float16)
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
@@ -71,7 +69,7 @@ def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | Non
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
         ctypes.c_int64(rows.numel() // linear.inputs),
-        ctypes.c_void_p(native.parallel_region()),
+        ctypes.c_void_p(parallel_region()),
         ctypes.c_int64(torch.get_num_threads()),
     )
     return out

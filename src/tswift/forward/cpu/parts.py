@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.attention.sdpa import AttentionSpec
+from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
 from tswift.forward.hf import output_rule
-from tswift.forward.products import PackedEmbedding, PackedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

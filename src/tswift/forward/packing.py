@@ -27,12 +27,12 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
-from tswift.forward.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
+from tswift.forward.cpu.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
+from tswift.machine import return_free_memory
 from tswift.models import codes
 from tswift.models.architecture import class_of, skeleton
 from tswift.models.checkpoint import StoredTensor
 from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
-from tswift.models.devices import return_free_memory
 from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder, put
 

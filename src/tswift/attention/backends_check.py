@@ -1,0 +1,130 @@
+"""Whether an attention backend computes of random rows what plain products in float64 do;
+always tried at load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tswift.attention.backends import BACKENDS
+from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention, TreeAttention
+from tswift.caches import USUAL, FullKV, KVShape
+from tswift.errors import cause_of
+
+_Tried = tuple[tuple[int, int, bool], ...]
+# Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU,
+# which is quick at it. Each size of a tree may be a kernel of its own, which has to be compiled:
+# these are sizes that decoding uses, nearly.
+_TRIED: _Tried = ((0, 1, False), (1, 3, True), (130, 17, False), (517, 32, True))
+_TRIED_ON_CUDA: _Tried = (*_TRIED, (37, 17, True), (8191, 1, False), (37, 133, False))
+_WIDEST = 8192  # a wider window is tried as this one
+_NOTHING = AttentionSpec()
+# backends may differ by this from sdpa, as a share of the largest output, however precise the dtype
+_LEAST = 2e-5
+
+
+def fails(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    width: int = USUAL,
+    heads: tuple[int, int] = (1, 1),
+    spec: Iterable[AttentionSpec] = (_NOTHING,),
+) -> str | None:
+    """Why a backend that should serve does not, in one line; None if it does.
+
+    What it computes of random rows, over odd numbers of keys, is compared with plain products in
+    float64. ``heads`` are KV heads and query heads per KV head; ``spec`` the layers' specs, more
+    than nothing only if the backend takes them.
+    """
+    try:
+        backend = BACKENDS[name]()
+        layout = Layout(*heads, dtype, device)
+        errors = [_max_relative_error(backend, layout, width, each) for each in spec]
+        error = float(torch.tensor(errors).max())  # NaN if any is
+    except Exception as failure:  # compilers, drivers and libraries have many ways to fail
+        return f"{name} attention fails here ({cause_of(failure)})"
+    if error <= max(4 * torch.finfo(dtype).eps, _LEAST):
+        return None
+    return f"{name} attention failed its numerical check (relative error {error:.2g})"
+
+
+def _max_relative_error(
+    backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec
+) -> float:
+    """How far a backend's outputs are from those of plain products at most,
+    as a share of the largest.
+    """
+    device = layout.device
+    asked = dict[str, object]()
+    tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
+    scale = width**-0.5
+    if spec:
+        spec = replace(spec, window=spec.window and min(spec.window, _WIDEST))
+        tried = _around(spec.window)
+        asked = {"spec": spec}
+        # by smaller scores no key stands out, and no soft cap shows
+        scale *= max(4.0, (spec.softcap or 0) / 4)
+    slots = max(held + nodes for held, nodes, _ in tried) + 1
+    source = torch.Generator(device).manual_seed(0)
+    both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(
+        layout.dtype
+    )
+    max_nodes = max(nodes for _, nodes, _ in tried)
+    heads = layout.kv_heads * layout.groups
+    rows = torch.randn(max_nodes, heads, width, generator=source, device=device).to(layout.dtype)
+    exact = replace(layout, dtype=torch.float64)
+    errors = []
+    # only its length counts
+    cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)
+    for held, nodes, tree in tried:
+        ancestors = _binary(nodes).to(device) if tree else None
+        query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
+        reference_args = query.double(), keys.double(), values.double(), scale
+        if spec:
+            depths = (
+                torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
+            )
+            cache.length = held
+            expected = MaskedAttention(exact.dtype, [spec], cache, depths + held, ancestors)(
+                0, *reference_args
+            )
+        else:
+            expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
+        outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
+        if backend.STATIC:  # as in passes that are replayed: after the length there is anything
+            length = torch.full((), held, dtype=torch.int32, device=device)
+            room = torch.full_like(both, torch.nan)
+            room[:, :, :held] = both[:, :, :held]
+            backend.store(room[0], room[1], keys[:, held:], values[:, held:], length)
+            keys, values = room
+            outputs.append(
+                backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked)
+            )
+        errors += [(out.double() - expected).abs().max() / expected.abs().max() for out in outputs]
+    return float(torch.stack(errors).max())  # NaN if any is
+
+
+def _around(window: int | None) -> _Tried:
+    """Cases to check a window with, in the form of :data:`_TRIED`: lengths just below and above it.
+
+    Sinks show beside few keys only, and chains of more than 128 nodes may be a kernel of their own.
+    """
+    below, above = (130, 517) if window is None else (window - 1, window + 3)
+    shapes = ((17, False), (32, True))
+    return (
+        (1, 3, True),
+        *((held, *shape) for held in (below, above) for shape in shapes),
+        (above, 133, False),
+    )
+
+
+def _binary(nodes: int) -> Tensor:
+    """``[nodes, nodes]`` ancestors in a tree whose nodes have two children each."""
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[(node - 1) // 2]
+    return ancestors

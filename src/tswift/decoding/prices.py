@@ -1,0 +1,146 @@
+"""What passes cost: measured beforehand, and corrected by the time that they take."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+# spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
+STEADY = 1.18
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of a step that drafts nothing: linear in the keys,
+    and piecewise linear in the nodes it verifies.
+    """
+
+    nodes: tuple[int, ...]  # measured numbers of nodes, rising; the first is 1
+    base: tuple[float, ...]  # seconds of a step over each number of nodes without keys
+    per_key: tuple[float, ...]  # seconds more for every key
+    level: float  # seconds of drafting one level by heads
+    # how many times the least of its repeats a figure usually took while these were measured
+    spread: float = 1.0
+
+    @property
+    def sound(self) -> bool:
+        """Whether these are possible costs."""
+        return (
+            len(self.nodes) == len(self.base) == len(self.per_key) > 1
+            and self.nodes[0] == 1
+            and list(self.nodes) == sorted(set(self.nodes))
+            and all(0 <= figure < math.inf for figure in (*self.base, *self.per_key, self.level))
+            and all(figure > 0 for figure in self.base)
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine did other work while these were measured."""
+        return self.spread > STEADY
+
+    def must_come_true(self, keys: int) -> float:
+        """Share of drafted tokens, one in a step, from which on drafting is quicker than plain
+        decoding; above 1 it never is.
+        """
+        return self.seconds(2, keys) / self.seconds(1, keys) - 1
+
+    def seconds(self, nodes: int, keys: int) -> float:
+        """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,
+        extrapolated beyond the last.
+        """
+        base, per_key = self.line(nodes)
+        return base + per_key * keys
+
+    def line(self, nodes: int) -> tuple[float, float]:
+        """Of a step over so many nodes: seconds without keys, and for every key."""
+        known = self._lines.get(nodes)
+        if known is None:
+            right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
+            lower = self.nodes[right - 1]
+            share = (nodes - lower) / (self.nodes[right] - lower)
+            base, per_key = (
+                figures[right - 1] + share * (figures[right] - figures[right - 1])
+                for figures in (self.base, self.per_key)
+            )
+            known = self._lines[nodes] = base, per_key
+        return known
+
+    @cached_property
+    def _lines(self) -> dict[int, tuple[float, float]]:
+        """Those that were asked for: they are asked for in every step."""
+        return {}
+
+    def node(self, keys: int) -> float:
+        """Seconds of one node more, in a tree of usual size."""
+        return (self.seconds(16, keys) - self.seconds(8, keys)) / 8
+
+
+# In seconds on 2 cores of an AMD EPYC, with the bundled model (results/demo-cpu-epyc), a level of
+# heads as by the program of today (results/auto-cpu): for choices that are to be the same
+# everywhere.
+NOMINAL = PassCosts(
+    nodes=(1, 5, 8, 16, 64),
+    base=(2.1e-3, 2.7e-3, 2.8e-3, 3.2e-3, 6.8e-3),
+    per_key=(8.6e-8, 9.5e-8, 9.5e-8, 12.9e-8, 39e-8),
+    level=0.15e-3,
+)
+_PRIOR_PASSES = 4.0  # passes that those of all sizes count for, in what is known of one
+_KEPT_PER_PASS = 1 - 1 / 200  # of what passes took, after each
+_RESCALED_ABOVE = 1e9  # times the weight of an old pass, after which all are made lighter
+# one counts as no less and no more of what was expected: the process may have been stopped
+_RATIO_BOUNDS = 0.5, 2.0
+
+
+class PassTimes:
+    """What passes cost, as measured beforehand and corrected by the time that they take.
+
+    Args:
+        costs: as measured.
+        timed: correct them; without it, choices are the same everywhere.
+    """
+
+    def __init__(self, costs: PassCosts = NOMINAL, timed: bool = False) -> None:
+        self.costs = costs
+        self._timed = timed
+        # of late, by measured number of nodes: what passes over so many nodes or a few more took,
+        # relative to the costs, added up, and how many there were; and all of them together
+        self._took = [0.0] * len(costs.nodes)
+        self._count = [0.0] * len(costs.nodes)
+        self._all_took = self._all_count = 0.0
+        # a newer pass weighs more, which is less work than to make all older ones weigh less
+        self._weight = 1.0
+
+    def place(self, nodes: int) -> int:
+        """Which measured number is nearest below."""
+        return bisect_right(self.costs.nodes, nodes) - 1
+
+    def factor(self, place: int) -> float:
+        """Of the costs of passes over the measured number of nodes at this place."""
+        before = _PRIOR_PASSES * self._weight
+        whole = before * (self._all_took + before) / (self._all_count + before)
+        return (self._took[place] + whole) / (self._count[place] + before)
+
+    def learn(self, nodes: int, expected: float, seconds: float, count: int = 1) -> None:
+        """Some passes over so many nodes took so many seconds, where the costs say another number.
+
+        Of sizes that few passes have had, all passes tell.
+        """
+        if not self._timed:
+            return
+        least, most = _RATIO_BOUNDS
+        place = self.place(nodes)
+        self._weight /= _KEPT_PER_PASS**count
+        counted = count * self._weight
+        took = counted * min(max(seconds / expected, least), most)
+        self._took[place] += took
+        self._all_took += took
+        self._count[place] += counted
+        self._all_count += counted
+        if self._weight > _RESCALED_ABOVE:
+            for sums in (self._took, self._count):
+                sums[:] = [each / self._weight for each in sums]
+            self._all_took /= self._weight
+            self._all_count /= self._weight
+            self._weight = 1.0
