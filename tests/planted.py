@@ -207,7 +207,7 @@ FAULTS = [
     Fault("rounded inputs of another row's step", "forward/cpu/products.c", INTEGERS,
           "scale * spread(steps[r])", "scale * spread(steps[0])"),
     Fault("a code is not cut out of its neighbours", "forward/cpu/products.c", INTEGERS,
-          "low_bits(shifted_by(own, at), mask)", "shifted_by(own, at)"),
+          "low_bits(shifted_by(own[h], at), mask)", "shifted_by(own[h], at)"),
     Fault("a long chain forgets what is before its part", "forward/cpu/program.c", INTEGERS,
           "Attention a = attention(m, p, first, some, l->window);",
           "Attention a = attention(m, p, 0, some, l->window);"),

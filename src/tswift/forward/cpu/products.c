@@ -65,25 +65,25 @@ INLINE integers shifted_by(integers x, int bits) { return _mm256_srli_epi16(x, b
 INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
-/* Add to each sum the products of two codes and a pair of rounded inputs of a row. */
-#if defined __AVX512VNNI__
-INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
+/* GCC would add products to each other before the sum, and run out of registers: this keeps it from that. */
+INLINE integers held(integers sum) {
+    __asm__("" : "+v"(sum));
     return sum;
 }
+
+/* Add to each sum the products of two codes and a pair of rounded inputs of a row. */
+INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
+#if defined __AVX512VNNI__
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
+    return sum;
 #elif defined __AVX512F__
-INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(codes, _mm512_set1_epi32(*row)));
-}
+    return held(_mm512_add_epi32(sum, _mm512_madd_epi16(codes, _mm512_set1_epi32(*row))));
 #elif defined __AVXVNNI__
-INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
     return _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
-}
 #else
-INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, _mm256_set1_epi32(*row)));
-}
+    return held(_mm256_add_epi32(sum, _mm256_madd_epi16(codes, _mm256_set1_epi32(*row))));
 #endif
+}
 
 enum {
     VECTORS = 2,
@@ -310,18 +310,22 @@ static void round_tile(const Linear *l, const float *input, char *to, int64_t ro
         }
 }
 
-/* Add the products of a block's codes and a tile of rounded rows. */
+/* Add the products of a block's codes and a tile of rounded rows. What is loaded of a row serves all vectors of a
+   group. */
 INLINE void add_block(
-    integers *exact, const char *codes, const int32_t *x, const int rows, const int bits, int64_t block
+    integers exact[HALVES][TILE], const char *codes, const int32_t *x, const int rows, const int bits, int64_t block
 ) {
     const int mask = (1 << bits) - 1;
     for (int64_t i = 0; i < block / 4; i += 8 / bits, codes += LINE) {
-        const integers own = load_bytes(codes);
+        integers own[HALVES], wide[HALVES];
+        for (int h = 0; h < HALVES; h++) own[h] = load_bytes(codes + h * LANES * 4);
         for (int four = 0; four < 8 / bits; four++)
             for (int half = 0; half < 2; half++, x += rows) {
                 const int at = four * bits + half * 8;
-                const integers wide = at + bits == 16 ? shifted_by(own, at) : low_bits(shifted_by(own, at), mask);
-                for (int r = 0; r < rows; r++) exact[r] = plus_pairs(exact[r], wide, x + r);
+                for (int h = 0; h < HALVES; h++)
+                    wide[h] = at + bits == 16 ? shifted_by(own[h], at) : low_bits(shifted_by(own[h], at), mask);
+                for (int r = 0; r < rows; r++)
+                    for (int h = 0; h < HALVES; h++) exact[h][r] = plus_pairs(exact[h][r], wide[h], x + r);
             }
     }
 }
@@ -346,17 +350,16 @@ INLINE void multiply_codes(
     for (int64_t b = 0; b < blocks; b++, at += size) {
         const float *steps = (const float *)(tile + rows * block * 2), *sums = steps + rows;
         for (int64_t line = 0; line < size; line += LINE) _mm_prefetch(at + FAR_AHEAD + line, _MM_HINT_T0);
-#pragma GCC unroll 2
+        integers exact[HALVES][TILE];
+        for (int h = 0; h < HALVES; h++)
+            for (int r = 0; r < rows; r++) exact[h][r] = no_integers();
+        add_block(exact, at, (const int32_t *)tile, rows, bits, block);
         for (int h = 0; h < HALVES; h++) {
-            const char *codes = at + h * LANES * 4;
-            integers exact[TILE];
-            for (int r = 0; r < rows; r++) exact[r] = no_integers();
-            add_block(exact, codes, (const int32_t *)tile, rows, bits, block);
             const char *factors = at + coded + h * tail / HALVES;
             const vector scale = load_as(factors, l->kind);
             const vector minimum = l->centre ? (vector)(scale * centre) : load_as(factors + tail, l->kind);
             for (int r = 0; r < rows; r++) {
-                total[h][r] = plus(total[h][r], scale * spread(steps[r]), as_float(exact[r]));
+                total[h][r] = plus(total[h][r], scale * spread(steps[r]), as_float(exact[h][r]));
                 total[h][r] = plus(total[h][r], minimum, spread(sums[r]));
             }
         }
