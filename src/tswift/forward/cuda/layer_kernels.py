@@ -190,21 +190,24 @@ def _is_last(counter, PARTS: tl.constexpr):
 
 @triton.jit
 def _finish_sums(
-    sums, hidden, total, squares, row, used, tile, part_size, hidden_row,
+    sums, hidden, total, squares, first, count, tile, part_size, hidden_row,
     SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of products to hidden states, and the squares of what they come to."""
     kind: tl.constexpr = total.dtype.element_ty
-    row = row.to(tl.int64)[:, None]
     outputs = tile * TILE + tl.arange(0, TILE)[None, :]
-    exist = used[:, None] & (outputs < SIZE)
-    numbers = _of_product(sums + row * SIZE + outputs, exist, part_size, PARTS, kind, INTERPRETED)
-    numbers += tl.load(hidden + row * hidden_row + outputs, mask=exist, other=0.0).to(tl.float32)
-    numbers = _rounded(numbers, kind, INTERPRETED)
-    tl.store(total + row * SIZE + outputs, numbers.to(kind), mask=exist)
-    found = tree_sum(numbers * numbers, ROWS, LEVELS)
-    tl.store(squares + row * TILES + tile, found[:, None], mask=used[:, None])
+    some: tl.constexpr = min(ROWS, 32)  # rows at a time: more of them spill registers on sm_80
+    for begin in range(0, ROWS, some):
+        row = (first + begin + tl.arange(0, some)).to(tl.int64)[:, None]
+        used = row < count
+        exist = used & (outputs < SIZE)
+        numbers = _of_product(sums + row * SIZE + outputs, exist, part_size, PARTS, kind, INTERPRETED)
+        numbers += tl.load(hidden + row * hidden_row + outputs, mask=exist, other=0.0).to(tl.float32)
+        numbers = _rounded(numbers, kind, INTERPRETED)
+        tl.store(total + row * SIZE + outputs, numbers.to(kind), mask=exist)
+        found = tree_sum(numbers * numbers, some, LEVELS)
+        tl.store(squares + row * TILES + tile, found[:, None], mask=used)
 
 
 @triton.jit
@@ -310,8 +313,8 @@ def multiply_add(
     tl.store(at, whole, mask=used[None, :] & wanted[:, None])
     if _is_last(counters + tl.program_id(0) * tiles + tile, PARTS):
         _finish_sums(
-            sums, hidden, total, squares, row, used, tile, part_size, hidden_row, OUTPUTS, TILE, tiles,
-            TILE_LEVELS, PARTS, ROWS, INTERPRETED,
+            sums, hidden, total, squares, tl.program_id(0) * ROWS, count, tile, part_size, hidden_row, OUTPUTS, TILE,
+            tiles, TILE_LEVELS, PARTS, ROWS, INTERPRETED,
         )  # fmt: skip
 
 
