@@ -177,8 +177,9 @@ INLINE integers fours(integers x, integers y) {
 }
 INLINE integers bits_of(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
 #else
-INLINE integers plus_packs(integers sum, integers x, integers y) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+INLINE integers plus_packs(integers sum, integers x, integers y) { /* told how, or GCC runs out of registers */
+    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm256_madd_epi16(x, y)));
+    return sum;
 }
 #endif
 INLINE integers both(integers x, integers y) { return _mm256_add_epi32(x, y); }
@@ -382,7 +383,7 @@ INLINE vector folded(vector x, const int dims) {
 }
 
 /* How many keys are scored together, so that their sums fill the registers. */
-INLINE int together(const int dims) { return LANES == 16 ? SOME : dims == 4 ? 8 : 6; }
+INLINE int together(const int dims) { return LANES == 16 || INTEGERS ? SOME : dims == 4 ? 8 : 6; }
 
 /* Keys or values as they are multiplied; they stay where they are if that is what they are. */
 #if INTEGERS
@@ -616,10 +617,10 @@ static void pack_values(const Block *b, int32_t *packs, float *steps) {
             memcpy(&step, from[k] + WIDTH, sizeof step);
             steps[key + k] = step == step && key + k < b->count ? step : 0;
         }
-        for (int d = 0; d < WIDTH; d += 16 / (int)sizeof(stored)) {
+        for (int d = 0; d < WIDTH; d += 16) {
+#if KIND == INT8
             __m128i x[PACKED];
             for (int k = 0; k < PACKED; k++) x[k] = _mm_loadu_si128((const __m128i *)(from[k] + d));
-#if KIND == INT8
             const __m128i signs = _mm_set1_epi8(ZERO - 256);
             const __m128i first = _mm_unpacklo_epi8(x[0], x[1]), second = _mm_unpacklo_epi8(x[2], x[3]);
             const __m128i third = _mm_unpackhi_epi8(x[0], x[1]), fourth = _mm_unpackhi_epi8(x[2], x[3]);
@@ -630,8 +631,11 @@ static void pack_values(const Block *b, int32_t *packs, float *steps) {
             for (int i = 0; i < PACKED; i++)
                 _mm_storeu_si128((__m128i *)(packs + d + 4 * i), _mm_xor_si128(made[i], signs));
 #else
-            _mm_storeu_si128((__m128i *)(packs + d), _mm_unpacklo_epi16(x[0], x[1]));
-            _mm_storeu_si128((__m128i *)(packs + d + 4), _mm_unpackhi_epi16(x[0], x[1]));
+            __m256i x[PACKED]; /* their second and third quarters change places, as halves are interleaved apart */
+            for (int k = 0; k < PACKED; k++)
+                x[k] = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)(from[k] + d)), 0xd8);
+            _mm256_storeu_si256((__m256i *)(packs + d), _mm256_unpacklo_epi16(x[0], x[1]));
+            _mm256_storeu_si256((__m256i *)(packs + d + 8), _mm256_unpackhi_epi16(x[0], x[1]));
 #endif
         }
     }

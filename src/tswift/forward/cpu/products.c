@@ -65,24 +65,19 @@ INLINE integers shifted_by(integers x, int bits) { return _mm256_srli_epi16(x, b
 INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
-/* GCC would add products to each other before the sum, and run out of registers: this keeps it from that. */
-INLINE integers held(integers sum) {
-    __asm__("" : "+v"(sum));
-    return sum;
-}
-
-/* Add to each sum the products of two codes and a pair of rounded inputs of a row. */
+/* Add to each sum the products of two codes and a pair of rounded inputs of a row. GCC would add products to each other
+   before the sum, and run out of registers, were it not told which instruction adds. */
 INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
 #if defined __AVX512VNNI__
     __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
-    return sum;
 #elif defined __AVX512F__
-    return held(_mm512_add_epi32(sum, _mm512_madd_epi16(codes, _mm512_set1_epi32(*row))));
+    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(codes, _mm512_set1_epi32(*row))));
 #elif defined __AVXVNNI__
-    return _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
+    sum = _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
 #else
-    return held(_mm256_add_epi32(sum, _mm256_madd_epi16(codes, _mm256_set1_epi32(*row))));
+    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm256_madd_epi16(codes, _mm256_set1_epi32(*row))));
 #endif
+    return sum;
 }
 
 enum {
