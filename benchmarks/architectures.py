@@ -28,7 +28,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.models.architecture import class_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads

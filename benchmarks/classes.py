@@ -30,7 +30,7 @@ from benchmarks.architectures import SENTENCES, WINDOW, apart, drawn, stock, tex
 from recipes.corpus import train_tokenizer
 from tswift.errors import InputError
 from tswift.models.architecture import class_of
-from tswift.models.checkpoint import read_config
+from tswift.models.checkpoint import Checkpoint
 
 METHODS = ("ar", "recall", "magicdec", "reuse")
 _RECURRENT = ("ar", "recall", "reuse")  # of models with recurrent layers
@@ -248,7 +248,7 @@ def refusal_of(kind: str) -> str:
         except Exception:  # there is no default configuration
             (Path(folder) / "config.json").write_text(json.dumps({"model_type": kind}))
         try:
-            class_of(read_config(folder))
+            class_of(Checkpoint.find(folder).config)
         except InputError as error:
             return error.message.replace(f"{folder} ", "")
         return ""

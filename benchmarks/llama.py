@@ -324,7 +324,7 @@ def main() -> None:
         serve(asked)
         return
     os.environ[_WAITING] = "passive"
-    from tswift.loading import load
+    from tswift.loading.model import load
 
     model = load(asked.file, kv_dtype=asked.kv_dtype, yarn=asked.yarn)
     print(f"tswift: {model.layers}{model.remarks()}")

@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Request, begin
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.models.checkpoint import find_source, silence
 from tswift.models.config import DEMO, DEMO_DRAFT
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy

@@ -23,7 +23,7 @@ from tswift.caches import FullKV
 from tswift.cli.output import Bars
 from tswift.errors import InputError
 from tswift.forward.target import Target
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.models.config import DEMO
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.training.config import DraftConfig

@@ -18,7 +18,7 @@ from datasets import Dataset
 
 import tswift
 from recipes.corpus import load_documents
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 
 REQUESTS = (
     *("Write a long story about {}.", "Explain {} to a beginner.", "Give me ten tips about {}."),

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.architectures import ARCHITECTURES
 from tswift.forward.target import Target
+from tswift.models.checkpoint import Checkpoint
 from tswift.speculators.formats import native_head
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
@@ -93,7 +94,9 @@ def qwen35(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 def load_own_head(target: Target) -> None:
     """Have a random MTP head for such a model."""
-    found = native_head("shape:recurrent", target.model.config)
+    checkpoint = Checkpoint("shape:recurrent", "", None)
+    checkpoint.__dict__["config"] = target.model.config
+    found = native_head(checkpoint)
     assert found is not None
     with torch.random.fork_rng():
         torch.manual_seed(4)

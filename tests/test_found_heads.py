@@ -16,8 +16,8 @@ from tests.models.gguf_files import tiny_model, write_gguf
 from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.errors import DecodeError
-from tswift.loading import load
-from tswift.models.checkpoint import checkpoint_hash
+from tswift.loading.model import load
+from tswift.models.checkpoint import Checkpoint
 from tswift.speculators.heads import ConditionedHeads
 from tswift.speculators.heads_files import found_heads, install_heads
 
@@ -99,7 +99,7 @@ def test_installed_heads_come_before_those_that_come_with_tswift(
     name = str(tiny.model)
     installed = install_heads(name, heads_file(tmp_path / "heads.safetensors", 32))
     shutil.copytree(cache, bundled)
-    assert found_heads(name) == installed
+    assert found_heads(Checkpoint.find(name)) == installed
     installed.unlink()
     loaded = load(name)
     assert loaded.heads_found == bundled / installed.name
@@ -109,12 +109,12 @@ def test_installed_heads_come_before_those_that_come_with_tswift(
 def test_other_weights_have_another_hash(tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny.model, other)
-    assert checkpoint_hash(str(other)) == checkpoint_hash(str(tiny.model))
+    assert Checkpoint.find(str(other)).weights_hash == Checkpoint.find(str(tiny.model)).weights_hash
     weights = load_file(other / "model.safetensors")
     name = next(name for name in weights if name.endswith("norm.weight"))
     weights[name][0] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    assert checkpoint_hash(str(other)) != checkpoint_hash(str(tiny.model))
+    assert Checkpoint.find(str(other)).weights_hash != Checkpoint.find(str(tiny.model)).weights_hash
 
 
 def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
         str(write_gguf(tmp_path / f"{seed}.gguf", tiny_model("llama"), kind))
         for seed, kind in enumerate(KINDS)
     ]
-    assert checkpoint_hash(models[0]) != checkpoint_hash(models[1])
+    assert Checkpoint.find(models[0]).weights_hash != Checkpoint.find(models[1]).weights_hash
     size = load(models[0]).target.hidden_size
     installed = install_heads(models[0], heads_file(tmp_path / "made.safetensors", size))
-    assert [found_heads(model) for model in models] == [installed, None]
+    assert [found_heads(Checkpoint.find(model)) for model in models] == [installed, None]
     assert load(models[0]).heads_found == installed
 
 
@@ -169,6 +169,6 @@ def test_a_training_installs_its_heads_and_says_how_they_are_used(
     assert f"tswift generate --model {tiny.model} --heads {out / 'heads.safetensors'}" in said
     assert [*cache.iterdir()] == []
     assert main(["train", "--resume", str(out), "--install"]) == 0
-    installed = found_heads(str(tiny.model))
+    installed = found_heads(Checkpoint.find(str(tiny.model)))
     assert f"installed: {installed}" in capsys.readouterr().err
     assert installed.read_bytes() == (out / "heads.safetensors").read_bytes()

@@ -17,8 +17,8 @@ from tests.fuzzing import damage, fuzzed, json_damage
 from tests.helpers import first
 from tswift.benchmarking.record import encode, load_measurement
 from tswift.errors import InputError
-from tswift.loading import load
-from tswift.models.checkpoint import read_config, stored_tensors
+from tswift.loading.model import load
+from tswift.models.checkpoint import Checkpoint, stored_tensors
 from tswift.speculators.heads_files import load_heads
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ WHOLE = [
         [
             ("bench.json", load_measurement),
             ("heads.safetensors", lambda path: load_heads(path, 32, torch.float32, CPU)),
-            ("config.json", lambda path: read_config(str(path.parent))),
+            ("config.json", lambda path: Checkpoint.find(str(path.parent)).config),
             ("model.safetensors", lambda path: stored_tensors(path.parent)),
             *(
                 (name, lambda path: load(str(path.parent)).encode("The ship had lain three days."))

@@ -24,7 +24,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.target import Target
 from tswift.jobs.config import read_prompt
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import noise_bits
 

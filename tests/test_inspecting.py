@@ -17,7 +17,8 @@ from tests.rows import every_row
 from tswift import machine
 from tswift.forward.hf import probe_attention
 from tswift.forward.target import Target
-from tswift.loading import inspect_model, load
+from tswift.loading.model import load
+from tswift.loading.plan import plan_model
 from tswift.machine import available_bytes
 from tswift.models import shapes
 from tswift.models.architecture import max_positions
@@ -44,24 +45,27 @@ def bytes_of(module: torch.nn.Module | None) -> int:
 )
 def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> None:
     model = str(make_checkpoint(tmp_path / "m", **changes))
-    seen = inspect_model(ModelConfig(model=model, dtype=dtype))
+    seen = plan_model(ModelConfig(model=model, dtype=dtype))
     loaded = load(model, dtype=dtype)
     target = loaded.target
     assert seen.device == target.device
     assert (seen.max_positions, seen.vocab_size) == (target.max_positions, target.vocab_size)
-    assert seen.loaded["weights"] == bytes_of(target.model)
+    assert seen.loaded_bytes["weights"] == bytes_of(target.model)
     assert seen.kv_shape.bytes_per_token == target.kv_shape.bytes_per_token
-    assert (seen.heads, seen.loaded["heads"]) == (3, bytes_of(loaded.heads))
+    assert (seen.heads_count, seen.loaded_bytes["heads"]) == (3, bytes_of(loaded.heads))
     assert seen.most_nodes is None
 
 
 @pytest.mark.parametrize("heads", [None, *HEAD_TYPES])
 def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
     for model in ("shape:tiny", "shape:tied"):
-        seen = inspect_model(ModelConfig(model=model, heads=heads))
+        seen = plan_model(ModelConfig(model=model, heads=heads))
         loaded = load(model, heads=heads)
-        assert seen.loaded["weights"] == bytes_of(loaded.target.model)
-        assert (seen.heads, seen.loaded["heads"]) == (loaded.heads.count, bytes_of(loaded.heads))
+        assert seen.loaded_bytes["weights"] == bytes_of(loaded.target.model)
+        assert (seen.heads_count, seen.loaded_bytes["heads"]) == (
+            loaded.heads.count,
+            bytes_of(loaded.heads),
+        )
         assert loaded.heads.count == shapes.HEADS
         assert seen.kv_shape.bytes_per_token == loaded.target.kv_shape.bytes_per_token
 
@@ -78,9 +82,9 @@ def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> 
         intermediate_size=64,
         max_position_embeddings=128,
     ).save_pretrained(tmp_path)
-    seen = inspect_model(ModelConfig(model=str(tmp_path)))
+    seen = plan_model(ModelConfig(model=str(tmp_path)))
     assert seen.kv_shape.bytes_per_token == 2 * 2 * 8 * 4
-    assert (seen.heads, seen.loaded["heads"]) == (0, 0)
+    assert (seen.heads_count, seen.loaded_bytes["heads"]) == (0, 0)
 
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}

@@ -23,8 +23,9 @@ from tests.rows import every_row
 from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.forward.text import chunks
-from tswift.loading import inspect_model, load
-from tswift.models.checkpoint import hub, read_config
+from tswift.loading.model import load
+from tswift.loading.plan import plan_model
+from tswift.models.checkpoint import Checkpoint, hub
 from tswift.models.config import ModelConfig
 from tswift.models.devices import find_dtype, keep_precision
 from tswift.speculators.heads import ConditionedHeads
@@ -76,7 +77,7 @@ def test_a_dtype_that_is_not_the_checkpoints_is_said(
         loaded = load(model, device="cpu", dtype=dtype, exact=False)
         assert loaded.remarks() == note
         assert (
-            inspect_model(ModelConfig(model=model, device="cpu", dtype=str(dtype))).kv_shape.dtype
+            plan_model(ModelConfig(model=model, device="cpu", dtype=str(dtype))).kv_shape.dtype
             == loaded.target.dtype
         )
     assert load("shape:tiny", dtype="float32").remarks() == ""  # random weights have no checkpoint
@@ -166,7 +167,7 @@ def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
     }
     Gemma3TextConfig(num_hidden_layers=2, rope_parameters=ropes).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="rotary embeddings of type dynamic"):
-        read_config(str(tmp_path))
+        _ = Checkpoint.find(str(tmp_path)).config
 
 
 def test_a_tokenizer_with_another_limit(
@@ -275,7 +276,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again(
     with pytest.raises(
         InputError, match=r"^model: no folder 'nobody/nothing', and the hub is unreachable$"
     ):
-        read_config("nobody/nothing")
+        _ = Checkpoint.find("nobody/nothing").config
     assert time.monotonic() - began < 5  # its client would have tried for 23 s
     assert capfd.readouterr().err == ""
 

@@ -14,11 +14,12 @@ import torch
 from tests.conftest import make_checkpoint
 from tests.helpers import needs_program
 from tests.rows import every_row
-from tswift import loading, native_build
+from tswift import native_build
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.errors import InputError, SlowWarning
-from tswift.loading import load
+from tswift.loading import model as loading
+from tswift.loading.model import load
 from tswift.native_build import Unbuilt, build, cache_folder
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from tswift.engine import Generation, Request, begin
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.machine import synchronize
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import SHAPE_PREFIX

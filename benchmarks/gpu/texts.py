@@ -23,7 +23,7 @@ from benchmarks.gpu.run import DRY, Run, Scale
 from tswift.drafting.options import METHODS
 from tswift.engine import Request, begin, possible
 from tswift.jobs.config import read_prompt
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.models.config import SHAPE_PREFIX
 
 _SEED = 1

@@ -24,7 +24,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
-from tswift.loading import load
+from tswift.loading.model import load
 from tswift.models.codes import PackedCodes
 from tswift.sampling.parameters import SamplingParams
 

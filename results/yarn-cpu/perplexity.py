@@ -11,7 +11,7 @@ import torch
 
 from tswift.caches import FullKV
 from tswift.forward.text import chunks
-from tswift.loading import load
+from tswift.loading.model import load
 
 ENDS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 ROWS = 64  # of logits at a time

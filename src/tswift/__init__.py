@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tswift.drafting.options import DraftOptions
     from tswift.engine import generate
     from tswift.errors import DecodeError, InputError
-    from tswift.loading import load
+    from tswift.loading.model import load
     from tswift.sampling.parameters import SamplingParams
 
 __version__ = "0.1.0"

@@ -27,7 +27,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 
 from tswift.engine import Generation, Request, begin
 from tswift.errors import InputError, Object, renamed
-from tswift.loading import LoadedModel, adopt
+from tswift.loading.model import LoadedModel, adopt
 from tswift.sampling.generation_config import NAMES, sampling_params
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from functools import partial, wraps
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from tswift import loading
 from tswift.decoding.device_step_check import try_steps
 from tswift.decoding.drafter import AcceptFn, Step
 from tswift.decoding.lockstep import agree, lockstep
@@ -21,7 +20,8 @@ from tswift.drafting.methods import make_drafter, possible, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.adapting import warn_of_fallbacks
-from tswift.loading import LoadedModel
+from tswift.loading import model as loading
+from tswift.loading.model import LoadedModel
 from tswift.memory import Demand, MemoryEstimate, check, refuse_ids
 from tswift.sampling.parameters import MAX_TOP, SamplingParams, apply_eos_policy
 

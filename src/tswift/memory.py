@@ -12,9 +12,8 @@ from tswift.drafting.methods import cache_slots, resolve
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
 from tswift.forward.target import Target
-from tswift.loading import ModelSpec, inspect_draft_model, inspect_model
+from tswift.loading.plan import ModelPlan
 from tswift.machine import available_bytes, gigabytes
-from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 
 _PARAMS = SamplingParams()
@@ -116,16 +115,16 @@ def check(
 
 
 def preflight(
-    config: ModelConfig, demand: Demand, *, option: str = "length", params: SamplingParams = _PARAMS
+    plan: ModelPlan, demand: Demand, *, option: str = "length", params: SamplingParams = _PARAMS
 ) -> MemoryEstimate:
     """Memory that a decode needs at least, weights included:
     as :func:`check`, before anything is loaded.
 
-    It reads the model's configuration and the header of its heads. What it lets through may still
+    What it lets through may still
     be refused by :func:`check`; what it refuses cannot be done.
 
     Args:
-        config: what is to be loaded. A draft model that the method does not need is not read.
+        plan: what is to be loaded. A draft model that the method does not need is not read.
         demand: with options as asked for, not resolved.
         option: what the user gave the length with, for the error.
         params: sampling parameters, whose token ids are to be the model's.
@@ -134,23 +133,21 @@ def preflight(
         InputError: as :func:`check`; no such model, heads of another model or none for a method
             that needs some, or options that do not fit.
     """
-    spec = inspect_model(config)
     kind = find_method(demand.method)
     if demand.flexible:
         demand = replace(
-            demand, length=fit_length(demand.length, demand.prompt, spec.max_positions)
+            demand, length=fit_length(demand.length, demand.prompt, plan.max_positions)
         )
-    refuse_ids(spec.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
-    if spec.heads is not None or not kind.needs_heads:
-        demand = replace(demand, options=resolve(demand.method, spec, spec.heads, demand.options))
-    draft = None
-    if config.draft_model is not None and (kind.draft or kind.may_draft):
-        draft = inspect_draft_model(config.draft_model, spec, config.attention)
-    return _needed(spec, draft, demand, option)
+    refuse_ids(plan.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
+    heads = plan.heads_count
+    if heads is not None or not kind.needs_heads:
+        demand = replace(demand, options=resolve(demand.method, plan, heads, demand.options))
+    draft = plan.draft if kind.draft or kind.may_draft else None
+    return _needed(plan, draft, demand, option)
 
 
 def _needed(
-    model: Target | ModelSpec, draft: Target | ModelSpec | None, demand: Demand, option: str | None
+    model: Target | ModelPlan, draft: Target | ModelPlan | None, demand: Demand, option: str | None
 ) -> MemoryEstimate:
     """Memory that a decode needs, of a model that is not loaded its weights included;
     more than there is is refused.
@@ -160,7 +157,7 @@ def _needed(
     nodes = demand.nodes
     positions = demand.prompt + demand.length
     draft = draft if kind.draft or kind.may_draft else None
-    least = "at least " if isinstance(model, ModelSpec) else ""
+    least = "at least " if isinstance(model, ModelPlan) else ""
     texts = f"{least}{demand.prompt:,} prompt tokens and {demand.length:,} new ones"
     needed = f"{texts} need {positions:,} positions"
     if positions > model.max_positions:
@@ -181,9 +178,9 @@ def _needed(
     if network is not None:
         window_shape = network.kv_shape(model.dtype, model.device)
         caches["drafter's KV"] = window * window_shape.bytes_per_token
-    loaded = dict(model.loaded) if isinstance(model, ModelSpec) else {}
-    if isinstance(draft, ModelSpec):
-        loaded["draft model"] = draft.loaded["weights"]
+    loaded = dict(model.loaded_bytes) if isinstance(model, ModelPlan) else {}
+    if isinstance(draft, ModelPlan):
+        loaded["draft model"] = draft.loaded_bytes["weights"]
     passing = {"logits": _ROWS * nodes * model.vocab_size * torch.float64.itemsize}
     if model.device.type == "cuda":
         passing["workspace"] = int(_SHARE * sum((*loaded.values(), *caches.values())))

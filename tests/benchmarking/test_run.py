@@ -522,7 +522,9 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
             continue
         with pytest.raises(InputError, match="methods: 2 methods side by side need"):
             open_runs(config, [1, 2, 3], 50, 0)
-    monkeypatch.setattr("tswift.loading.load_model", lambda config: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "tswift.loading.model.load_model", lambda config: pytest.fail("it was loaded")
+    )
     with pytest.raises(
         InputError,
         match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions",

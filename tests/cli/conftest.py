@@ -14,7 +14,7 @@ import pytest
 from tswift.cli import main
 
 if TYPE_CHECKING:
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 
 TEXT = "The ship had lain three days becalmed, and nobody spoke."
@@ -55,7 +55,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     import tswift.jobs.job
     import tswift.jobs.verification
     import tswift.machine
-    from tswift import loading
+    from tswift.loading import model as loading
 
     real = loading.load_model
     remembered = functools.cache(loading.load_model)

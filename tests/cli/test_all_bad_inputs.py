@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.bad_inputs import CASES, Case, World, attempt, make_world, tree
 from tests.cli.bad_inputs.models import MARKER
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 
 
 @pytest.fixture(scope="module")

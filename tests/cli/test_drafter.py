@@ -15,6 +15,7 @@ from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
 from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
+from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 
@@ -99,9 +100,12 @@ def test_what_is_refused(
 def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
     options = DraftOptions(budget=64, gamma=4)
     how = {"dtype": "float64", "drafter": str(drafters["eagle"])}
-    need = preflight(ModelConfig(model=str(model), **how), Demand(20, 30, "eagle", options))
+    need = preflight(
+        plan_model(ModelConfig(model=str(model), **how)), Demand(20, 30, "eagle", options)
+    )
     plain = preflight(
-        ModelConfig(model=str(model), dtype="float64"), Demand(20, 30, "ar", DraftOptions())
+        plan_model(ModelConfig(model=str(model), dtype="float64")),
+        Demand(20, 30, "ar", DraftOptions()),
     )
     kept = 64 + 1 + 3 * 5  # the window, the spare slot, and what three of the levels feed back
     assert need.caches["drafter's KV"] == kept * 2 * 2 * 16 * 8

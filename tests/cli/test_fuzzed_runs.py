@@ -18,7 +18,7 @@ from tests.cli.bad_inputs import run as tswift
 from tests.cli.bad_inputs import tree
 from tests.cli.bad_inputs.runs import record
 from tests.fuzzing import damage, fuzzed, other_values
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 
 LENGTH, LONGER = 24, 30
 few = settings(fuzzed, max_examples=40)

@@ -17,7 +17,7 @@ from tswift.cli import main
 from tswift.errors import InputError
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
 from tswift.jobs.folder import FINISHED, read_record
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.options import parse_shard
 
 LINES = [

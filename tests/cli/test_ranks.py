@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.conftest import Tswift
 from tests.ranks import Ended, on_ranks
-from tswift import loading
 from tswift.cli import main
+from tswift.loading import model as loading
 
 TEXT = (
     "The ship had lain three days becalmed, and the captain would not leave the deck. The ship "

@@ -19,7 +19,7 @@ from tswift.decoding.drafter import DraftTree
 from tswift.decoding.text import TextRules, TextStream, text_of
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 

@@ -18,7 +18,7 @@ from tswift.decoding.drafter import DraftTree
 from tswift.decoding.text import TextRules, TextStream
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 

@@ -20,7 +20,8 @@ from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.engine import Request, begin
 from tswift.errors import InputError
-from tswift.loading import load
+from tswift.loading.model import load
+from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
@@ -85,9 +86,9 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
         begin(model, Request(prompt=[1], length=5, method="tokenswift"))
     for options in (DraftOptions(), DraftOptions(gamma=2)):  # before loading, too
         with pytest.raises(InputError, match=message.format("medusa")):
-            preflight(ModelConfig(model=str(folder)), Demand(1, 1, "medusa", options))
+            preflight(plan_model(ModelConfig(model=str(folder))), Demand(1, 1, "medusa", options))
     for method in METHODS.keys() & others:
-        preflight(ModelConfig(model=str(folder)), Demand(1, 5, method, DraftOptions()))
+        preflight(plan_model(ModelConfig(model=str(folder))), Demand(1, 5, method, DraftOptions()))
         assert (
             len(tokens_of([*begin(model, Request(prompt=[1], length=5, method=method)).steps()]))
             == 5
@@ -105,7 +106,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
     draft = str(checkpoint) if kind.draft or kind.may_draft else None
     ahead = preflight(
-        ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft),
+        plan_model(ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft)),
         Demand(3, 50, method, options),
     )
     model = load(str(checkpoint), dtype=dtype, draft_model=draft)
@@ -132,7 +133,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (
-        ModelConfig(model=str(checkpoint)),
+        plan_model(ModelConfig(model=str(checkpoint))),
         Demand(3, 2000, "tokenswift", DraftOptions(budget=1000)),
     )
     loaded = load(str(checkpoint))
@@ -170,7 +171,8 @@ def test_what_is_recalled_counts(
     checkpoint: Path, monkeypatch, method: str, tree: str | None
 ) -> None:
     need = preflight(
-        ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree))
+        plan_model(ModelConfig(model=str(checkpoint))),
+        Demand(3, 2000, method, DraftOptions(tree=tree)),
     )
     recalls = tree is not None or method != "medusa"
     assert need.recall_bytes == (LogitHistory.bytes_for(2003, 320, 64) if recalls else 0)
@@ -180,38 +182,38 @@ def test_what_is_recalled_counts(
         options = DraftOptions(tree=tree, recall=10)
         assert (
             preflight(
-                ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, options)
+                plan_model(ModelConfig(model=str(checkpoint))), Demand(3, 2000, method, options)
             ).recall_bytes
             < need.recall_bytes
         )
         limit_memory(monkeypatch, need.total_bytes - 1)
         with pytest.raises(InputError, match=r" \+ recall 0\.6 MB \+ logits "):
             preflight(
-                ModelConfig(model=str(checkpoint)), Demand(3, 2000, method, DraftOptions(tree=tree))
+                plan_model(ModelConfig(model=str(checkpoint))),
+                Demand(3, 2000, method, DraftOptions(tree=tree)),
             )
 
 
 def test_too_few_positions(checkpoint: Path) -> None:
-    preflight(ModelConfig(model=str(checkpoint)), Demand(96, 4000, "ar", DraftOptions()))
+    preflight(
+        plan_model(ModelConfig(model=str(checkpoint))), Demand(96, 4000, "ar", DraftOptions())
+    )
     needed = (
         "at least 97 prompt tokens and 4,000 new ones need 4,097 positions, the model has 4,096; "
         "--yarn gives more to one with rotary embeddings"
     )
     with pytest.raises(InputError, match=f"^length: {needed}$"):
-        preflight(ModelConfig(model=str(checkpoint)), Demand(97, 4000, "ar", DraftOptions()))
+        preflight(
+            plan_model(ModelConfig(model=str(checkpoint))), Demand(97, 4000, "ar", DraftOptions())
+        )
 
 
 def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An 8B model at 100,000 tokens takes 0.31 to 0.45 GB beside what is held."""
-    known = memory.inspect_model
-    monkeypatch.setattr(
-        memory,
-        "inspect_model",
-        lambda config: replace(known(config), device=torch.device("cuda")),
-    )
     limit_memory(monkeypatch, None)
     demand = Demand(4096, 100_000, "tokenswift", DraftOptions(nodes=32))
-    need = preflight(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"), demand)
+    plan = plan_model(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"))
+    need = preflight(replace(plan, device=torch.device("cuda")), demand)
     held = sum(need.loaded.values()) + need.kv_bytes
     assert need.passing["workspace"] == pytest.approx(held / 100, abs=1)
     assert 0.25e9 < need.passing["workspace"] < 0.45e9

@@ -23,7 +23,8 @@ from tswift.decoding.text import TextRules, TextStream
 from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
+from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
@@ -156,7 +157,11 @@ def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading
     with pytest.raises(
         InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"
     ):
-        preflight(ModelConfig(model=model.name), Demand(3, 50, "ar", DraftOptions()), params=params)
+        preflight(
+            plan_model(ModelConfig(model=model.name)),
+            Demand(3, 50, "ar", DraftOptions()),
+            params=params,
+        )
     with pytest.raises(
         InputError, match=r"^logit_bias: has token ids outside the model's vocabulary of 320$"
     ):

@@ -30,7 +30,7 @@ from tswift.forward import adapting
 from tswift.forward.adapting import warn_of_fallbacks, wrap_model
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
-from tswift.loading import LoadedModel, _with_copy, load
+from tswift.loading.model import LoadedModel, _with_copy, load
 from tswift.models import shapes
 from tswift.models.architecture import heads_of
 

@@ -22,7 +22,8 @@ from tswift.forward import packing as coded
 from tswift.forward.adapting import PROGRAM, execution_note, wrap_model
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram, may_serve
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
+from tswift.models.architecture import skeleton
 from tswift.sampling.parameters import SamplingParams
 
 pytestmark = needs_program
@@ -66,7 +67,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     folder = str(checkpoint_of(tmp_path / "model", kind))
     model = load(folder, weights=weights)
     assert (model.layers, model.quantization) == (PROGRAM, weights)
-    assert may_serve(model.target.model.config)
+    assert may_serve(skeleton(model.target.model.config))
     params = SamplingParams(min_p=0.02)
     prompt = model.encode(SENTENCES[0])
     length = LENGTHS[weights]
@@ -163,6 +164,6 @@ def test_other_layers_are_told() -> None:
         num_attention_heads=4,
         pad_token_id=0,
     )
-    assert not may_serve(config)
+    assert not may_serve(skeleton(config))
     target = wrap_model(AutoModelForCausalLM.from_config(config).eval(), "m", "native")
     assert execution_note(target) == "eager, as CohereDecoderLayer has parts that have no program"

@@ -18,7 +18,7 @@ import tswift
 from tests.conftest import make_checkpoint
 from tests.helpers import METHODS, options_for
 from tests.models.refusals import refuse
-from tswift import loading, memory
+from tswift import memory
 from tswift.distributed import Dist
 from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
@@ -27,7 +27,9 @@ from tswift.forward.adapting import measured_pass
 from tswift.forward.cuda.draft_weights import Float8Linear
 from tswift.forward.target import Target
 from tswift.jobs.config import to_load
-from tswift.loading import LoadedModel, inspect_model, load, load_model
+from tswift.loading import model as loading
+from tswift.loading.model import LoadedModel, load, load_model
+from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
@@ -138,7 +140,9 @@ def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, m
         refused("cannot be split over ranks", ranks=Dist(0, 2))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr("tswift.loading._open", None)  # all of it is said before anything is loaded
+    monkeypatch.setattr(
+        "tswift.loading.model._open", None
+    )  # all of it is said before anything is loaded
     refused("compute capability 8.9")
 
 
@@ -204,7 +208,7 @@ def test_all_but_the_decoders_linear_layers_is_shared(
     # other passes, other costs
     assert costs._key(model.drafting, None) != costs._key(model.target, None)
     config = ModelConfig(model=str(tmp_path / "m"), draft_weights="fp8", **HALF)
-    foreseen = inspect_model(config).loaded["draft weights"]
+    foreseen = plan_model(config).loaded_bytes["draft weights"]
     parts = [each for each in copied.modules() if isinstance(each, Float8Linear)]
     assert foreseen == sum(part.weight.nbytes + part.scale.nbytes for part in parts)
     assert text(model, "tokenswift") == text(model, "ar")
@@ -236,22 +240,27 @@ def test_what_it_takes_is_foreseen(
 ) -> None:
     linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
     rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
-    assert inspect_model(ModelConfig(model=str(checkpoint))).loaded["draft weights"] == 0
+    assert plan_model(ModelConfig(model=str(checkpoint))).loaded_bytes["draft weights"] == 0
     ask = {"draft_weights": "fp8", **HALF}
     ahead = preflight(
-        ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS)
+        plan_model(ModelConfig(model=str(checkpoint), **ask)), Demand(3, 50, "tokenswift", OPTIONS)
     )
     plain = preflight(
-        ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS)
+        plan_model(ModelConfig(model=str(checkpoint), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
     )
     assert ahead.parts["draft weights"] == linear + 4 * rows
     assert ahead.total_bytes == plain.total_bytes + linear + 4 * rows
     assert "draft weights" in str(ahead)
     assert "draft weights" not in str(plain)
     monkeypatch.setattr(memory, "available_bytes", lambda device: plain.total_bytes)
-    preflight(ModelConfig(model=str(checkpoint), **HALF), Demand(3, 50, "tokenswift", OPTIONS))
+    preflight(
+        plan_model(ModelConfig(model=str(checkpoint), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
+    )
     with pytest.raises(InputError, match="draft weights"):
-        preflight(ModelConfig(model=str(checkpoint), **ask), Demand(3, 50, "tokenswift", OPTIONS))
+        preflight(
+            plan_model(ModelConfig(model=str(checkpoint), **ask)),
+            Demand(3, 50, "tokenswift", OPTIONS),
+        )
 
 
 def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +268,7 @@ def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="fp8")
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    assert inspect_model(config).loaded["draft weights"] == pytest.approx(weights, rel=1e-3)
+    assert plan_model(config).loaded_bytes["draft weights"] == pytest.approx(weights, rel=1e-3)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0])
@@ -285,7 +294,7 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     assert model.about().get("draft_weights") == ("fp8" if seconds < 1 else None)
     assert (model.drafting is None) == (seconds == 1)
     assert text(model, "tokenswift") == text(model, "ar")
-    assert inspect_model(config).loaded["draft weights"] == 0
+    assert plan_model(config).loaded_bytes["draft weights"] == 0
     with monkeypatch.context() as patched:
         patched.setattr(loading, "available_bytes", lambda device: 1000)
         assert load_model(config).drafting is None

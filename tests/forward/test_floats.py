@@ -17,7 +17,8 @@ from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM, wrap_model
 from tswift.forward.cpu.products import HALVES, PackedFloats, PackedLinear, pack
-from tswift.loading import LoadedModel, adopt, inspect_model, load
+from tswift.loading.model import LoadedModel, adopt, load
+from tswift.loading.plan import plan_model
 from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
 
@@ -72,11 +73,9 @@ def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bo
     assert tokens_of(narrow, "ar") == tokens_of(narrow, "tokenswift") == tokens_of(wide, "ar")
     embeddings = [model.target.embed(torch.tensor([3, 77])) for model in (narrow, wide)]
     assert torch.equal(*embeddings)
-    sizes = [
-        inspect_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")
-    ]
+    sizes = [plan_model(ModelConfig(model=str(folder), dtype=each)) for each in (dtype, "float32")]
     assert [each.dtype for each in sizes] == [torch.float32] * 2
-    assert 2 * sizes[0].loaded["weights"] <= sizes[1].loaded["weights"]
+    assert 2 * sizes[0].loaded_bytes["weights"] <= sizes[1].loaded_bytes["weights"]
 
 
 def test_float32_is_held_once(tmp_path: Path) -> None:

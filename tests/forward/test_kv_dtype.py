@@ -31,7 +31,8 @@ from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum
 from tswift.jobs.job import resume
-from tswift.loading import inspect_model, load
+from tswift.loading.model import load
+from tswift.loading.plan import plan_model
 from tswift.models.config import ModelConfig
 from tswift.models.devices import kv_dtype_for
 from tswift.sampling.parameters import SamplingParams
@@ -128,12 +129,12 @@ def test_a_run_is_judged_with_its_own(
 
 def test_memory_counts_its_bytes() -> None:
     narrow, wide = (
-        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind))
+        plan_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind))
         for kind in ("auto", "float32")
     )
     assert 2 * narrow.kv_shape.bytes_per_token == wide.kv_shape.bytes_per_token
     rows = wide.kv_shape.layers * wide.kv_shape.heads * 2  # of one token
-    in_bytes = inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape
+    in_bytes = plan_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape
     assert 4 * (in_bytes.bytes_per_token - 4 * rows) == wide.kv_shape.bytes_per_token  # a step each
     assert FullKV(in_bytes, 3).nbytes == 3 * in_bytes.bytes_per_token
 
@@ -144,7 +145,7 @@ def test_rows_of_bytes(bad: float) -> None:
     and what is broken is broken.
     """
     shape = replace(
-        inspect_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape, layers=1
+        plan_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape, layers=1
     )
     rows = torch.randn(shape.heads, 5, shape.head_dim) * torch.tensor([1, 1e4, 0, 1e-4, 1])[:, None]
     rows[:, 4, 3] = bad

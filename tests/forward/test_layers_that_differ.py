@@ -12,7 +12,8 @@ import torch
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.helpers import first
 from tswift.caches import POLICIES, FullKV, KVShape, LayerKV, PartialKV
-from tswift.loading import inspect_model, load
+from tswift.loading.model import load
+from tswift.loading.plan import plan_model
 from tswift.models.config import ModelConfig
 from tswift.models.shapes import shape_of
 
@@ -37,7 +38,7 @@ KINDS = {
 def test_what_layers_keep_is_known_before_they_are_loaded(kind: str, tmp_path: Path) -> None:
     checkpoint(ARCHITECTURES[kind], tmp_path)
     target = load(str(tmp_path)).target
-    spec = inspect_model(ModelConfig(model=str(tmp_path), kv_dtype="float32"))
+    spec = plan_model(ModelConfig(model=str(tmp_path), kv_dtype="float32"))
     kept = [LayerKV(*layer) for layer in KINDS[kind]]
     assert (list(target.kv_shape.by_layer), list(spec.kv_shape.by_layer)) == (kept, kept)
     numbers = sum(

@@ -46,7 +46,7 @@ from tswift.forward.text import chunks, prefill
 from tswift.jobs import folder as files
 from tswift.jobs import job
 from tswift.jobs.config import RunConfig
-from tswift.loading import load
+from tswift.loading.model import load
 from tswift.options import changed
 
 CONVOLVED, DELTA, SCANNED = (

@@ -12,9 +12,9 @@ import torch
 import tswift
 from tests.helpers import needs_program
 from tests.models.gguf_files import tiny_model, write_gguf
-from tswift import loading
 from tswift.errors import InputError
 from tswift.forward import adapting, remembered
+from tswift.loading import model as loading
 from tswift.stages import listening
 
 pytestmark = needs_program

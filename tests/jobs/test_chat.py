@@ -15,7 +15,7 @@ from tswift.errors import InputError
 from tswift.jobs.chat import Chat
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 
 SAID = (
     "The ship had lain three days becalmed when the captain came on deck, and nobody spoke. " * 4,

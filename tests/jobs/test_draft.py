@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
 from tests.helpers import first
-from tswift import memory
 from tswift.benchmarking.config import BenchOptions, Plan, configure
 from tswift.benchmarking.record import to_json
 from tswift.benchmarking.roofline import floor_of
@@ -27,7 +25,8 @@ from tswift.engine import Request, begin
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
 from tswift.jobs.job import resume, start
-from tswift.loading import inspect_model, load
+from tswift.loading.model import load
+from tswift.loading.plan import ModelPlan, plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 
@@ -104,19 +103,15 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(
 
 
 def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any:
-    return preflight(
-        ModelConfig(model=str(checkpoint), draft_model=str(draft)),
-        Demand(3, length, method, DraftOptions()),
-    )
+    plan = plan_model(ModelConfig(model=str(checkpoint), draft_model=str(draft)))
+    return preflight(plan, Demand(3, length, method, DraftOptions()))
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
     checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = _preflight(checkpoint, 50, "standalone", small)
-    monkeypatch.setattr(
-        memory, "inspect_model", lambda config: replace(inspect_model(config), heads=None)
-    )
+    monkeypatch.setattr(ModelPlan, "heads_count", None)
     assert _preflight(checkpoint, 50, "standalone", small) == known
 
 

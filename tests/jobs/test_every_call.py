@@ -18,7 +18,7 @@ from tswift.jobs import job as jobs
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import RECORD, list_runs
 from tswift.jobs.job import Job, resume, start
-from tswift.loading import load as real_load
+from tswift.loading.model import load as real_load
 from tswift.options import changed
 
 LENGTH, LONGER = 12, 18

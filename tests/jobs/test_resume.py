@@ -31,8 +31,8 @@ from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import list_runs, read_run, read_saved
 from tswift.jobs.job import Job, Signals, Stopped, resume, start
 from tswift.jobs.verification import with_model
-from tswift.loading import LoadedModel
-from tswift.loading import load as real_load
+from tswift.loading.model import LoadedModel
+from tswift.loading.model import load as real_load
 from tswift.options import changed
 from tswift.sampling.rule import row_type
 

@@ -40,7 +40,7 @@ from tswift.forward import target as module
 from tswift.forward import text
 from tswift.forward.adapting import Inexact, fingerprint
 from tswift.forward.target import Target
-from tswift.loading import load
+from tswift.loading.model import load
 from tswift.models.checkpoint import silence
 
 CPU = torch.device("cpu")

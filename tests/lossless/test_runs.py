@@ -131,7 +131,8 @@ def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
 ) -> None:
     tswift(*words, "--len", 20, "--out", tmp_path / "run")
     monkeypatch.setattr(
-        "tswift.loading.choose_fixed_rows", lambda target, attention, exact: "no" if exact else None
+        "tswift.loading.model.choose_fixed_rows",
+        lambda target, attention, exact: "no" if exact else None,
     )
     found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
     assert found.code == 2

@@ -32,7 +32,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.models.config import DEMO_DRAFT
 from tswift.sampling.parameters import SamplingParams
 

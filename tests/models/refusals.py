@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tswift.errors import InputError
-from tswift.loading import load
+from tswift.loading.model import load
 
 
 def changed(checkpoint: Path, folder: Path, **changes: object) -> str:

@@ -29,9 +29,10 @@ from tswift.caches import FullKV
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.adapting import PROGRAM
-from tswift.loading import LoadedModel, adopt, inspect_model, load
+from tswift.loading.model import LoadedModel, adopt, load
+from tswift.loading.plan import plan_model
 from tswift.models.architecture import class_of
-from tswift.models.checkpoint import read_config
+from tswift.models.checkpoint import Checkpoint
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 
@@ -136,7 +137,8 @@ def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
     assert all(weight.isfinite().all() for weight in target.model.parameters())
     text = sum(weight.numel() for weight in target.model.parameters())
     assert (
-        inspect_model(ModelConfig(model=str(folder), dtype="float64")).loaded["weights"] == 8 * text
+        plan_model(ModelConfig(model=str(folder), dtype="float64")).loaded_bytes["weights"]
+        == 8 * text
     )
 
 
@@ -174,7 +176,7 @@ def test_a_text_that_grows_long_turns_alike_from_its_start(
         **sizes, rope_parameters=rope, pad_token_id=0, bos_token_id=0, eos_token_id=0
     )
     config.save_pretrained(tmp_path)
-    read = read_config(str(tmp_path))
+    read = Checkpoint.find(str(tmp_path)).config
     assert read.rope_parameters["short_factor"] == read.rope_parameters["long_factor"] == [kept] * 4
     with pytest.raises(InputError, match="rotary embeddings of type longrope"):
         # as transformers has loaded it

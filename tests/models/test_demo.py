@@ -18,7 +18,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.text import chunks
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
 from tswift.sampling.parameters import SamplingParams

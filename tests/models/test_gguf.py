@@ -27,12 +27,14 @@ from tests.models.gguf_files import (
     write_gguf,
 )
 from tests.models.refusals import refuse
+from tswift.distributed import ALONE
 from tswift.errors import InputError
 from tswift.forward import packing as coded
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
-from tswift.loading import LoadedModel, _LoadPlan, inspect_model, load
+from tswift.loading.model import LoadedModel, load
+from tswift.loading.plan import ModelPlan, _refuse_unfit, plan_model
 from tswift.models import checkpoint
-from tswift.models.checkpoint import gguf_of, read_config, weights_hash
+from tswift.models.checkpoint import Checkpoint, weights_hash
 from tswift.models.codes import Codes, PackedCodes
 from tswift.models.config import ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
@@ -126,7 +128,7 @@ def test_the_configuration_is_transformers_own(kind: str, tmp_path: Path) -> Non
     ours, theirs = (
         each.to_dict()
         for each in (
-            read_config(str(path)),
+            Checkpoint.find(str(path)).config,
             AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf"),
         )
     )
@@ -173,8 +175,9 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
 
 
 def test_names(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gguf_of(str(file)) is gguf_of(str(file.parent))  # the only one in its folder
-    assert gguf_of("demo") is gguf_of("shape:qwen2.5-1.5b") is None
+    alone = Checkpoint.find(str(file.parent))  # the only one in its folder
+    assert Checkpoint.find(str(file)).gguf is alone.gguf
+    assert Checkpoint.find("demo").gguf is Checkpoint.find("shape:qwen2.5-1.5b").gguf is None
     asked = []
 
     def download(*given: str) -> str:
@@ -184,7 +187,7 @@ def test_names(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(checkpoint, "hf_hub_download", download)
     monkeypatch.setattr(checkpoint, "_reachable", lambda: True)
     checkpoint._fetched.cache_clear()
-    assert inspect_model(ModelConfig(model="somebody/tiny-GGUF:tiny.gguf")).vocab_size == VOCAB
+    assert plan_model(ModelConfig(model="somebody/tiny-GGUF:tiny.gguf")).vocab_size == VOCAB
     assert asked == [("somebody/tiny-GGUF", "tiny.gguf")]
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").touch()
@@ -219,7 +222,7 @@ def test_memory_is_counted_by_the_codes(tmp_path: Path) -> None:
     held = sum(
         module.bytes.nbytes for module in network.modules() if isinstance(module, PackedCodes)
     )
-    counted = inspect_model(ModelConfig(model=str(path))).loaded["weights"]
+    counted = plan_model(ModelConfig(model=str(path))).loaded_bytes["weights"]
     assert held <= counted <= 1.2 * held + 10_000
 
 
@@ -343,11 +346,13 @@ def test_another_device_is_refused(
     model = str(checkpoint if asked else file)
     device = torch.device("cuda")
     dtype = torch.float32
-    plan = _LoadPlan(ModelConfig(model=model, **asked), device, read_config(model), dtype, dtype)
+    plan = ModelPlan(
+        ModelConfig(model=model, **asked), Checkpoint.find(model), device, dtype, dtype
+    )
     with pytest.raises(
         InputError, match="integers are multiplied on a CPU only; the device is cuda"
     ) as caught:
-        plan.refuse_unfit()
+        _refuse_unfit(plan, ALONE)
     assert caught.value.field == option
 
 
@@ -394,7 +399,7 @@ def test_random_weights_of_a_shape_are_rounded(name: str) -> None:
     model = load(name, weights="int4")
     assert (model.quantization, model.simulated) == ("int4", True)
     assert model.target.dtype == torch.float32
-    assert inspect_model(ModelConfig(model=name, weights="int4")).dtype == torch.float32
+    assert plan_model(ModelConfig(model=name, weights="int4")).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.rows import every_row
 from tswift.errors import InputError
-from tswift.loading import load
+from tswift.loading.model import load
 from tswift.models import shapes
 from tswift.models.architecture import is_moe, refuse_routed, skeleton
 from tswift.models.checkpoint import SHAPES, fingerprint_of, shape_config

@@ -15,7 +15,7 @@ import torch
 import tswift
 from benchmarks.llama import in_floats
 from tests import helpers
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 
 # without the program a pass takes seconds; tests/forward/test_integers.py has small models there

@@ -19,7 +19,7 @@ from tswift import engine, memory
 from tswift.caches import PartialKV
 from tswift.decoding.drafter import Drafter
 from tswift.distributed import Gone, join
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.models.checkpoint import fingerprint_of
 from tswift.sampling.rule import Sampler
 

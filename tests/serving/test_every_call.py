@@ -11,7 +11,7 @@ from tests.jobs.killing import killed_before
 from tests.jobs.test_every_call import ALL, BEGINNING, failures
 from tests.serving.test_service import ASKED, done, serving
 from tswift.jobs import folder as files
-from tswift.loading import load
+from tswift.loading.model import load
 
 BODY = {**ASKED, "max_tokens": 12, "logprobs": 1}
 

@@ -24,7 +24,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.files import Lock
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.serving import routes, runs
 from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused

@@ -18,7 +18,7 @@ from tswift.decoding.loop import chunks
 from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.assistant import AssistantSpeculator
 from tswift.speculators.formats import describe_drafter, find_drafter

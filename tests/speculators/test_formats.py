@@ -36,7 +36,7 @@ from tests.published import (
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.target import Target
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import MedusaHeads
 

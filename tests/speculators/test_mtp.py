@@ -25,7 +25,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward.text import prefill
-from tswift.loading import LoadedModel, load
+from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 
 KIND = "Qwen3.5 to 3.8 (gated delta nets)"

@@ -37,8 +37,8 @@ from tswift.engine import Request, begin
 from tswift.errors import InputError
 from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.target import Target
-from tswift.loading import inspect_model
-from tswift.loading import load as load_model
+from tswift.loading.model import load as load_model
+from tswift.loading.plan import plan_model
 from tswift.models import shapes
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
@@ -438,9 +438,9 @@ def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
         model = load_model("shape:small", dtype="float64", attention="sdpa", drafter=kind)
         assert model.simulated
         assert model.about()["drafter"] == {"name": kind, "kind": kind}
-        spec = inspect_model(ModelConfig(model="shape:small", dtype="float64", drafter=kind))
+        spec = plan_model(ModelConfig(model="shape:small", dtype="float64", drafter=kind))
         assert spec.speculator_spec == model.target.speculator_spec
-        assert spec.loaded["drafter"] == sum(
+        assert spec.loaded_bytes["drafter"] == sum(
             weight.nbytes for weight in model.target.speculator.parameters()
         )
         begun = begin(

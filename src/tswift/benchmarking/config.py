@@ -36,7 +36,7 @@ from tswift.options import (
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
@@ -437,15 +437,17 @@ def configure(
         flexible: whether nobody gave it, so that it gives way to the model's positions.
     """
     from tswift.drafting.methods import cut_note, resolve
-    from tswift.loading import load_model
+    from tswift.loading.model import load_model
+    from tswift.loading.plan import plan_model
     from tswift.memory import Demand, preflight
 
     drafting = options.check()
     wanted = options.to_load()
     try:
+        plan = plan_model(wanted)
         for method, asked in drafting.items():
-            preflight(wanted, Demand(prompt, length, method, asked, flexible), option=option)
-        model = load_model(wanted)
+            preflight(plan, Demand(prompt, length, method, asked, flexible), option=option)
+        model = load_model(plan)
         contenders = [
             Contender(method, method, resolve(method, model.target, model.heads, asked))
             for method, asked in drafting.items()

@@ -83,11 +83,11 @@ class Request:
         """
         if self.suite or self.measured:
             return self
-        from tswift.loading import inspect_model
+        from tswift.loading.plan import plan_model
 
         plan = self.plan
         model = self.options.model.model
-        positions = inspect_model(self.options.to_load()).max_positions
+        positions = plan_model(self.options.to_load()).max_positions
         given = {"prefill" if name == "prefills" else name for name in self.given}
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
         if not gave_way:

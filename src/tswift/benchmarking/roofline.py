@@ -36,9 +36,8 @@ from tswift.models.architecture import (
     max_positions,
     own_quantization,
     refuse_routed,
-    skeleton,
 )
-from tswift.models.checkpoint import as_input_error, gguf_of, read_config, silence
+from tswift.models.checkpoint import Checkpoint, as_input_error, silence
 from tswift.models.config import BITS, SHAPE_PREFIX
 from tswift.models.devices import find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, shape_of
@@ -47,7 +46,7 @@ from tswift.speculators.networks import read_bytes
 from tswift.tables import Table, duration, quantity
 
 if TYPE_CHECKING:
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
@@ -322,7 +321,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     """The tables of ``tswift roofline``, and all of it for JSON; of the model,
     its configuration alone is read.
     """
-    config = read_config(query.model)
+    checkpoint = Checkpoint.find(query.model)
+    config = checkpoint.config
     is_shape = query.model.startswith(SHAPE_PREFIX)
     refuse_routed(config, query.model)
     if kind := own_quantization(config):
@@ -341,9 +341,10 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         dtype = torch.float32  # as `generate` and `bench` take it
     words = str(dtype).removeprefix("torch.")
     with silence(), as_input_error(query.model):
-        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), may_serve(config))
-        shape = shape_of(skeleton(config), dtype.itemsize, own.itemsize)
-        codes = gguf_of(query.model)
+        serves = may_serve(checkpoint.skeleton)
+        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), serves)
+        shape = shape_of(checkpoint.skeleton, dtype.itemsize, own.itemsize)
+        codes = checkpoint.gguf
         if codes is not None and codes.kinds:
             shape = replace(shape, coded_bytes=gguf_bytes(codes) - (shape.parameters - shape.read))
     if query.bandwidth is not None and query.flops is not None:

@@ -32,7 +32,8 @@ from tswift.drafting.methods import resolve
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.errors import InputError
 from tswift.jobs.folder import RUNNING
-from tswift.loading import LoadedModel, load_model
+from tswift.loading.model import LoadedModel, load_model
+from tswift.loading.plan import plan_model
 from tswift.machine import now
 from tswift.memory import Demand, check, preflight
 from tswift.options import Values, changed
@@ -151,8 +152,9 @@ def prepare(
         wanted = options.to_load(
             [method for method in suite.methods if not find_method(method).draft]
         )
-    preflight(wanted, Demand(1, 1, BASELINE, DraftOptions()), option="model")
-    model = load_model(wanted)
+    made = plan_model(wanted)
+    preflight(made, Demand(1, 1, BASELINE, DraftOptions()), option="model")
+    model = load_model(made)
     contenders = [Contender(BASELINE, BASELINE, DraftOptions())]
     missing = {}
     errors = []

@@ -18,7 +18,7 @@ from tswift.jobs.config import Text, bundled_prompts, read_prompt
 from tswift.jobs.prompts import SUFFIXES, read_lines
 
 if TYPE_CHECKING:
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 PG19 = "emozilla/pg19"  # on the hub, as parquet; the test split holds 100 books
 OPTION = "workload"

@@ -57,7 +57,7 @@ def chat(typed: options.Typed, quiet: options.Quiet = False) -> None:
     with loading_notice(config.model.model, quiet):
         from tswift.jobs.chat import Chat
         from tswift.jobs.job import Signals
-        from tswift.loading import load_model
+        from tswift.loading.model import load_model
 
         talk = Chat(load_model(config.to_load()), config, system)
     source = SOURCES[talk.config.sampling_from or PAPERS]

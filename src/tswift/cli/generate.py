@@ -90,9 +90,9 @@ def follow(device: str) -> int:
     An error is printed by one rank: by rank 0, if it has the same.
     """
     from tswift import engine
-    from tswift import loading as load
     from tswift.distributed import Gone, guard, join
     from tswift.jobs.job import Signals
+    from tswift.loading import model as load
 
     ranks = None
     try:

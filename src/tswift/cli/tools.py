@@ -46,7 +46,7 @@ def env(
     from tswift.cli import output
     from tswift.decoding.device_step_check import try_steps
     from tswift.drafting.costs import costs_of, folder
-    from tswift.loading import load_model
+    from tswift.loading.model import load_model
     from tswift.machine import environment
     from tswift.sampling.parameters import SamplingParams
     from tswift.tables import NOTHING, Table
@@ -335,7 +335,7 @@ def serve(
 
         with Signals():
             with loading_notice(base.model.model, quiet, logged=True):
-                from tswift.loading import load_model
+                from tswift.loading.model import load_model
                 from tswift.serving.runs import Service
 
                 model = load_model(base.to_load())

@@ -19,7 +19,7 @@ from tswift.sampling.parameters import SamplingParams
 if TYPE_CHECKING:
     from tswift.decoding.audit import Audit
     from tswift.jobs.verification import AuditInput
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
     from tswift.tables import Table
 
 

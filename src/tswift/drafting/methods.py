@@ -48,7 +48,7 @@ from tswift.speculators.heads import Heads
 from tswift.speculators.spec import MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
-    from tswift.loading import ModelSpec
+    from tswift.loading.plan import ModelPlan
 
 NGRAM = 4
 _FOLLOWED = 32  # most tokens that are recalled in a row
@@ -395,7 +395,7 @@ _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were mea
 
 
 def resolve(
-    name: str, model: Target | ModelSpec, heads: Heads | int | None, options: DraftOptions
+    name: str, model: Target | ModelPlan, heads: Heads | int | None, options: DraftOptions
 ) -> DraftOptions:
     """The options with the defaults of method and device filled in, where the method uses them.
 
@@ -468,7 +468,7 @@ def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]
     return tuple(found)
 
 
-def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> None:
+def _refuse_missing(method: Method, model: Target | ModelPlan, heads: int) -> None:
     """InputError if the model has not what the method drafts with: so many heads, a drafter,
     or keys and values that are most of a pass.
     """
@@ -507,7 +507,7 @@ def _refuse_missing(method: Method, model: Target | ModelSpec, heads: int) -> No
 
 
 def _tree_and_gamma(
-    method: Method, model: Target | ModelSpec, heads: int, options: DraftOptions
+    method: Method, model: Target | ModelPlan, heads: int, options: DraftOptions
 ) -> tuple[tuple[int, ...] | str | None, int | None]:
     """The candidates per level and the length of a chain, None where the method has no such."""
     network = model.speculator_spec if method.speculator_kinds else None
@@ -566,7 +566,7 @@ def _typed_ngrams(options: DraftOptions) -> str | None:
 
 
 def _filled(
-    model: Target | ModelSpec, tree: tuple[int, ...] | str | None, nodes: int | None
+    model: Target | ModelPlan, tree: tuple[int, ...] | str | None, nodes: int | None
 ) -> bool:
     """Whether heads fill all nodes of a tree, so that 4-grams find no room;
     on CUDA a part of them is theirs.
@@ -574,7 +574,7 @@ def _filled(
     return isinstance(tree, tuple) and model.device.type != "cuda" and 1 + sum(tree) >= _set(nodes)
 
 
-def _nodes(model: Target | ModelSpec, options: DraftOptions, chooses: bool) -> int:
+def _nodes(model: Target | ModelPlan, options: DraftOptions, chooses: bool) -> int:
     """Most nodes of a tree; ``chooses``: whether as many of them are taken as pay."""
     most = model.most_nodes
     usual = _AUTO_NODES if chooses else usual_nodes(model.device, model.groups)

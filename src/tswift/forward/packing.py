@@ -30,8 +30,8 @@ from tswift.errors import InputError
 from tswift.forward.cpu.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
 from tswift.machine import return_free_memory
 from tswift.models import codes
-from tswift.models.architecture import class_of, skeleton
-from tswift.models.checkpoint import StoredTensor
+from tswift.models.architecture import class_of
+from tswift.models.checkpoint import Checkpoint, StoredTensor
 from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
 from tswift.models.shapes import Noise
 from tswift.native_build import cache_folder, put
@@ -95,14 +95,14 @@ def gguf_bytes(file: GGUFFile) -> int:
     )
 
 
-def rounded_bytes(config: PreTrainedConfig, kind: str) -> int:
-    """As :func:`gguf_bytes`, of a checkpoint that is rounded."""
-    bits = rounded_bits(config, kind)
+def rounded_bytes(network: PreTrainedModel, kind: str) -> int:
+    """As :func:`gguf_bytes`, of a checkpoint that is rounded; its network may have no weights."""
+    bits = rounded_bits(network, kind)
     return sum(
         _packed_bytes(weight.numel(), bits[name], BLOCK, 4)
         if name in bits
         else weight.numel() * _FLOAT
-        for name, weight in skeleton(config).named_parameters()
+        for name, weight in network.named_parameters()
     )
 
 
@@ -111,9 +111,11 @@ def _packed_bytes(weights: int, bits: int, block: int, factors: int) -> int:
     return weights * bits // 8 + weights // block * factors
 
 
-def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The network of a GGUF file."""
-    stored = file.names(dict(skeleton(config).named_parameters()))
+    file, config = checkpoint.gguf, checkpoint.config
+    assert file is not None
+    stored = file.names(dict(checkpoint.skeleton.named_parameters()))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read(name: str) -> Matrix:
@@ -136,28 +138,27 @@ def load_gguf(file: GGUFFile, config: PreTrainedConfig, dtype: torch.dtype) -> P
     return network
 
 
-def missing_names(config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> list[str]:
+def missing_names(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> list[str]:
     """The parameters of a model that a checkpoint does not have by the
     names of the modeling code.
     """
-    return [name for name, _ in skeleton(config).named_parameters() if name not in stored]
+    return [name for name, _ in checkpoint.skeleton.named_parameters() if name not in stored]
 
 
 def load_floats(
-    config: PreTrainedConfig, stored: Mapping[str, StoredTensor], dtype: torch.dtype, model: str
+    checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> PreTrainedModel:
     """The network of a checkpoint, its matrices packed as floats.
 
     Args:
-        config: of the checkpoint.
+        checkpoint: where it lies.
         stored: its tensors by name, all of them.
         dtype: of the matrices.
-        model: its name, for errors.
 
     Raises:
         InputError: the C products come to something else than PyTorch's here.
     """
-    matrices = _matrices(config)
+    matrices = _matrices(checkpoint.skeleton)
 
     def read(name: str) -> Matrix:
         weight = stored[name].read().to(dtype)
@@ -173,34 +174,33 @@ def load_floats(
         if not near and wanted.isfinite().all():
             advice = "--attention sdpa does without C"
             raise InputError(
-                f"{model}: products in C are wrong on this machine, as of {name}; {advice}",
+                f"{checkpoint.name}: products in C are wrong on this machine, as of {name}; "
+                f"{advice}",
                 "attention",
             )
         return packed
 
-    return _filled(config, torch.float32, read)
+    return _filled(checkpoint.config, torch.float32, read)
 
 
 def load_rounded(
-    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
     stored: Mapping[str, StoredTensor],
     kind: str,
-    model: str,
     by_transformers: Callable[[], PreTrainedModel],
 ) -> PreTrainedModel:
     """The network of a checkpoint, its matrices rounded to codes.
 
     Args:
-        config: of the checkpoint.
+        checkpoint: where it lies.
         stored: its tensors, by name.
         kind: a key of :data:`BITS`.
-        model: its name, for errors.
         by_transformers: reads the network as it is, where the checkpoint has other names for some.
 
     Raises:
         InputError: the checkpoint lacks a weight, or has a matrix without whole blocks.
     """
-    renamed = bool(missing_names(config, stored))
+    renamed = bool(missing_names(checkpoint, stored))
 
     @cache
     def whole() -> dict[str, nn.Parameter]:
@@ -209,7 +209,7 @@ def load_rounded(
     def plain(name: str) -> Tensor:
         return whole()[name].data if renamed else stored[name].read()
 
-    read = _rounding(config, plain, kind, model)
+    read = _rounding(checkpoint, plain, kind)
     path = _kept_path(stored, kind)
     known = {} if path is None else _read_kept(path)
     made: dict[str, PackedCodes] = {}
@@ -223,7 +223,7 @@ def load_rounded(
         made[name] = PackedCodes(weight)
         return made[name]
 
-    network = _filled(config, torch.float32, fetch)
+    network = _filled(checkpoint.config, torch.float32, fetch)
     if made and path is not None:
         _keep(path, made)
     return network
@@ -268,9 +268,9 @@ def _keep(path: Path, made: Mapping[str, PackedCodes]) -> None:
         put(path, lambda beside: save_file(held, beside, {"forms": forms}))
 
 
-def random_rounded(config: PreTrainedConfig, kind: str, model: str) -> PreTrainedModel:
+def random_rounded(checkpoint: Checkpoint, kind: str) -> PreTrainedModel:
     """The network of a shape, its random matrices rounded to codes."""
-    shapes = {name: weight.shape for name, weight in skeleton(config).named_parameters()}
+    shapes = {name: weight.shape for name, weight in checkpoint.skeleton.named_parameters()}
     noise = Noise(torch.device("cpu"), torch.float32)
 
     def draw(name: str) -> Tensor:
@@ -278,14 +278,14 @@ def random_rounded(config: PreTrainedConfig, kind: str, model: str) -> PreTraine
         noise.fill(name, weight)
         return weight
 
-    return _filled(config, torch.float32, _rounding(config, draw, kind, model))
+    return _filled(checkpoint.config, torch.float32, _rounding(checkpoint, draw, kind))
 
 
 def _rounding(
-    config: PreTrainedConfig, read: Callable[[str], Tensor], kind: str, model: str
+    checkpoint: Checkpoint, read: Callable[[str], Tensor], kind: str
 ) -> Callable[[str], Codes | Tensor]:
     """A function that reads as ``read`` does, and rounds what is a matrix."""
-    bits = rounded_bits(config, kind)
+    bits = rounded_bits(checkpoint.skeleton, kind)
 
     def rounded(name: str) -> Codes | Tensor:
         weight = read(name)
@@ -294,24 +294,24 @@ def _rounding(
         try:
             return _rounded(weight, bits[name])
         except ValueError as error:
-            raise InputError(f"{model} cannot be rounded: {name} has {error}", "weights") from None
+            reason = f"cannot be rounded: {name} has {error}"
+            raise InputError(f"{checkpoint.name} {reason}", "weights") from None
 
     return rounded
 
 
-def rounded_bits(config: PreTrainedConfig, kind: str) -> dict[str, int]:
+def rounded_bits(network: PreTrainedModel, kind: str) -> dict[str, int]:
     """The bits of a code, by the name of each matrix that is rounded."""
     return {
         name: max(BITS[kind], _END_BITS if at_end else 0)
-        for name, at_end in _matrices(config).items()
+        for name, at_end in _matrices(network).items()
     }
 
 
-def _matrices(config: PreTrainedConfig) -> dict[str, bool]:
+def _matrices(network: PreTrainedModel) -> dict[str, bool]:
     """By name, the weights that are matrices of linear layers or embeddings;
     whether of embeddings or LM head.
     """
-    network = skeleton(config)
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
     owners = {
         name: network.get_submodule(name.rpartition(".")[0])

@@ -27,7 +27,7 @@ from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.jobs.job import Job, Signals
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 OPTION = "prompts"
 BATCH = "batch.json"
@@ -194,7 +194,7 @@ class Batch:
         return self.out / OUT
 
     def _load(self, left: Sequence[Task]) -> LoadedModel:
-        from tswift.loading import load_model
+        from tswift.loading.model import load_model
         from tswift.memory import fit_length
         from tswift.models.checkpoint import weights_hash
 

@@ -12,7 +12,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run, with_sampling
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.memory import fit_length
 
 

@@ -42,7 +42,7 @@ from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped, ap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tswift.loading import LoadedModel
+    from tswift.loading.model import LoadedModel
 
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said

@@ -64,10 +64,11 @@ from tswift.jobs.folder import (
     read_saved,
     text_fault,
 )
-from tswift.loading import LoadedModel, load_model
+from tswift.loading.model import LoadedModel, load_model
+from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
-from tswift.models.checkpoint import config_hash, load_tokenizer, weights_hash
+from tswift.models.checkpoint import Checkpoint, config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
 from tswift.options import Values, changed
 from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
@@ -386,18 +387,20 @@ def start(
     """
     wanted = config.to_load()
     asked = config.text.length
+    plan: ModelPlan | ModelConfig = wanted
     flexible = "length" not in config.given
     text, system = said or (config.read() if ids is None else ("", None))
     if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
         least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
         demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
-        preflight(wanted, demand, option=larger, params=config.sampling)
+        plan = plan_model(wanted)
+        preflight(plan, demand, option=larger, params=config.sampling)
     folder = RunFolder.create(
         config.out or default_path(config.method), config.logprobs is not None
     )
     try:
-        model = loaded or load_model(wanted, ranks)
+        model = loaded or load_model(plan, ranks)
         config, params = with_sampling(config, model)
         if config.preset is not None:
             params = replace(
@@ -583,7 +586,8 @@ def _check_text(
     run: RunRecord, saved: Saved, loaded: LoadedModel | None, discard_damaged: bool
 ) -> None:
     """Refuse a finished run with another text than that of its tokens, or write that text."""
-    tokenizer = load_tokenizer(run.config.model.model) if loaded is None else loaded.tokenizer
+    name = run.config.model.model
+    tokenizer = Checkpoint.find(name).tokenizer() if loaded is None else loaded.tokenizer
     fault = text_fault(run.path, run.record.state, tokenizer, run.rules)
     if fault and not discard_damaged:
         raise InputError(f"{fault}; --discard-damaged writes it anew", OPTION)

@@ -15,7 +15,7 @@ from tswift.forward.text import OnProgress
 from tswift.jobs.config import AuditConfig, first_tokens
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
 from tswift.jobs.job import load_exact_or_not, refuse_other_tokenizer
-from tswift.loading import LoadedModel, load_model
+from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
 from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from itertools import chain
 from math import prod
@@ -44,7 +44,7 @@ from tswift.errors import (
     parse_json,
     read_file,
 )
-from tswift.models.architecture import freeze_longrope, refuse_unsupported, skeleton
+from tswift.models.architecture import freeze_longrope, refuse_unsupported, skeleton, with_yarn
 from tswift.models.codes import is_packed_floats
 from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
 from tswift.models.shapes import StandInTokenizer
@@ -207,54 +207,138 @@ def _fetched(repository: str, file: str) -> Path:
         return Path(hf_hub_download(repository, file))
 
 
-def gguf_of(model: str) -> GGUFFile | None:
-    """What the header of a model's GGUF file says; None for a model that is no such file."""
-    if model.startswith(SHAPE_PREFIX):
-        return None
-    source, folder = find_source(model)
-    if folder is None or not source.endswith(SUFFIX):
-        return None
-    from tswift.models.gguf import read_gguf  # the package for its numbers is asked for by files
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that was named and where its files are: each thing is found or read once.
 
-    return read_gguf(Path(source))
+    Attributes:
+        name: as the user named it: a bundled model, a folder, a GGUF file, a hub id, or a shape.
+        source: the path or hub id that transformers takes; of a GGUF file its path.
+        folder: the files'; None on the hub, and of a shape.
+        yarn: how many times the checkpoint's own positions it is to serve; None for its own.
+    """
 
+    name: str
+    source: str
+    folder: Path | None
+    yarn: float | None = None
 
-def read_config(model: str) -> PreTrainedConfig:
-    """The transformers configuration of a model; its weights are not read."""
-    if model.startswith(SHAPE_PREFIX):
-        return shape_config(model)
-    source, folder = find_source(model)
-    file = gguf_of(model)
-    if file is not None:
-        return _gguf_config(file, model)
-    if folder is not None:
-        refuse_broken(folder)
-    with silence(), hub(folder is None), as_input_error(model):
-        values, _ = PreTrainedConfig.get_config_dict(source)
-        refuse_code(values, model)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        # a file's own choice could be a kernel of the hub, which is code
-        config._attn_implementation = None
-        try:
-            config.get_text_config()
-        except ValueError:  # transformers cannot tell which
+    @classmethod
+    def find(cls, name: str, yarn: float | None = None) -> Checkpoint:
+        """The checkpoint of a name; InputError if there is none."""
+        if name.startswith(SHAPE_PREFIX):
+            return cls(name, name, None, yarn)
+        return cls(name, *find_source(name), yarn)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it is a shape, whose weights are random."""
+        return self.name.startswith(SHAPE_PREFIX)
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether its files come from the hub."""
+        return self.folder is None and not self.simulated
+
+    @cached_property
+    def gguf(self) -> GGUFFile | None:
+        """What the header of its GGUF file says; None for a model that is no such file."""
+        if self.folder is None or not self.source.endswith(SUFFIX):
+            return None
+        from tswift.models.gguf import (
+            read_gguf,  # the package for its numbers is asked for by files
+        )
+
+        return read_gguf(Path(self.source))
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The transformers configuration; no weights are read."""
+        config = shape_config(self.name) if self.simulated else self._own_config()
+        return config if self.yarn is None else with_yarn(config, self.yarn)
+
+    def _own_config(self) -> PreTrainedConfig:
+        model = self.name
+        if self.folder is not None and self.gguf is None:
+            refuse_broken(self.folder)
+        with silence(), hub(self.on_hub), as_input_error(model):
+            if self.gguf is not None:
+                values = self.gguf.config_values()
+                refuse_code(values, model)
+                config = AutoConfig.for_model(**values)
+            else:
+                values, _ = PreTrainedConfig.get_config_dict(self.source)
+                refuse_code(values, model)
+                config = AutoConfig.from_pretrained(self.source, trust_remote_code=False)
+                # a file's own choice could be a kernel of the hub, which is code
+                config._attn_implementation = None
+                try:
+                    config.get_text_config()
+                except ValueError:  # transformers cannot tell which
+                    raise InputError(
+                        f"{model} has several models of text, as {config.model_type} has", "model"
+                    ) from None
+                freeze_longrope(config.get_text_config())
+            refuse_unsupported(config.get_text_config(), model)
+        return config
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The network on the meta device, without weights; InputError if a GGUF file lacks some."""
+        config = self.config
+        with silence(), as_input_error(self.name):
+            network = skeleton(config)
+            if self.gguf is not None:
+                self.gguf.names(dict(network.named_parameters()))
+        return network
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors that the weight files of its folder declare, by name; no values are read."""
+        assert self.folder is not None
+        return stored_tensors(self.folder)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Read its tokenizer, without weights; InputError if there is none that can be read."""
+        if self.simulated:
+            return StandInTokenizer()
+        with silence(), hub(self.on_hub), as_input_error(self.name, "its tokenizer: "):
+            if self.gguf is not None:
+                from tswift.models.gguf_tokenizer import tokenizer_of
+
+                tokenizer = tokenizer_of(self.gguf)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise InputError(
-                f"{model} has several models of text, as {config.model_type} has", "model"
-            ) from None
-        freeze_longrope(config.get_text_config())
-        refuse_unsupported(config.get_text_config(), model)
-    return config
+                f"{self.name} has no tokenizer.json that the tokenizers library reads", "model"
+            )
+        return tokenizer
 
+    @cached_property
+    def weights_hash(self) -> str | None:
+        """SHA-256 over the names, types and shapes of its weights, and a row of each.
 
-def _gguf_config(file: GGUFFile, model: str) -> PreTrainedConfig:
-    values = file.config_values()
-    refuse_code(values, model)
-    with silence(), as_input_error(model):
-        config = AutoConfig.for_model(**values)
-        refuse_unsupported(config.get_text_config(), model)
-        # what is missing is refused before anything is read
-        file.names(dict(skeleton(config).named_parameters()))
-    return config
+        It is known before the weights are loaded, and the same however they are. None where they
+        are not on this machine.
+        """
+        digest = sha256()
+        if self.gguf is not None:
+            for name, stored in sorted(self.gguf.tensors.items()):
+                digest.update(f"{name}{stored.kind.name}{stored.shape}".encode())
+                digest.update(self.gguf.beginning(stored, _SAMPLE))
+            return digest.hexdigest()
+        with suppress(OSError, InputError):
+            if self.on_hub:
+                found = hf_hub_download(self.source, CONFIG, local_files_only=True)
+                tensors = stored_tensors(Path(found).parent)
+            else:
+                tensors = self.tensors
+            for name, tensor in sorted(tensors.items()):
+                digest.update(f"{name}{tensor.dtype}{tensor.shape}".encode())
+                digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())
+            return digest.hexdigest()
+        return None
 
 
 def shape_config(model: str) -> PreTrainedConfig:
@@ -288,32 +372,6 @@ def read_object(path: Path, option: str) -> dict[str, object]:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder holds any file of a tokenizer."""
     return any(path.name.startswith(_TOKENIZERS) for path in folder.iterdir())
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, without its weights; InputError if there is none that can be read."""
-    if model.startswith(SHAPE_PREFIX):
-        return StandInTokenizer()
-    source, folder = find_source(model)
-    with silence(), hub(folder is None), as_input_error(model):
-        return read_tokenizer(source, model)
-
-
-def read_tokenizer(source: str, model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, of a hub id or in a GGUF file; ``model`` is for errors."""
-    with as_input_error(model, "its tokenizer: "):
-        if source.endswith(SUFFIX):
-            from tswift.models.gguf import read_gguf
-            from tswift.models.gguf_tokenizer import tokenizer_of
-
-            tokenizer = tokenizer_of(read_gguf(Path(source)))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise InputError(
-            f"{model} has no tokenizer.json that the tokenizers library reads", "model"
-        )
-    return tokenizer
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -496,11 +554,13 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_misfit(
-    config: PreTrainedConfig, tensors: Mapping[str, StoredTensor], model: str
+    network: PreTrainedModel, tensors: Mapping[str, StoredTensor], model: str
 ) -> None:
-    """Refuse weights that are not those of the configuration, before memory is taken for either."""
-    quantized = getattr(config, "quantization_config", None) is not None
-    parameters = dict(skeleton(config).named_parameters())
+    """Refuse weights that are not those of a network on the meta device,
+    before memory is taken for either.
+    """
+    quantized = getattr(network.config, "quantization_config", None) is not None
+    parameters = dict(network.named_parameters())
     for name in () if quantized else [name for name in parameters if name in tensors]:
         tensor = tensors[name]
         shape = tuple(parameters[name].shape)
@@ -571,29 +631,6 @@ def fingerprint_in_any_dtype(network: nn.Module) -> str:
         digest.update(str(tuple(weight.shape)).encode())
         digest.update(weight.detach().flatten()[:1024].signbit().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def checkpoint_hash(model: str) -> str | None:
-    """SHA-256 over the names, types and shapes of a checkpoint's weights, and a row of each.
-
-    It is known before the weights are loaded, and the same however they are. None where they are
-    not on this machine.
-    """
-    source, folder = find_source(model)
-    file = gguf_of(model)
-    digest = sha256()
-    if file is not None:
-        for name, stored in sorted(file.tensors.items()):
-            digest.update(f"{name}{stored.kind.name}{stored.shape}".encode())
-            digest.update(file.beginning(stored, _SAMPLE))
-        return digest.hexdigest()
-    with suppress(OSError, InputError):
-        known = folder or Path(hf_hub_download(source, CONFIG, local_files_only=True)).parent
-        for name, tensor in sorted(stored_tensors(known).items()):
-            digest.update(f"{name}{tensor.dtype}{tensor.shape}".encode())
-            digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-    return None
 
 
 def config_hash(model: PreTrainedModel) -> str:

@@ -48,7 +48,7 @@ from tswift.jobs.folder import (
     text_fault,
 )
 from tswift.jobs.job import END, Job, resume, row_bytes, start, with_sampling
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig

@@ -32,17 +32,15 @@ from tswift.forward.target import Target
 from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import (
     CONFIG,
+    Checkpoint,
     StoredTensor,
     as_input_error,
     check_tensors,
-    find_source,
-    gguf_of,
     hub,
     read_into,
     read_object,
     stored_tensors,
 )
-from tswift.models.config import SHAPE_PREFIX
 from tswift.models.shapes import fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.draft_network import DraftNetwork
@@ -230,16 +228,16 @@ def _round_layers(network: DraftNetwork) -> None:
 @renaming(model=OPTION)
 def _folder(name: str) -> Path:
     """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
-    source, folder = find_source(name)
-    if folder is not None:
-        return folder
+    checkpoint = Checkpoint.find(name)
+    if checkpoint.folder is not None:
+        return checkpoint.folder
     from huggingface_hub import constants, snapshot_download
 
     with hub(), as_input_error(name):
         wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
         return Path(
             snapshot_download(
-                source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE
+                checkpoint.source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE
             )
         )
 
@@ -264,14 +262,14 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
     return found
 
 
-def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
+def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
     """The head for multi-token prediction in a model's own checkpoint;
     None if it has none that is served.
 
     Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
     """
-    text = config.get_text_config()
-    if not has_mtp_head(config) or gguf_of(model) is not None:
+    text = checkpoint.config.get_text_config()
+    if not has_mtp_head(checkpoint.config) or checkpoint.gguf is not None:
         return None
     layer = _own_layer(text)
     windowed = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
@@ -292,15 +290,13 @@ def native_head(model: str, config: PreTrainedConfig) -> SpeculatorFile | None:
         text=layer,
         window=text.sliding_window if windowed else 0,
     )
-    folder = None if model.startswith(SHAPE_PREFIX) else find_source(model)[1]
+    folder = checkpoint.folder
     if folder is None:
         said = any(getattr(text, name, 0) for name in _PREDICTED)
-        return SpeculatorFile(Path(model), NATIVE, spec, {}, {}, ()) if said else None
+        return SpeculatorFile(Path(checkpoint.name), NATIVE, spec, {}, {}, ()) if said else None
     behind = f"model.layers.{text.num_hidden_layers}."
     stored = {
-        name: each
-        for name, each in stored_tensors(folder).items()
-        if name.startswith(("mtp.", behind))
+        name: each for name, each in checkpoint.tensors.items() if name.startswith(("mtp.", behind))
     }
     if not stored:
         return None

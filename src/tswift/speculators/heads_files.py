@@ -25,17 +25,16 @@ from tswift.models.checkpoint import (
     CONFIG,
     INDEX,
     WEIGHTS,
+    Checkpoint,
     StoredTensor,
     check_tensors,
-    checkpoint_hash,
-    find_source,
     fingerprint_in_any_dtype,
     read_header,
     read_into,
     read_object,
     stored_tensors,
 )
-from tswift.models.config import NO_HEADS, SHAPE_PREFIX
+from tswift.models.config import NO_HEADS
 from tswift.models.shapes import HEADS
 from tswift.native_build import cache_folder, put
 from tswift.speculators.formats import describe_drafter, is_drafter
@@ -64,22 +63,19 @@ BUNDLED = Path(__file__).with_name("bundled")
 ON_HUB = "on the hub"  # heads among a model's weights, which may not be here yet
 
 
-def heads_source(
-    model: str, config: PreTrainedConfig, heads: str | os.PathLike[str] | None
-) -> Path | str | None:
+def heads_source(checkpoint: Checkpoint, heads: str | os.PathLike[str] | None) -> Path | str | None:
     """Where a model's heads come from: a file or folder, ``ON_HUB``, or a kind for random ones;
     None for no heads.
     """
-    if model.startswith(SHAPE_PREFIX):
+    if checkpoint.simulated:
         kind = "chained" if heads is None else str(heads)
         return kind if kind in HEAD_TYPES else heads_path(kind, None)
     if heads == NO_HEADS:
         return None
-    _, folder = find_source(model)
-    path = heads_path(heads, folder)
-    if path is None and carries_heads(config):
-        return folder or ON_HUB
-    return found_heads(model) if path is None else path
+    path = heads_path(heads, checkpoint.folder)
+    if path is None and carries_heads(checkpoint.config):
+        return checkpoint.folder or ON_HUB
+    return found_heads(checkpoint) if path is None else path
 
 
 def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Path | None:
@@ -105,11 +101,11 @@ def heads_path(heads: str | os.PathLike[str] | None, folder: Path | None) -> Pat
     return path / _FILE if (path / _FILE).is_file() else path
 
 
-def found_heads(model: str) -> Path | None:
+def found_heads(checkpoint: Checkpoint) -> Path | None:
     """Heads that were installed for a model's weights, or come with tswift for them;
     None if there are none.
     """
-    name = _file_name(model)
+    name = _file_name(checkpoint)
     paths = [folder / name for folder in (cache_folder(), BUNDLED) if folder and name]
     return next((path for path in paths if path.is_file()), None)
 
@@ -125,7 +121,7 @@ def install_heads(model: str, heads: Path) -> Path:
     Raises:
         DecodeError: that cannot be done.
     """
-    name = _file_name(model)
+    name = _file_name(Checkpoint.find(model))
     folder = cache_folder()
     if name is None or folder is None:
         reason = (
@@ -141,9 +137,9 @@ def install_heads(model: str, heads: Path) -> Path:
     return folder / name
 
 
-def _file_name(model: str) -> str | None:
+def _file_name(checkpoint: Checkpoint) -> str | None:
     """Name of the file of heads for the weights of a model; None where those cannot be told."""
-    known = checkpoint_hash(model)
+    known = checkpoint.weights_hash
     return None if known is None else f"heads-{known[:20]}.safetensors"
 
 

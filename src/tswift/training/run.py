@@ -24,7 +24,7 @@ from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
 from tswift.files import Lock, lock_folder, open_own, status_of_regular_file, write_whole
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, default_path, read_own
 from tswift.jobs.job import Signals, Stopped
-from tswift.loading import load
+from tswift.loading.model import load
 from tswift.machine import environment, now, ran_out
 from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import NO_HEADS

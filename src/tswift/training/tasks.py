@@ -24,7 +24,7 @@ from tswift.engine import Request, begin
 from tswift.errors import InputError, Object, renamed
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
-from tswift.loading import LoadedModel
+from tswift.loading.model import LoadedModel
 from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler

@@ -32,12 +32,11 @@ from tswift.forward.cpu.products import (
     multiply,
 )
 from tswift.forward.passes import PROMPT_CHUNK, Forwarded
-from tswift.models.architecture import skeleton
 from tswift.models.codes import LEAST_BLOCK, quantize
 from tswift.native_build import parallel_region
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    pass
 
 _FLOATS = nn.Parameter, torch.float32
 DRAFT_BITS = 8  # of the codes of layers that only draft, and of their inputs
@@ -499,10 +498,10 @@ def too_large_to_copy(network: PreTrainedModel) -> bool:
     )
 
 
-def may_serve(config: PreTrainedConfig) -> bool:
-    """Whether the program takes models of a configuration, as far as that tells."""
+def may_serve(network: PreTrainedModel) -> bool:
+    """Whether the program takes a model, as far as its modules tell; they may have no weights."""
     try:
-        return native.takes(read_parts(skeleton(config)).head_dim)
+        return native.takes(read_parts(network).head_dim)
     except Exception:  # what is wrong with a configuration is told when the model is loaded
         return False
 

@@ -202,8 +202,12 @@ def _finish_sums(
         row = (first + begin + tl.arange(0, some)).to(tl.int64)[:, None]
         used = row < count
         exist = used & (outputs < SIZE)
-        numbers = _of_product(sums + row * SIZE + outputs, exist, part_size, PARTS, kind, INTERPRETED)
-        numbers += tl.load(hidden + row * hidden_row + outputs, mask=exist, other=0.0).to(tl.float32)
+        numbers = _of_product(
+            sums + row * SIZE + outputs, exist, part_size, PARTS, kind, INTERPRETED
+        )
+        numbers += tl.load(hidden + row * hidden_row + outputs, mask=exist, other=0.0).to(
+            tl.float32
+        )
         numbers = _rounded(numbers, kind, INTERPRETED)
         tl.store(total + row * SIZE + outputs, numbers.to(kind), mask=exist)
         found = tree_sum(numbers * numbers, some, LEVELS)

@@ -1,29 +1,23 @@
-"""Load a causal language model with what drafts for it; or tell its sizes without loading it."""
+"""Load a causal language model with what drafts for it."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
 )
-from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, cached_file
 
-from tswift.attention.backends import BACKENDS, choose, why_not
-from tswift.caches import KVShape
-from tswift.distributed import ALONE, RANKS, Dist, guard
+from tswift.attention.backends import BACKENDS
+from tswift.distributed import ALONE, Dist, guard
 from tswift.errors import (
     InputError,
     NoFault,
@@ -43,85 +37,49 @@ from tswift.forward.adapting import (
     warn_of_fallbacks,
     wrap_model,
 )
-from tswift.forward.cpu.products import HALVES, library, pack
-from tswift.forward.cpu.program import may_serve
+from tswift.forward.cpu.products import library
 from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
-    refuse_draft_weights,
     refuse_nonsense,
-)
-from tswift.forward.packing import (
-    gguf_bytes,
-    load_floats,
-    load_gguf,
-    load_rounded,
-    missing_names,
-    random_rounded,
-    rounded_bytes,
 )
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
+from tswift.loading.network import read_network
+from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import available_bytes, return_free_memory
 from tswift.models.architecture import (
-    attention_layers,
-    by_layer,
-    class_of,
-    has_mtp_head,
-    heads_of,
-    is_moe,
-    is_recurrent,
-    max_positions,
     own_quantization,
     refuse_unsupported,
-    skeleton,
-    state_shape,
-    with_yarn,
 )
 from tswift.models.checkpoint import (
-    INDEX,
-    StoredTensor,
+    Checkpoint,
     as_input_error,
     eos_ids,
-    find_source,
-    gguf_of,
     has_tokenizer,
     hub,
-    read_config,
-    read_tokenizer,
     refuse_misfit,
     silence,
-    stored_tensors,
     tokenizer_hash,
     weights_hash,
 )
 from tswift.models.config import (
     DEMO,
-    FP8,
-    IF_QUICKER,
-    SHAPE_PREFIX,
-    UNQUANTISED,
     ModelConfig,
-    refuse_shape,
 )
-from tswift.models.devices import device_for, dtype_for, dtype_name, dtype_note, kv_dtype_for
-from tswift.models.shapes import StandInTokenizer, random_weights
+from tswift.models.devices import dtype_name, dtype_note
 from tswift.native_build import Unbuilt
-from tswift.speculators.formats import NATIVE, SpeculatorFile, drafter_of, native_head
+from tswift.speculators.formats import NATIVE, native_head
 from tswift.speculators.heads import Heads
 from tswift.speculators.heads_files import (
     ON_HUB,
-    heads_and_weights,
     heads_of_source,
     heads_source,
-    installed,
 )
-from tswift.speculators.networks import weights_of
-from tswift.speculators.spec import SpeculatorSpec
 from tswift.stages import tell
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, repr=False)
@@ -342,10 +300,13 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
-    """Load a model for decoding; errors and ``ranks`` are as for :func:`load`."""
+def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedModel:
+    """Load a model for decoding; errors and ``ranks`` are as for :func:`load`.
+
+    A plan is taken as it is; ranks that hold a model together plan for themselves.
+    """
     with guard():
-        plan = _plan(ranks.share(config), ranks)
+        plan = wanted if isinstance(wanted, ModelPlan) else plan_model(ranks.share(wanted), ranks)
         asked = plan.asked
         simulated = plan.simulated
         slow = _slowness(plan)
@@ -353,10 +314,10 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
             warnings.warn(slow, SlowWarning, stacklevel=2)
         loaded, note, checks = _open(plan, ranks)
         target = loaded.target
-        source = plan.heads
+        source = plan.heads_source
         drafter = plan.drafter
         if drafter is not None and drafter.layout == NATIVE and not (drafter.tensors or simulated):
-            drafter = native_head(_snapshot(asked.model), plan.config)
+            drafter = native_head(Checkpoint.find(_snapshot(asked.model), asked.yarn))
         if drafter is not None:  # before anything is prepared: passes have to give its taps
             drafter.load(target, simulated)
         if source == ON_HUB:
@@ -373,9 +334,10 @@ def load_model(config: ModelConfig, ranks: Dist = ALONE) -> LoadedModel:
         )
         if asked.draft_weights is not None:
             loaded = _with_copy(loaded, asked.draft_weights, plan.if_quicker)
-        if asked.draft_model is not None:
-            draft = _load_draft(asked.draft_model, loaded, asked.attention)
-            loaded = replace(loaded, draft=draft, draft_name=asked.draft_model)
+        if plan.draft is not None:
+            # a checkpoint's configuration may state another dtype than its weights have
+            same = replace(plan.draft, dtype=target.dtype, kv_dtype=target.dtype)
+            loaded = replace(loaded, draft=_load_draft(same, loaded), draft_name=plan.draft.name)
         for each, name in (
             (target, "decoding"),
             (loaded.draft, "drafting by the draft model"),
@@ -397,187 +359,6 @@ def _snapshot(model: str) -> str:
     """The folder where the files of a hub id were put."""
     with hub(), as_input_error(model):
         return str(Path(cached_file(model, CONFIG_NAME)).parent)
-
-
-@dataclass(frozen=True)
-class _LoadPlan:
-    """What is to be loaded, as far as it is known before any weights are read;
-    what cannot be had has been refused.
-    """
-
-    asked: ModelConfig
-    device: torch.device
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    drafter: SpeculatorFile | None = None
-    heads: Path | str | None = None  # as heads_source() returns it
-    held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
-    # whether matrices are held as a C program reads them, and not as PyTorch does
-    packed: bool = False
-    # whether the copy for drafting passes is to be made only where it has room and is quicker
-    if_quicker: bool = False
-
-    @property
-    def coded(self) -> str:
-        """What kind of codes the matrices will be; empty for floats."""
-        if self.asked.weights is not None:
-            return self.asked.weights
-        file = gguf_of(self.asked.model)
-        return "" if file is None else file.kinds
-
-    @property
-    def heads_found(self) -> Path | None:
-        """The file of heads that nobody named."""
-        source = self.heads
-        if self.asked.heads is not None or not isinstance(source, Path):
-            return None
-        return source if installed(source) else None
-
-    def refuse_unfit(self, ranks: Dist = ALONE) -> None:
-        """Refuse what cannot be had with ranks, with codes, or with recurrent layers.
-
-        Raises:
-            InputError: it names the option.
-        """
-        asked = self.asked
-        coded = self.coded
-        split = ranks.count > 1
-        recurrent = is_recurrent(self.config)
-        reduced = asked.draft_weights is not None
-        own = own_quantization(self.config)
-        kind = own or ("GGUF" if gguf_of(asked.model) is not None else "")
-        integers = "weights" if asked.weights is not None else "model"
-        many = f"{asked.model} has recurrent layers, which cannot be"
-        for wrong, option, reason in (
-            (
-                split and reduced,
-                "draft_weights",
-                "quantised weights cannot be split over ranks yet",
-            ),
-            (split and own, RANKS, "quantised weights cannot be split over ranks yet"),
-            (split and coded, RANKS, "weights that are codes cannot be split over ranks"),
-            (split and recurrent, RANKS, f"{many} split over ranks yet"),
-            (
-                split and asked.drafter,
-                "drafter",
-                "ranks that hold the model together cannot serve one yet",
-            ),
-            (
-                split and self.simulated,
-                "model",
-                f"{asked.model} has random weights, which are not split",
-            ),
-            (reduced and recurrent, "draft_weights", f"{many} copied in fewer bits yet"),
-            (
-                asked.weights is not None and kind,
-                "weights",
-                f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
-            ),
-            (
-                coded and self.device.type != "cpu",
-                integers,
-                f"integers are multiplied on a CPU only; the device is {self.device.type}",
-            ),
-            (
-                coded and self.dtype != torch.float32,
-                "dtype",
-                f"is float32 with weights of integers ({coded}); got {dtype_name(self.dtype)}",
-            ),
-            (
-                coded and reduced,
-                "draft_weights",
-                f"the model's weights are integers already ({coded})",
-            ),
-        ):
-            if wrong:
-                raise InputError(reason, option)
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the weights are random."""
-        return self.asked.model.startswith(SHAPE_PREFIX)
-
-    def cached(self, backend: str) -> torch.dtype | None:
-        """Dtype of the KV cache; None for the model's own,
-        as stock operators would convert another in every pass.
-        """
-        own = backend != "native" or self.kv_dtype == self.dtype
-        return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
-
-
-def _plan(asked: ModelConfig, ranks: Dist = ALONE) -> _LoadPlan:
-    if asked.draft_weights == UNQUANTISED:
-        asked = replace(asked, draft_weights=None)
-    if asked.draft_weights == IF_QUICKER:
-        try:
-            return replace(_plan(replace(asked, draft_weights=FP8), ranks), if_quicker=True)
-        except InputError as error:
-            if error.field != "draft_weights":
-                raise
-            return _plan(replace(asked, draft_weights=None), ranks)
-    device = device_for(asked.device, ranks)
-    config = read_config(asked.model)
-    simulated = asked.model.startswith(SHAPE_PREFIX)
-    if asked.yarn is not None:
-        config = with_yarn(config, asked.yarn)
-    dtype = dtype_for(asked.dtype, device, config, simulated)
-    if asked.weights is not None and asked.dtype == "auto":
-        dtype = torch.float32
-    on_cpu = device.type == "cpu"
-    serves = on_cpu and may_serve(config)
-    held = None
-    packed = False
-    if on_cpu and ranks.count == 1 and _packs(asked, config):
-        held = dtype if serves and dtype in HALVES else None
-        dtype = torch.float32 if held else dtype
-        # what learns through a model, whose rows need not be exact, needs its weights as PyTorch
-        # has them
-        packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
-    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
-    _LoadPlan(asked, device, config, dtype, kv_dtype).refuse_unfit(ranks)
-    if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
-        refuse_draft_weights(config, device, dtype)
-    drafter = None
-    if ranks.count == 1 and has_mtp_head(config):
-        drafter = native_head(asked.model, config)
-    if asked.drafter is not None:
-        drafter = drafter_of(asked.drafter, config, simulated)
-    source = heads_source(asked.model, config, asked.heads)
-    return _LoadPlan(asked, device, config, dtype, kv_dtype, drafter, source, held, packed)
-
-
-def _packs(asked: ModelConfig, config: PreTrainedConfig) -> bool:
-    """Whether C products can hold a model's matrices here: they are plain numbers."""
-    file = gguf_of(asked.model)
-    coded = (
-        asked.weights is not None
-        or own_quantization(config) is not None
-        or (file is not None and file.kinds)
-    )
-    if coded or asked.attention not in ("auto", "native"):
-        return False
-    if why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is not None:
-        return False
-    with suppress(Unbuilt):
-        library()
-        return True
-    return False
-
-
-def _draft_plan(name: str, target: Target | ModelSpec, attention: str) -> _LoadPlan:
-    """Of a smaller model, which comes as its target does; its own heads, if it has any,
-    are not read.
-    """
-    asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
-    plan = _LoadPlan(asked, target.device, read_config(name), target.dtype, target.dtype)
-    plan.refuse_unfit()
-    if is_recurrent(plan.config):
-        raise InputError(
-            f"{name} has recurrent layers, and what they have seen cannot be taken back",
-            "draft_model",
-        )
-    return plan
 
 
 def _prepare(
@@ -607,10 +388,10 @@ def _prepare(
     return bits
 
 
-def _slowness(plan: _LoadPlan) -> str | None:
+def _slowness(plan: ModelPlan) -> str | None:
     """Why there is no C program here, where that would make the model's passes."""
     serves = plan.asked.attention in ("auto", "native") and plan.dtype.itemsize <= 4
-    if plan.device.type != "cpu" or not (plan.coded or (serves and may_serve(plan.config))):
+    if plan.device.type != "cpu" or not (plan.coded or (serves and plan.by_program)):
         return None
     try:
         library()
@@ -652,28 +433,16 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
 
 
 @renaming(model="draft_model")
-def _load_draft(name: str, loaded: LoadedModel, attention: str) -> Target:
+def _load_draft(plan: ModelPlan, loaded: LoadedModel) -> Target:
     """The smaller model that drafts for a loaded one."""
-    target = loaded.target
-    if not loaded.simulated:
-        refuse_shape(name)
-    draft, note, _ = _open(_draft_plan(name, target, attention), tokenizer_optional=True)
+    draft, note, _ = _open(plan, tokenizer_optional=True)
     draft.target.fallbacks.note("attention", note)
     try_graphs(draft.target)
-    _refuse_other_size(name, draft.target.vocab_size, loaded.name, target.vocab_size)
     if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
         _refuse_other_tokens(
-            name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()
+            plan.name, draft.tokenizer.get_vocab(), loaded.name, loaded.tokenizer.get_vocab()
         )
     return draft.target
-
-
-def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
-    """Refuse a draft model with another number of tokens than its target."""
-    if size != model_size:
-        raise InputError(
-            f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model"
-        )
 
 
 def _refuse_other_tokens(
@@ -690,42 +459,30 @@ def _refuse_other_tokens(
 
 
 def _open(
-    plan: _LoadPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
+    plan: ModelPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
 ) -> tuple[LoadedModel, str, Checks]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
     The note says why the attention in use is another one than one that should be.
     """
     asked = plan.asked
-    model = asked.model
-    config = plan.config
-    source, folder = (model, None) if plan.simulated else find_source(model)
-    on_hub = folder is None and not plan.simulated
-    quantization = plan.coded or (None if plan.simulated else own_quantization(config))
-    options = dict[str, object]()
+    checkpoint = plan.checkpoint
+    model = plan.name
+    folder, file = checkpoint.folder, checkpoint.gguf
     tokenizer = None
     other_dtype = ""
-    with silence(), hub(on_hub), as_input_error(model):
-        if folder is not None and gguf_of(model) is None:
-            refuse_misfit(config, stored_tensors(folder), model)
-        if ranks.count > 1:
-            options["distributed_config"] = _split(config, model, ranks)
-        if quantization and plan.device.type == "cuda":
-            # quantised on the way: the whole weights need not fit
-            options["device_map"] = plan.device
+    with silence(), hub(checkpoint.on_hub), as_input_error(model):
+        if folder is not None and file is None:
+            refuse_misfit(checkpoint.skeleton, checkpoint.tensors, model)
         # may compile a kernel: after all refusals
-        backend, note = select_backend(asked.attention, plan.dtype, plan.device, config)
-        if plan.simulated:
-            tokenizer = StandInTokenizer()
-            network = _random_network(plan)
-        else:
-            if folder is None or not tokenizer_optional or gguf_of(model) or has_tokenizer(folder):
-                tokenizer = read_tokenizer(source, model)
+        backend, note = select_backend(asked.attention, plan.dtype, plan.device, plan.config)
+        if not tokenizer_optional or folder is None or file or has_tokenizer(folder):
+            tokenizer = checkpoint.tokenizer()
+        if not plan.simulated:
             # from_pretrained may overwrite the configuration's
-            other_dtype = dtype_note(config, plan.held or plan.dtype)
+            other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
-            network = _stored_network(plan, source, folder, options)
-        network = network if options else network.to(plan.device)
+        network = read_network(plan, ranks)
         kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
         checks = Checks(network if kept else None, backend, plan.dtype, kv_dtype, usual)
@@ -738,126 +495,12 @@ def _open(
         (),
         attention=backend,
         simulated=plan.simulated,
-        quantization=quantization or None,
+        quantization=plan.coded or (None if plan.simulated else own_quantization(plan.config)),
         ranks=ranks,
         dtype_note=other_dtype,
         held=plan.held,
     )
     return loaded, note, checks
-
-
-def _random_network(plan: _LoadPlan) -> PreTrainedModel:
-    """A model of a shape with random weights."""
-    asked = plan.asked
-    if asked.weights is not None:
-        return random_rounded(plan.config, asked.weights, asked.model)
-    network = random_weights(plan.config, plan.held or plan.dtype, plan.device, asked.model)
-    if plan.packed:
-        pack(network)
-    return network
-
-
-def _stored_network(
-    plan: _LoadPlan, source: str, folder: Path | None, options: dict[str, object]
-) -> PreTrainedModel:
-    """The model of a checkpoint; ``options`` are more of transformers' own."""
-    file = gguf_of(plan.asked.model)
-    if file is not None:
-        network = load_gguf(file, plan.config, plan.held or plan.dtype)
-        network.generation_config.update(**file.sampling())
-    elif plan.asked.weights is not None or plan.packed:
-        files = folder or Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX]))
-        network = _packed_network(plan, stored_tensors(files), source)
-    else:
-        network = _from_safetensors(plan, source, options)
-    if network.dtype == torch.float64 and is_moe(plan.config):
-        network.set_experts_implementation("eager")  # the others multiply no float64
-    return network
-
-
-def _packed_network(
-    plan: _LoadPlan, stored: Mapping[str, StoredTensor], source: str
-) -> PreTrainedModel:
-    """The model of a checkpoint whose matrices are packed, as codes or as floats."""
-    asked = plan.asked
-    config = plan.config
-    if asked.weights is not None:
-        network = load_rounded(
-            *(config, stored, asked.weights, asked.model),
-            lambda: _from_safetensors(plan, source, {}),
-        )
-    elif missing_names(config, stored):  # transformers knows other names for some
-        network = _from_safetensors(plan, source, {})
-        pack(network)
-    else:
-        network = load_floats(config, stored, plan.held or torch.float32, asked.model)
-    with suppress(OSError):  # a checkpoint need not have one
-        network.generation_config = GenerationConfig.from_pretrained(source)
-    return network
-
-
-def _from_safetensors(plan: _LoadPlan, source: str, options: dict[str, object]) -> PreTrainedModel:
-    """The model that transformers reads; ``options`` are more of its own."""
-    asked = plan.asked
-    config = plan.config
-    model = plan.asked.model
-    network, info = class_of(config).from_pretrained(
-        source,
-        config=config,
-        # a configuration need not state the dtype: the weights do
-        dtype="auto"
-        if asked.dtype == "auto" and plan.device.type == "cuda"
-        else plan.held or plan.dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
-    )
-    if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
-        raise InputError(
-            f"{model} is quantised in a way that transformers does not know here", "model"
-        )
-    # transformers would fill what the file lacks with random numbers and only warn
-    missing = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
-    if missing:
-        raise InputError(
-            f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
-        )
-    return network
-
-
-def _split(config: PreTrainedConfig, model: str, ranks: Dist) -> DistributedConfig:
-    """How every rank reads its part, by transformers' own plan."""
-    if find_spec("accelerate") is None:
-        raise InputError(
-            "to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS
-        )
-    if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
-        raise InputError(
-            "transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them",
-            "device",
-        )
-    rules = skeleton(config).tp_plan or {}
-    if not any("*" in name for name in rules):  # it may have one for the LM head alone
-        raise InputError(
-            f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model"
-        )
-    text = config.get_text_config()
-    # some plans leave attention whole: every rank has all heads then
-    if any(
-        name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise"
-        for name in rules
-    ):
-        queries = text.num_attention_heads
-        for name, heads in (
-            ("KV", getattr(text, "num_key_value_heads", None) or queries),
-            ("query", queries),
-        ):
-            if heads % ranks.count:
-                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
-                raise InputError(
-                    f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS
-                )
-    return DistributedConfig(tp_size=ranks.count)
 
 
 def adopt(network: PreTrainedModel) -> LoadedModel:
@@ -874,7 +517,7 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
     with silence(), as_input_error(name):
         target = wrap_model(network, name, backend)
     with suppress(InputError):  # heads of what the model once was
-        source = heads_source(name, network.config, None) if Path(name).is_dir() else None
+        source = heads_source(Checkpoint.find(name), None) if Path(name).is_dir() else None
         heads = heads_of_source(source, target)
     return LoadedModel(
         name,
@@ -885,96 +528,3 @@ def adopt(network: PreTrainedModel) -> LoadedModel:
         attention=backend,
         exact=_prepare(target, backend, note, None, NO_CHECKS),
     )
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The sizes of a model that is not loaded, by the names that ``Target`` has for them."""
-
-    name: str  # as the user named it
-    device: torch.device  # where it will be
-    dtype: torch.dtype  # of its weights
-    max_positions: int  # most tokens, prompt included
-    vocab_size: int  # number of logits
-    # of its keys and values, at least: one KV head where the configuration does not say
-    kv_shape: KVShape
-    groups: int  # query heads per KV head; 1 where the configuration does not say
-    # maximum nodes of a draft tree; None where there is no limit, or it is not known yet
-    most_nodes: int | None
-    heads: int | None  # tokens that its heads draft in a row; None where it is not known yet
-    loaded: Mapping[str, int]  # bytes by what is to be loaded; 0 where it is not known
-    speculator_spec: SpeculatorSpec | None  # of its published drafter; None for none
-
-
-def inspect_model(config: ModelConfig) -> ModelSpec:
-    """The sizes of what :func:`load_model` would load: from its configuration, and the headers of
-    heads and drafter.
-    """
-    return _sizes(_plan(config))
-
-
-@renaming(model="draft_model")
-def inspect_draft_model(draft: str, target: ModelSpec, attention: str = "auto") -> ModelSpec:
-    """The sizes of the draft model that :func:`load` would load for a target."""
-    spec = _sizes(_draft_plan(draft, target, attention))
-    _refuse_other_size(draft, spec.vocab_size, target.name, target.vocab_size)
-    return spec
-
-
-def _sizes(plan: _LoadPlan) -> ModelSpec:
-    asked = plan.asked
-    config = plan.config
-    dtype = plan.dtype
-    text = config.get_text_config()
-    kv_heads, groups, size = heads_of(config)
-    states = state_shape(config, dtype, plan.device)
-    most_nodes = None
-    if asked.attention != "auto":  # what that chooses may give way to another
-        backend = BACKENDS[choose(asked.attention, dtype, plan.device, size)]()
-        most_nodes = backend.MAX_NODES
-    heads, head_weights = heads_and_weights(plan.heads, config)
-    drafter = None if plan.drafter is None else plan.drafter.spec
-    with silence(), as_input_error(asked.model):
-        loaded = {
-            "weights": _weight_bytes(plan),
-            "heads": head_weights * dtype.itemsize,
-            "draft weights": 0
-            if asked.draft_weights is None or plan.if_quicker
-            else copy_bytes(skeleton(config)),
-        }
-    if drafter is not None:
-        loaded["drafter"] = sum(weights_of(drafter).values()) * dtype.itemsize
-    return ModelSpec(
-        asked.model,
-        plan.device,
-        dtype,
-        max_positions(config),
-        text.vocab_size,
-        KVShape(
-            len(attention_layers(config)),
-            kv_heads,
-            size,
-            plan.kv_dtype,
-            plan.device,
-            states=states,
-            by_layer=by_layer(config),
-        ),
-        groups,
-        most_nodes=most_nodes,
-        heads=heads,
-        loaded=loaded,
-        speculator_spec=drafter,
-    )
-
-
-def _weight_bytes(plan: _LoadPlan) -> int:
-    """Bytes of a model's weights in memory; 0 for those of a quantised checkpoint."""
-    file = gguf_of(plan.asked.model)
-    if plan.asked.weights is not None:
-        return rounded_bytes(plan.config, plan.asked.weights)
-    if file is not None and plan.coded:
-        return gguf_bytes(file)
-    if own_quantization(plan.config) is not None:
-        return 0
-    weights = sum(weight.numel() for weight in skeleton(plan.config).parameters())
-    return weights * (plan.held or plan.dtype).itemsize

@@ -1,0 +1,150 @@
+"""The network of a plan: its weights read from a checkpoint, or random ones."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from tswift.distributed import ALONE, RANKS, Dist
+from tswift.errors import InputError
+from tswift.forward.cpu.products import pack
+from tswift.forward.packing import (
+    load_floats,
+    load_gguf,
+    load_rounded,
+    missing_names,
+    random_rounded,
+)
+from tswift.loading.plan import ModelPlan
+from tswift.models.architecture import class_of, is_moe, own_quantization
+from tswift.models.checkpoint import INDEX, stored_tensors
+from tswift.models.shapes import random_weights
+
+
+def read_network(plan: ModelPlan, ranks: Dist = ALONE) -> PreTrainedModel:
+    """The network of a plan, with its weights, on its device; or a rank's part of it."""
+    options = dict[str, object]()
+    if ranks.count > 1:
+        options["distributed_config"] = _split(plan, ranks)
+    if own_quantization(plan.config) and not plan.simulated and plan.device.type == "cuda":
+        # quantised on the way: the whole weights need not fit
+        options["device_map"] = plan.device
+    network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
+    return network if options else network.to(plan.device)
+
+
+def _random_network(plan: ModelPlan) -> PreTrainedModel:
+    """A model of a shape with random weights."""
+    if plan.asked.weights is not None:
+        return random_rounded(plan.checkpoint, plan.asked.weights)
+    network = random_weights(plan.config, plan.held or plan.dtype, plan.device, plan.name)
+    if plan.packed:
+        pack(network)
+    return network
+
+
+def _stored_network(plan: ModelPlan, options: dict[str, object]) -> PreTrainedModel:
+    """The model of a checkpoint; ``options`` are more of transformers' own."""
+    checkpoint = plan.checkpoint
+    if checkpoint.gguf is not None:
+        network = load_gguf(checkpoint, plan.held or plan.dtype)
+        network.generation_config.update(**checkpoint.gguf.sampling())
+    elif plan.asked.weights is not None or plan.packed:
+        network = _packed_network(plan)
+    else:
+        network = _from_safetensors(plan, options)
+    if network.dtype == torch.float64 and is_moe(plan.config):
+        network.set_experts_implementation("eager")  # the others multiply no float64
+    return network
+
+
+def _packed_network(plan: ModelPlan) -> PreTrainedModel:
+    """The model of a checkpoint whose matrices are packed, as codes or as floats."""
+    checkpoint, kind = plan.checkpoint, plan.asked.weights
+    if checkpoint.on_hub:
+        wanted = ["*.safetensors", INDEX]
+        stored = stored_tensors(Path(snapshot_download(checkpoint.source, allow_patterns=wanted)))
+    else:
+        stored = checkpoint.tensors
+    by_transformers = partial(_from_safetensors, plan, {})
+    if kind is not None:
+        network = load_rounded(checkpoint, stored, kind, by_transformers)
+    elif missing_names(checkpoint, stored):  # transformers knows other names for some
+        network = by_transformers()
+        pack(network)
+    else:
+        network = load_floats(checkpoint, stored, plan.held or torch.float32)
+    with suppress(OSError):  # a checkpoint need not have one
+        network.generation_config = GenerationConfig.from_pretrained(checkpoint.source)
+    return network
+
+
+def _from_safetensors(plan: ModelPlan, options: dict[str, object]) -> PreTrainedModel:
+    """The model that transformers reads; ``options`` are more of its own."""
+    config = plan.config
+    model = plan.name
+    network, info = class_of(config).from_pretrained(
+        plan.checkpoint.source,
+        config=config,
+        # a configuration need not state the dtype: the weights do
+        dtype="auto"
+        if plan.asked.dtype == "auto" and plan.device.type == "cuda"
+        else plan.held or plan.dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+        raise InputError(
+            f"{model} is quantised in a way that transformers does not know here", "model"
+        )
+    # transformers would fill what the file lacks with random numbers and only warn
+    missing = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
+    if missing:
+        raise InputError(
+            f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
+        )
+    return network
+
+
+def _split(plan: ModelPlan, ranks: Dist) -> DistributedConfig:
+    """How every rank reads its part, by transformers' own plan."""
+    config, model = plan.config, plan.name
+    if find_spec("accelerate") is None:
+        raise InputError(
+            "to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS
+        )
+    if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
+        raise InputError(
+            "transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them",
+            "device",
+        )
+    rules = plan.checkpoint.skeleton.tp_plan or {}
+    if not any("*" in name for name in rules):  # it may have one for the LM head alone
+        raise InputError(
+            f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model"
+        )
+    text = config.get_text_config()
+    # some plans leave attention whole: every rank has all heads then
+    if any(
+        name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise"
+        for name in rules
+    ):
+        queries = text.num_attention_heads
+        for name, heads in (
+            ("KV", getattr(text, "num_key_value_heads", None) or queries),
+            ("query", queries),
+        ):
+            if heads % ranks.count:
+                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
+                raise InputError(
+                    f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS
+                )
+    return DistributedConfig(tp_size=ranks.count)

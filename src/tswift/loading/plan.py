@@ -1,0 +1,351 @@
+"""What is to be loaded, decided once: device, dtypes, heads, drafter, and how weights are held."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.caches import KVShape
+from tswift.distributed import ALONE, RANKS, Dist
+from tswift.errors import InputError, renaming
+from tswift.forward.cpu.products import HALVES, library
+from tswift.forward.cpu.program import may_serve
+from tswift.forward.cuda.draft_weights import copy_bytes, refuse_draft_weights
+from tswift.forward.packing import gguf_bytes, rounded_bytes
+from tswift.models.architecture import (
+    attention_layers,
+    by_layer,
+    has_mtp_head,
+    heads_of,
+    is_recurrent,
+    max_positions,
+    own_quantization,
+    state_shape,
+)
+from tswift.models.checkpoint import Checkpoint
+from tswift.models.config import FP8, IF_QUICKER, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
+from tswift.native_build import Unbuilt
+from tswift.speculators.formats import SpeculatorFile, drafter_of, native_head
+from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
+from tswift.speculators.networks import weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from tswift.speculators.spec import SpeculatorSpec
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be loaded, as far as it is known before any weights are read; what cannot be had
+    has been refused.
+
+    Sizes have the names that :class:`~tswift.forward.target.Target` has for them.
+    """
+
+    asked: ModelConfig
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype  # that passes compute in
+    kv_dtype: torch.dtype
+    drafter: SpeculatorFile | None = None
+    heads_source: Path | str | None = None  # as of heads_source()
+    held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
+    # whether matrices are held as a C program reads them, and not as PyTorch does
+    packed: bool = False
+    # whether the copy for drafting passes is to be made only where it has room and is quicker
+    if_quicker: bool = False
+    # whether a C program makes the passes, where there is a compiler
+    by_program: bool = False
+
+    @property
+    def name(self) -> str:
+        """The model's, as the user named it."""
+        return self.checkpoint.name
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's transformers configuration."""
+        return self.checkpoint.config
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the weights are random."""
+        return self.checkpoint.simulated
+
+    @property
+    def coded(self) -> str:
+        """What kind of codes the matrices will be; empty for floats."""
+        return _coded(self.asked, self.checkpoint)
+
+    @property
+    def heads_found(self) -> Path | None:
+        """The file of heads that nobody named."""
+        source = self.heads_source
+        if self.asked.heads is not None or not isinstance(source, Path):
+            return None
+        return source if installed(source) else None
+
+    def cached(self, backend: str) -> torch.dtype | None:
+        """Dtype of the KV cache; None for the model's own,
+        as stock operators would convert another in every pass.
+        """
+        own = backend != "native" or self.kv_dtype == self.dtype
+        return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
+
+    @cached_property
+    def draft(self) -> ModelPlan | None:
+        """The plan of the draft model, if one is named."""
+        name = self.asked.draft_model
+        return None if name is None else plan_draft_model(name, self)
+
+    # --- sizes
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens, prompt included."""
+        return max_positions(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return self.config.get_text_config().vocab_size
+
+    @cached_property
+    def kv_shape(self) -> KVShape:
+        """Of its keys and values, at least: one KV head where the configuration does not say."""
+        config = self.config
+        kv_heads, _, size = heads_of(config)
+        return KVShape(
+            len(attention_layers(config)),
+            kv_heads,
+            size,
+            self.kv_dtype,
+            self.device,
+            states=state_shape(config, self.dtype, self.device),
+            by_layer=by_layer(config),
+        )
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head; 1 where the configuration does not say."""
+        return heads_of(self.config)[1]
+
+    @cached_property
+    def most_nodes(self) -> int | None:
+        """Maximum nodes of a draft tree; None where there is no limit, or it is not known yet."""
+        asked = self.asked.attention
+        if asked == "auto":  # what that chooses may give way to another
+            return None
+        width = heads_of(self.config)[2]
+        return BACKENDS[choose(asked, self.dtype, self.device, width)]().MAX_NODES
+
+    @cached_property
+    def _heads(self) -> tuple[int | None, int]:
+        return heads_and_weights(self.heads_source, self.config)
+
+    @property
+    def heads_count(self) -> int | None:
+        """Tokens that its heads draft in a row; None where it is not known yet."""
+        return self._heads[0]
+
+    @property
+    def speculator_spec(self) -> SpeculatorSpec | None:
+        """Of its published drafter; None for none."""
+        return None if self.drafter is None else self.drafter.spec
+
+    @cached_property
+    def loaded_bytes(self) -> dict[str, int]:
+        """Bytes by what is to be loaded; 0 where it is not known."""
+        copied = self.asked.draft_weights is not None and not self.if_quicker
+        size = self.dtype.itemsize
+        loaded = {
+            "weights": self._weight_bytes,
+            "heads": self._heads[1] * size,
+            "draft weights": copy_bytes(self.checkpoint.skeleton) if copied else 0,
+        }
+        if self.drafter is not None:
+            loaded["drafter"] = sum(weights_of(self.drafter.spec).values()) * size
+        return loaded
+
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of the model's weights in memory; 0 for those of a quantised checkpoint."""
+        network, file = self.checkpoint.skeleton, self.checkpoint.gguf
+        if self.asked.weights is not None:
+            return rounded_bytes(network, self.asked.weights)
+        if file is not None and self.coded:
+            return gguf_bytes(file)
+        if own_quantization(self.config) is not None:
+            return 0
+        return (
+            sum(each.numel() for each in network.parameters()) * (self.held or self.dtype).itemsize
+        )
+
+
+def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
+    """Decide what is to be loaded; of files, configurations and headers alone are read.
+
+    Raises:
+        InputError: something named does not exist, is broken, or does not go with the rest.
+    """
+    if asked.draft_weights == UNQUANTISED:
+        asked = replace(asked, draft_weights=None)
+    device = device_for(asked.device, ranks)
+    checkpoint = Checkpoint.find(asked.model, asked.yarn)
+    if asked.draft_weights != IF_QUICKER:
+        return _planned(asked, checkpoint, device, ranks)
+    try:
+        made = _planned(replace(asked, draft_weights=FP8), checkpoint, device, ranks)
+        return replace(made, if_quicker=True)
+    except InputError as error:
+        if error.field != "draft_weights":
+            raise
+        return _planned(replace(asked, draft_weights=None), checkpoint, device, ranks)
+
+
+def _planned(
+    asked: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Dist
+) -> ModelPlan:
+    config = checkpoint.config
+    dtype = dtype_for(asked.dtype, device, config, checkpoint.simulated)
+    if asked.weights is not None and asked.dtype == "auto":
+        dtype = torch.float32
+    on_cpu = device.type == "cpu"
+    serves = on_cpu and may_serve(checkpoint.skeleton)
+    held = None
+    packed = False
+    if on_cpu and ranks.count == 1 and _packs(asked, checkpoint):
+        held = dtype if serves and dtype in HALVES else None
+        dtype = torch.float32 if held else dtype
+        # what learns through a model, whose rows need not be exact, needs its weights as PyTorch
+        # has them
+        packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
+    kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
+    plan = ModelPlan(
+        asked, checkpoint, device, dtype, kv_dtype, held=held, packed=packed, by_program=serves
+    )
+    _refuse_unfit(plan, ranks)
+    if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
+        refuse_draft_weights(config, device, dtype)
+    drafter = None
+    if ranks.count == 1 and has_mtp_head(config):
+        drafter = native_head(checkpoint)
+    if asked.drafter is not None:
+        drafter = drafter_of(asked.drafter, config, checkpoint.simulated)
+    return replace(plan, drafter=drafter, heads_source=heads_source(checkpoint, asked.heads))
+
+
+@renaming(model="draft_model")
+def plan_draft_model(name: str, target: ModelPlan) -> ModelPlan:
+    """The plan of a smaller model, which comes to its target's device, in its dtype;
+    its own heads, if it has any, are not read.
+    """
+    if not target.simulated:
+        refuse_shape(name)
+    attention = target.asked.attention
+    asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
+    plan = ModelPlan(asked, Checkpoint.find(name), target.device, target.dtype, target.dtype)
+    _refuse_unfit(plan, ALONE)
+    if is_recurrent(plan.config):
+        raise InputError(
+            f"{name} has recurrent layers, and what they have seen cannot be taken back",
+            "draft_model",
+        )
+    _refuse_other_size(name, plan.vocab_size, target.name, target.vocab_size)
+    return plan
+
+
+def _coded(asked: ModelConfig, checkpoint: Checkpoint) -> str:
+    if asked.weights is not None:
+        return asked.weights
+    return "" if checkpoint.gguf is None else checkpoint.gguf.kinds
+
+
+def _packs(asked: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Whether C products can hold a model's matrices here: they are plain numbers."""
+    config = checkpoint.config
+    if _coded(asked, checkpoint) or own_quantization(config) is not None:
+        return False
+    if asked.attention not in ("auto", "native"):
+        return False
+    if why_not("native", torch.float32, torch.device("cpu"), heads_of(config)[2]) is not None:
+        return False
+    with suppress(Unbuilt):
+        library()
+        return True
+    return False
+
+
+def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
+    """Refuse what cannot be had with ranks, with codes, or with recurrent layers.
+
+    Raises:
+        InputError: it names the option.
+    """
+    asked, coded, config = plan.asked, plan.coded, plan.config
+    split = ranks.count > 1
+    recurrent = is_recurrent(config)
+    reduced = asked.draft_weights is not None
+    own = own_quantization(config)
+    kind = own or ("GGUF" if plan.checkpoint.gguf is not None else "")
+    integers = "weights" if asked.weights is not None else "model"
+    many = f"{asked.model} has recurrent layers, which cannot be"
+    for wrong, option, reason in (
+        (
+            split and reduced,
+            "draft_weights",
+            "quantised weights cannot be split over ranks yet",
+        ),
+        (split and own, RANKS, "quantised weights cannot be split over ranks yet"),
+        (split and coded, RANKS, "weights that are codes cannot be split over ranks"),
+        (split and recurrent, RANKS, f"{many} split over ranks yet"),
+        (
+            split and asked.drafter,
+            "drafter",
+            "ranks that hold the model together cannot serve one yet",
+        ),
+        (
+            split and plan.simulated,
+            "model",
+            f"{asked.model} has random weights, which are not split",
+        ),
+        (reduced and recurrent, "draft_weights", f"{many} copied in fewer bits yet"),
+        (
+            asked.weights is not None and kind,
+            "weights",
+            f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
+        ),
+        (
+            coded and plan.device.type != "cpu",
+            integers,
+            f"integers are multiplied on a CPU only; the device is {plan.device.type}",
+        ),
+        (
+            coded and plan.dtype != torch.float32,
+            "dtype",
+            f"is float32 with weights of integers ({coded}); got {dtype_name(plan.dtype)}",
+        ),
+        (
+            coded and reduced,
+            "draft_weights",
+            f"the model's weights are integers already ({coded})",
+        ),
+    ):
+        if wrong:
+            raise InputError(reason, option)
+
+
+def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:
+    """Refuse a draft model with another number of tokens than its target."""
+    if size != model_size:
+        raise InputError(
+            f"{name} has a vocabulary of {size:,}, {model} has {model_size:,}", "draft_model"
+        )
