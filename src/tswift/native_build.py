@@ -18,9 +18,11 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +34,19 @@ from tswift.stages import tell
 
 # Without traps, loops with a choice in them become vectors; no result changes by that.
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-shared", "-fPIC"),
+    *("-std=gnu11", "-O3", "-g0", "-mavx2", "-mfma", "-mf16c", "-fPIC"),
     *("-ffp-contract=off", "-fno-trapping-math"),
 )
+# What a library uses of libc and libm is in every process with PyTorch. Zig, which has them as
+# sources, would take four seconds to make them anew. What is missing shows when it is loaded.
+_LINKED = ("-shared", "-nostdlib", "-Wl,-z,now")
 # seconds that a compiler is waited for before that is told, and after
 _QUIET, _PATIENCE = 30, 600
+# Zig's compiler: with the headers and for the processors that are named, whatever is here; it
+# would make -O2 of the other -O3
+_ZIG = ("-P", "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu", "-Xclang", "-O3")
 _INSTALL = {
+    "": "pip install 'tswift[compiler]'",  # everywhere
     "apt-get": "apt-get install build-essential",  # Debian and Ubuntu; gcc alone has no headers
     "apk": "apk add build-base",
     "dnf": "dnf install gcc",
@@ -86,7 +95,8 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
     vectors = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
     if platform.machine() not in ("x86_64", "AMD64") or not vectors.startswith(("AVX2", "AVX512")):
         raise Unbuilt("needs an x86 processor with AVX2")
-    command = [*_compiler(), *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
+    compiler = _compiler()
+    command = [*compiler, *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
     key = hashlib.sha256("\0".join([_text(source), *command]).encode()).hexdigest()[:20]
     cache = cache_folder()
     file = cache / f"{source.stem}-{key}.so" if cache else None
@@ -95,9 +105,10 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
         return library
     try:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = Path(folder) / "made.so"
+            compiled, made = (Path(folder) / name for name in ("made.o", "made.so"))
             tell(f"compiling {source.name}")
-            _compile([*command, str(source), "-o", str(made)])
+            _compile([*command, "-c", str(source), "-o", str(compiled)])
+            _compile([*compiler, *_LINKED, str(compiled), "-o", str(made)])
             library = ctypes.CDLL(str(made))
             if file:
                 _keep(made, file)
@@ -234,7 +245,9 @@ def _make_private(folder: Path) -> bool:
 
 
 def _compiler() -> list[str]:
-    """The C compiler's command: ``CC``, or the first that is found."""
+    """The C compiler's command: ``CC``, or the first that is found, or that of the package
+    ``ziglang``.
+    """
     try:
         given = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
@@ -245,14 +258,25 @@ def _compiler() -> list[str]:
             return command
     if given:
         raise Unbuilt(f"needs a C compiler: {given[0]} (CC) is not there")
-    mends = (f"get one by {how}" for tool, how in _INSTALL.items() if shutil.which(tool))
-    raise Unbuilt(f"needs a C compiler: {next(mends, 'install gcc or clang')}, or name one by CC")
+    if find_spec("ziglang"):
+        return [sys.executable, *_ZIG]
+    mends = [how for tool, how in _INSTALL.items() if not tool or shutil.which(tool)][:2]
+    raise Unbuilt(f"needs a C compiler: get one by {' or by '.join(mends)}, or name one by CC")
 
 
 def _compile(command: list[str]) -> None:
+    """Run a compiler, whose last word is the file that it makes; Zig's makes others beside it."""
+    caches = dict.fromkeys(
+        ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), Path(command[-1]).parent
+    )
     try:
         compiler = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace"
+            command,
+            env={**os.environ, **caches},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
         )
     except OSError as error:
         raise Unbuilt(f"needs a C compiler: {_first_line(str(error))}") from error

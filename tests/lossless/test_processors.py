@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -38,6 +39,8 @@ SETTINGS = {
     },
     "no AVX2": {"ATEN_CPU_CAPABILITY": "default"},  # and no C program
 }
+if find_spec("ziglang"):  # its compiler is found where there is no other
+    SETTINGS |= {"Zig": {"PATH": ""}, "Zig, AVX2": {"PATH": "", **SETTINGS["AVX2"]}}
 EXACT = ["lossless/test_bits.py", "lossless/test_tokens.py"]
 ROUNDED = [
     "decoding/test_audit.py",
@@ -74,10 +77,12 @@ def bits(setting: str) -> dict[str, Any]:
     return json.loads(run(setting, "tests.lossless.bits").splitlines()[-1])
 
 
-@pytest.mark.parametrize("setting", ["its own", "AVX2", "no AVX2"])
+@pytest.mark.parametrize("setting", ["its own", "AVX2", "no AVX2", "Zig", "Zig, AVX2"])
 def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_text(
     setting: str,
 ) -> None:
+    if setting not in SETTINGS:
+        pytest.skip("the package ziglang is not installed")
     found = bits(setting)
     assert found["texts"] == {"float32": TEXT, "float64": TEXT}
     if NO_PROGRAM is None:

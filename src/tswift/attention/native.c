@@ -93,7 +93,7 @@ INLINE integers four_packs(const void *from) { return _mm512_broadcast_i32x4(_mm
 /* GCC 12 copies the sums of these products to and fro */
 #if KIND == INT8 && defined __AVX512VNNI__
 INLINE integers plus_packs(integers sum, integers x, integers y) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
     return sum;
 }
 #elif KIND == INT8
@@ -103,7 +103,7 @@ INLINE integers fours(integers x, integers y) {
 INLINE integers bits_of(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
 #elif defined __AVX512VNNI__
 INLINE integers plus_packs(integers sum, integers x, integers y) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
     return sum;
 }
 #else
