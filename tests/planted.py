@@ -180,6 +180,8 @@ FAULTS = [
           'cost = "hundreds of times" if plan.coded', 'return None\n        cost = "hundreds of times" if plan.coded'),
     Fault("a missing compiler is told after loading", "loading/model.py", BUILDING,
           "        slow = _slowness(plan)\n", "        _open(plan, ranks)\n        slow = _slowness(plan)\n"),
+    Fault("Zig keeps objects where others may write", "native_build.py", BUILDING, "env={**os.environ, **caches}", "env={**caches, **os.environ}"),
+    Fault("what lies in the folder of a command is run for Zig", "native_build.py", BUILDING, '_ZIG = ("-P", ', "_ZIG = ("),
     Fault("a slow compiler is run again", "native_build.py", BUILDING, " and not isinstance(error, _Outlasted)", ""),
     Fault("a missing compiler is told of nobody", "cli/output.py", "cli/test_output.py",
           "if category is not SlowWarning:", "if True:"),
