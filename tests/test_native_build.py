@@ -287,7 +287,8 @@ def test_where_there_is_none_that_of_a_package_serves(
     assert again(source, "ANSWER=42") == 42
     folder = tmp_path / "cache" / "tswift"
     compiled, linked = map(json.loads, log.read_text().splitlines())
-    assert "-c" in compiled[0] and "-nostdlib" in linked[0]
+    assert "-c" in compiled[0]
+    assert "-nostdlib" in linked[0]
     for _, caches, here in (compiled, linked):
         assert {Path(each).parent for each in caches} == {folder}
         assert not here

@@ -266,9 +266,8 @@ def _compiler() -> list[str]:
 
 def _compile(command: list[str]) -> None:
     """Run a compiler, whose last word is the file that it makes; Zig's makes others beside it."""
-    caches = dict.fromkeys(
-        ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), Path(command[-1]).parent
-    )
+    beside = str(Path(command[-1]).parent)
+    caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), beside)
     try:
         compiler = subprocess.Popen(
             command,
