@@ -546,7 +546,7 @@ FAULTS = [
     Fault("blocks of a wide pass begin at its first token", "attention/sdpa.py", "forward/test_fused_layers.py::test_a_text_in_wide_passes_has_the_bits_of_narrow_ones",
           "attention(layout, length + start,", "attention(layout, length + 0,"),
     Fault("a replayed pass has another layer's bits outside of inference mode", "forward/target.py",
-          "forward/test_fused_layers.py",
+          "forward/test_fused_layers.py::test_a_replayed_pass_is_made_by_kernels_whoever_asks",
           "    @torch.inference_mode()\n    def compute_static(\n", "    def compute_static(\n"),
     Fault("angles that are known are of one position less", "forward/cuda/fused_layers.py", "forward/test_fused_layers.py",
           "places = torch.arange(positions, device", "places = torch.arange(1, positions + 1, device"),

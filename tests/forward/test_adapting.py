@@ -251,16 +251,15 @@ def told(target: Target) -> list[str]:
 
 
 @pytest.mark.skipif(
-    why_not("triton", torch.float32, torch.device("cpu")) is not None, reason="no interpreter"
+    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
 )
 def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch) -> None:
-    from tswift.forward.cuda import fused_layers
-
     def broken(*given: object) -> None:
         raise RuntimeError("no kernel image is available\nand more")
 
-    monkeypatch.setattr(fused_layers, "try_kernels", broken)
-    target = wrap_model(tiny_llama("gqa", torch.float32), "tiny", "triton")
+    monkeypatch.setattr(adapting, "try_kernels", broken)
+    monkeypatch.setattr("tswift.forward.cuda.layer_kernels.STEP", 8)  # a row of 32 is a multiple
+    target = wrap_model(tiny_llama("gqa", torch.bfloat16), "tiny", "triton")
     line = "layers by stock operators (several times as long), as no kernel image is available"
     assert told(target) == [f"decoding is slower than it could be: {line}"]
     assert told(target) == []
@@ -270,7 +269,7 @@ def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(mon
         "decoding is slower than it could be: the sampler by PyTorch (0.1 to 0.8 ms a step more on "
         "an H100), as 1 of 4 rows had other tokens"
     ]
-    unwritten = wrap_model(network("Phi-3", torch.float32), "tiny", "triton")
+    unwritten = wrap_model(network("Phi-3", torch.bfloat16), "tiny", "triton")
     assert unwritten.fallbacks["layers"] == "no kernels are written for phi3"
     assert told(unwritten) == []
 

@@ -411,6 +411,15 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
 
 
+def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small: None) -> None:
+    """Where gradients could be wanted layers are transformers' own: nobody wants a pass's."""
+    target = wrapped(FIT[2], torch.bfloat16, 1)
+    zero = torch.zeros(1, dtype=torch.int64)
+    asked = zero, zero, FullKV(target.kv_shape, 4), torch.zeros((), dtype=torch.int32), None
+    with torch.enable_grad():
+        assert target.compute_static(*asked).hidden.is_inference()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), zip(FIT, [*HALVES, *HALVES], strict=True))
 def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
