@@ -172,7 +172,8 @@ INLINE void finish(const Linear *l, float *to, float *found, int64_t first, int6
     if (l->scale)
         for (int64_t o = 0; o < count; o++) found[o] *= l->scale;
     if (l->softcap) squeeze(found, count, l->softcap);
-    memcpy(to + first, found, count * sizeof *to);
+    if (count == size) memcpy(to + first, found, size * sizeof *to); /* a number that the compiler knows */
+    else memcpy(to + first, found, count * sizeof *to);
 }
 
 /* So many rows and neighbouring blocks, every sum from the first input to the last. */

@@ -136,16 +136,22 @@ void tswift_norm(const float *x, const float *weight, float *out, int64_t count,
 
 INLINE float logistic(float x) { return 1 / (1 + power(-x)); }
 
-/* NaN stays NaN: what is broken has to show. */
-void tswift_silu(const float *x, float *out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) out[i] = x[i] / (1 + power(-x[i]));
+/* x over 1 and e to the power of minus x: the SiLU; or of a polynomial of x: the GELU with a tangent in place of the error
+   function. NaN stays NaN: what is broken has to show. The powers have a loop of their own, or GCC multiplies by the inverse
+   of the largest one, which has so few bits that each time takes an Intel processor 150 cycles. */
+INLINE void let_through(const float *x, float *out, int64_t count, const int gelu) {
+    float powers[256];
+    for (int64_t first = 0, some; first < count; first += some, x += some, out += some) {
+        some = least(count - first, sizeof powers / sizeof *powers);
+        for (int64_t i = 0; i < some; i++)
+            powers[i] = power(gelu ? -1.595769122f * (x[i] + 0.044715f * (x[i] * x[i] * x[i])) : -x[i]);
+        for (int64_t i = 0; i < some; i++) out[i] = x[i] / (1 + powers[i]);
+    }
 }
 
-/* The GELU with a tangent in place of the error function: x times the logistic function of twice its argument. */
-static void gelu(const float *x, float *out, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        out[i] = x[i] / (1 + power(-1.595769122f * (x[i] + 0.044715f * (x[i] * x[i] * x[i]))));
-}
+void tswift_silu(const float *x, float *out, int64_t count) { let_through(x, out, count, 0); }
+
+static void gelu(const float *x, float *out, int64_t count) { let_through(x, out, count, 1); }
 
 INLINE void rotate(float *head, const float *cosines, const float *sines, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
