@@ -25,6 +25,7 @@ from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, find_method
+from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Forwarded, Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
@@ -249,7 +250,8 @@ class ToyTarget:
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
         self.replays = self.chunked_prompt = self.chunked_text = False
-        self.width = self.program = None
+        self.width = None
+        self.runner = EagerRunner(self)  # type: ignore[arg-type]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None

@@ -304,7 +304,7 @@ FAULTS = [
     Fault("checks by other sources are recalled", "forward/remembered.py", REMEMBERED,
           "_processor(), _sources()", "_processor()"),
     Fault("logits that failed are recalled as right", "forward/adapting.py", REMEMBERED,
-          "    if target.program is not None and not target.fallbacks:", "    if True:"),
+          "    if target.runner.program is not None and not target.fallbacks:", "    if True:"),
     # the KV cache's dtype
     Fault("16-bit keys are cut, not rounded", "forward/cpu/program.c", PROGRAM,
           "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16"),
@@ -315,7 +315,7 @@ FAULTS = [
     Fault("the reference reads unrounded keys", "caches.py", KV_DTYPE,
           "kind = self.rounded or self.dtype", "kind = self.dtype"),
     Fault("passes of the program are not exact by default", "forward/adapting.py", f"{KV_DTYPE}::test_a_run_from_before_there_was_a_choice_keeps_the_models_own",
-          'or target.device.type == "cuda"\n            or target.program is not None', 'or target.device.type == "cuda"'),
+          'or target.device.type == "cuda"\n            or target.runner.program is not None', 'or target.device.type == "cuda"'),
     # other processors
     Fault("sums go backwards on AVX2 alone", "forward/cpu/products.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "for (int64_t i = 0; i < inputs; i++) {",
@@ -616,7 +616,7 @@ FAULTS = [
           "margin is not None and margin <= bound else", "margin is not None else"),
     Fault("the audit judges with the noise of the next token", "decoding/audit.py", "decoding/test_audit.py",
           "noise(places).expand", "noise([place + 1 for place in places]).expand"),
-    Fault("exact passes have the width of the tree", "forward/target.py", "lossless/test_bits.py",
+    Fault("exact passes have the width of the tree", "forward/passes.py", "lossless/test_bits.py",
           "    return width\n", "    return nodes\n"),
     Fault("the kernel's tail misses the node itself", "attention/triton.py", KERNEL,
           "prefix + own_depth + 1)", "prefix + own_depth)"),

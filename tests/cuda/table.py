@@ -17,6 +17,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tswift.forward.cuda import runner
+
 from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the package
 import torch
 
@@ -139,7 +141,8 @@ def _plain(kind: str) -> list[int]:
 def main() -> None:
     """Print all figures as JSON, or those of the methods or kinds that are named."""
     # a simulated device has no Triton
-    targets.device_kernel = lambda device, wide: StaticStates if device.type == "cuda" else None
+    for place in (targets, runner):
+        place.device_kernel = lambda device, wide: StaticStates if device.type == "cuda" else None
     chosen = [case for case in CASES if {*case} & {*(sys.argv[1:] or BUILDERS)}]
     json.dump(
         {"found": [measure(method, kind, steps=5, nodes=20) for method, kind in chosen]}, sys.stdout

@@ -36,6 +36,7 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import SlowWarning
 from tswift.forward import target as targets
+from tswift.forward.cuda import runner
 from tswift.forward.cuda.graphs import Graphs
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
@@ -57,7 +58,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
 def target_of(graphs, layers: int = 2, kind: str = "gqa") -> Target:
     target = Target(tiny_llama(kind, torch.float64, layers=layers), capture.StaticAttention)
     if graphs is not None:
-        target._graphs = graphs()
+        target.runner.graphs = graphs()
     return target
 
 
@@ -170,11 +171,12 @@ def of_states_on_the_host(kind: str) -> list[int]:
 @pytest.fixture
 def on_a_device(graphs, monkeypatch: pytest.MonkeyPatch):
     """As ``graphs``, where a kernel steps states, too."""
-    monkeypatch.setattr(targets, "device_kernel", lambda device, wide: capture.StaticStates)
+    for place in (targets, runner):
+        monkeypatch.setattr(place, "device_kernel", lambda device, wide: capture.StaticStates)
 
     def made(kind: str) -> Target:
         target = Target(with_states(kind), capture.StaticAttention)
-        target._graphs = graphs()
+        target.runner.graphs = graphs()
         return target
 
     return made
@@ -295,7 +297,7 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 8)
     assert target.fallbacks.graph_fault is None  # nothing is captured before it is used
-    target.passes[kv][0].capture(0)
+    target.runner.passes[kv][0].capture(0)
     assert re.fullmatch(
         r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault
     )

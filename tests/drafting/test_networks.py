@@ -253,7 +253,7 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
         target = Target(deepcopy(qwen3()), capture.StaticAttention)
         if captured:
             capture.emulate(monkeypatch.setattr)
-            target._graphs = Graphs(torch.device("cpu"))
+            target.runner.graphs = Graphs(torch.device("cpu"))
         find_drafter(drafter_folder(tmp_path, layout)).load(target)
         steps.append(decode_steps(target, drafter_of(layout, target), PROMPT, PENALISED, 3, 16))
         assert target.fallbacks.graph_fault is None
@@ -282,9 +282,9 @@ def test_a_round_is_not_captured_where_passes_are_not_replayed(
     target = Target(deepcopy(qwen3()), capture.StaticAttention if distrusted else TreeAttention)
     target.fallbacks.note("steps", "another text" if distrusted else None)
     capture.emulate(monkeypatch.setattr)
-    target._graphs = Graphs(torch.device("cpu"))
+    target.runner.graphs = Graphs(torch.device("cpu"))
     captures: list[object] = []
-    monkeypatch.setattr(target._graphs, "capture", lambda run: captures.append(run) or run)
+    monkeypatch.setattr(target.runner.graphs, "capture", lambda run: captures.append(run) or run)
     find_drafter(drafter_folder(tmp_path, "dflash")).load(target)
     steps = decode_steps(target, drafter_of("dflash", target), PROMPT, SAMPLED, 3, 40)
     assert tokens_of(steps) == plain(SAMPLED)

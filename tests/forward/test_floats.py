@@ -121,4 +121,4 @@ def test_embeddings_that_are_scaled() -> None:
     wanted = network(ids).logits
     pack(network)
     assert torch.allclose(network(ids).logits, wanted, atol=1e-4)
-    assert wrap_model(network, "m", "native").program is not None
+    assert wrap_model(network, "m", "native").runner.program is not None

@@ -34,6 +34,7 @@ from tswift.forward.cpu.products import (
     multiply_plainly,
     rounded,
 )
+from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.models.codes import Codes, PackedCodes, quantize
@@ -272,7 +273,7 @@ KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
     made = coded(kind, bits, tied=bits == 8)
     target = wrap_model(made, kind, "native")
-    assert target.program is not None
+    assert target.runner.program is not None
     with finely_rounded(made):
         target = wrap_model(made, kind, "native")
         prompt = [*range(90)]
@@ -280,12 +281,12 @@ def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
         nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 90, tree.ancestors()
         kv = filled(target, prompt, 23)
         passes = []
-        for program in (target.program, None):
-            kept = target.program
-            target.program = program
+        for runner in (target.runner, EagerRunner(target)):
+            kept = target.runner
+            target.runner = runner
             hidden = target.forward(*nodes[:2], kv, nodes[2]).hidden
             passes.append((hidden, target.logits(hidden)))
-            target.program = kept
+            target.runner = kept
         for own, other in zip(*passes, strict=True):
             assert (own - other).norm() / other.norm() < 2e-3
 

@@ -80,7 +80,7 @@ def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
     target = static_target()
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 4)
-    static = target.passes[kv][0]
+    static = target.runner.passes[kv][0]
     (out, replays), run = static._run(), static._run
 
     def replay():  # as a graph does: into the same memory each time
@@ -101,7 +101,7 @@ def test_passes_go_with_their_cache() -> None:
     gone = weakref.ref(kv)
     del kv
     assert gone() is None
-    assert not target.passes
+    assert not target.runner.passes
 
 
 @pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens", "positions", None])
@@ -119,7 +119,7 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
         assert torch.allclose(exact, replayed, atol=1e-12) == (mistake is None or tree is trees[0])
         kv.length += 1
         if mistake:
-            for static in target.passes[kv]:
+            for static in target.runner.passes[kv]:
                 name = f"_{mistake}"
                 run = static._run
                 kept = getattr(static, name).clone()
@@ -184,7 +184,7 @@ def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(
     prepared = []
 
     def seen(target: Target, tokens: list[int], kv: FullKV, prompt: int) -> Iterator[Forwarded]:
-        prepared.append(kv in target.passes)
+        prepared.append(kv in target.runner.passes)
         return chunks(target, tokens, kv, prompt)
 
     monkeypatch.setattr("tswift.decoding.loop.chunks", seen)

@@ -52,12 +52,12 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward import adapting
-from tswift.forward import target as target_module
 from tswift.forward.adapting import PROGRAM, execution_note, fingerprint, wrap_model
 from tswift.forward.cpu import products
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import PackedLinear, multiply_plainly
 from tswift.forward.cpu.program import PassProgram
+from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.models.codes import quantize
@@ -186,7 +186,7 @@ def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
 )
 def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     target = target_of(kind, half)
-    assert target.program is not None
+    assert target.runner.program is not None
     assert execution_note(target) == PROGRAM
     for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
         tree = tree_of(nodes, held)
@@ -195,9 +195,9 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
         untapped = target.forward(*tree[:2], kv, tree[2])
         target.tap()
         target.tap([1, 0, 1])
-        for program in (target.program, None):
-            kept = target.program
-            target.program = program
+        for runner in (target.runner, EagerRunner(target)):
+            kept = target.runner
+            target.runner = runner
             out = target.forward(*tree[:2], kv, tree[2])
             queries = torch.stack([query[:, :nodes] for query in out.queries])
             cache = kv.buffers[0].clone(), kv.buffers[1].clone()
@@ -211,7 +211,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
                     *cache,
                 )
             )
-            target.program = kept
+            target.runner = kept
         assert torch.equal(passes[0][0], untapped.hidden)
         for own, other in zip(*passes, strict=True):
             assert own.shape == other.shape
@@ -264,9 +264,9 @@ def test_avx2_has_the_bits_of_avx512(
         for module in (products, native):
             monkeypatch.setattr(module, "widest_vectors", lambda vectors=vectors: vectors)
         target = target_of(kind, kv_dtype=kv_dtype)
-        assert target.program is not None
+        assert target.runner.program is not None
         assert products.library().tswift_lanes() == (16 if vectors else 8)
-        target.width = target.program.most_nodes
+        target.width = target.runner.program.most_nodes
         found.append(fingerprint(target))
     assert found[0] == found[1]
 
@@ -285,8 +285,8 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
         caches.append(kv)
         assert kv.shape.dtype == kind
         written.append([buffer[0, :, 3:] for buffer in kv.buffers])
-    assert target.program is not None
-    assert [target.program.takes(each, 1) for each in caches] == [False, True]
+    assert target.runner.program is not None
+    assert [target.runner.program.takes(each, 1) for each in caches] == [False, True]
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
         assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
         assert (
@@ -377,7 +377,7 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
     target = target_of(kv_dtype=kv_dtype)
     params = SamplingParams(penalty=1.1)
     prompt = [*range(1, 60), *range(20, 50)]
-    assert target.program is not None
+    assert target.runner.program is not None
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     prepare(heads)
     wanted = decode_method("ar", target, prompt, params, 3, 100)
@@ -469,11 +469,11 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
 
     monkeypatch.setattr(PassProgram, "__call__", wrong)
     target = target_of()
-    assert (target.program, execution_note(target)) == (
+    assert (target.runner.program, execution_note(target)) == (
         None,
         "eager, as a C program gave other logits",
     )
-    monkeypatch.setattr(target_module, "PassProgram", unbuilt)
+    monkeypatch.setattr("tswift.forward.cpu.runner.PassProgram", unbuilt)
     assert execution_note(target_of()) == "eager, as a C program needs a C compiler"
 
 
@@ -537,7 +537,7 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     target = target_of("qwen2", kv_dtype=torch.int16)
     prompt = [*range(1, 60)]
     if not program:
-        target.program = None
+        target.runner = EagerRunner(target)
     with torch.no_grad():
         for layer in target.model.model.layers:
             layer.self_attn.v_proj.weight.mul_(50)
@@ -559,7 +559,7 @@ def test_changed_weights_are_packed_anew() -> None:
         for weight in target.model.parameters():
             weight.mul_(0.7)
     after = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
-    assert target.program is not None
+    assert target.runner.program is not None
     fresh = wrap_model(target.model, "m", "native")
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
 

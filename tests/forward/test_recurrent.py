@@ -156,7 +156,7 @@ def target_of(kind: str, dtype: torch.dtype) -> Target:
     if kind != BY_C:
         return exact_target(kind, dtype)
     target = wrap_model(network(DELTA, torch.float32), kind, "native", kv_dtype=torch.int16)
-    assert target.program is not None
+    assert target.runner.program is not None
     assert choose_fixed_rows(target, "native", None) is None
     fingerprint(target)
     return target

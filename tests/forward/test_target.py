@@ -227,4 +227,4 @@ def test_a_model_with_windows_does_not_replay() -> None:
     assert (windowed.replays, plain.replays) == (False, True)
     kv = FullKV(windowed.kv_shape, 8)
     windowed.prepare(kv, 4)
-    assert not windowed.passes
+    assert not windowed.runner.passes

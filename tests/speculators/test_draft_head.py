@@ -69,8 +69,8 @@ def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_codes(bits: int, scale: float, cap: float) -> None:
     """In 8 bits, with the factor and the cap of the model's outputs."""
     target = target_of("llama", bits)
-    assert target.program is not None
-    target.program.lm_head_c.scale, target.program.lm_head_c.softcap = scale, cap
+    assert target.runner.program is not None
+    target.runner.program.lm_head_c.scale, target.runner.program.lm_head_c.softcap = scale, cap
     ids = torch.arange(1, target.vocab_size, 3, dtype=torch.int32)
     found = check(target, ids, 0.03)
     head = DraftHead(target, ids)

@@ -224,7 +224,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         str(target.dtype),
         str(target.kv_shape.dtype),
         target.attention,
-        target.program is not None,
+        target.runner.program is not None,
         target.width,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),

@@ -218,7 +218,7 @@ class HeadSource(Source):
         is none.
         """
         heads = getattr(self._heads, "program", None)
-        model = self.target.program
+        model = self.target.runner.program
         draw = sampler.program(torch.float32)
         lm_head = self._lm_head.c
         if not (

@@ -77,10 +77,10 @@ def select_backend(
 
 def try_graphs(target: Target) -> None:
     """Try whether passes can be captured as CUDA graphs."""
-    if target.replays and target.program is None and target.device.type == "cuda":
+    if target.replays and target.device.type == "cuda":
         kv = FullKV(target.kv_shape, 1)
         target.prepare(kv, 1)
-        for static in target.passes[kv]:
+        for static in target.runner.passes[kv]:
             static.capture(kv.length)
 
 
@@ -150,7 +150,7 @@ def warn_of_fallbacks(target: Target, model: str = "decoding") -> None:
     """Warn in one line of what is slower than it could be, since something has failed;
     of each reason once.
 
-    Whether a part of :class:`~tswift.forward.target.Fallbacks` is told of is decided here.
+    Whether a part of :class:`~tswift.forward.fallbacks.Fallbacks` is told of is decided here.
     """
     told = target.fallbacks.told
     new = [
@@ -168,7 +168,7 @@ def warn_of_fallbacks(target: Target, model: str = "decoding") -> None:
 def _how_layers_run(target: Target) -> str:
     if target.split:
         return f"{EAGER}, as ranks hold them together"
-    if target.program is not None:
+    if target.runner.program is not None:
         return PROGRAM
     if is_fused(target.model):
         return FUSED
@@ -403,7 +403,7 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
         exact = (
             exact
             or target.device.type == "cuda"
-            or target.program is not None
+            or target.runner.program is not None
             or holds_codes(target.model)
         )
     if not exact:
@@ -414,8 +414,8 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
         return "flash attention sums in an order of its own"
     if is_moe(target.model.config):
         return "an expert takes as many rows as choose it"
-    if target.program is not None:
-        target.set_fixed_rows(target.program.most_nodes)
+    if target.runner.program is not None:
+        target.set_fixed_rows(target.runner.most_exact)
     else:
         rows = 0 if target.device.type == "cpu" else ROWS // target.groups
         wide = target.device.type == "cuda"
@@ -464,10 +464,10 @@ def wrap_model(
     tell("comparing its logits with those of transformers")
     with finely_rounded(network):
         target = _compared(network, model, backend, kv_dtype, usual)
-    if holds_codes(network) and target.program is not None:
+    if holds_codes(network) and target.runner.program is not None:
         # with the inputs as they are to be rounded
         target.pack()
-    if target.program is not None and not target.fallbacks:
+    if target.runner.program is not None and not target.fallbacks:
         checks.keep("logits", "those of transformers")
     return target
 
@@ -485,7 +485,7 @@ def _as_compared(
             target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
     except (Unfit, Unbuilt):
         return None
-    return None if target.program is None else target
+    return None if target.runner.program is None else target
 
 
 def _try_program(
@@ -560,7 +560,7 @@ def _compared(
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model")
     if backend == "native" and not target.split:
         _try_program(target, ids, {0: expected, far: expected_far.double()}, allowed)
-    served = target.program is not None
+    served = target.runner.program is not None
     if kv_dtype is not None and kv_dtype != target.dtype and (served or not usual):
         _narrow_cache(target, model, kv_dtype, usual, partial(_apart, target, ids, expected))
     return target

@@ -23,7 +23,7 @@ from tswift.attention.sdpa import (
     MaskedAttention,
     PerLayerAttention,
 )
-from tswift.caches import KVBuffer
+from tswift.caches import FullKV, KVBuffer
 from tswift.forward.recurrent import StatePass
 
 T = TypeVar("T")
@@ -112,3 +112,12 @@ class Forwarded:
 
 
 PROMPT_CHUNK = 512  # prompt tokens forwarded at a time, as a chain
+
+
+def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
+    """Rows of a pass: the fixed width for one over the text, if there is one; drafts need none."""
+    if width is None or not isinstance(kv, FullKV):
+        return nodes
+    if nodes > width:
+        raise ValueError(f"a pass of {nodes} nodes does not fit in {width} rows")
+    return width

@@ -13,7 +13,6 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,8 +34,11 @@ from tswift.attention.sdpa import (
 from tswift.caches import FullKV, KVBuffer, KVShape
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import PackedEmbedding
-from tswift.forward.cpu.program import PassProgram, integer_steps, weights_state
-from tswift.forward.cuda.graphs import Graphs, StaticPass, sizes
+from tswift.forward.cpu.program import integer_steps, weights_state
+from tswift.forward.cpu.runner import CompiledRunner
+from tswift.forward.cuda.runner import ReplayedRunner
+from tswift.forward.eager import EagerRunner
+from tswift.forward.fallbacks import Fallbacks
 from tswift.forward.hf import (
     Tap,
     UnsupportedModel,
@@ -45,7 +47,7 @@ from tswift.forward.hf import (
     output_rule,
     probe_attention,
 )
-from tswift.forward.passes import Attending, Forwarded, Pass, T
+from tswift.forward.passes import Attending, Forwarded, Pass, T, rows_of
 from tswift.forward.recurrent import (
     StatePass,
     StaticStatePass,
@@ -54,40 +56,10 @@ from tswift.forward.recurrent import (
     serve_states,
 )
 from tswift.models.architecture import max_positions, state_shape
-from tswift.native_build import Unbuilt
 
 if TYPE_CHECKING:
     from tswift.speculators.draft_network import DraftNetwork
     from tswift.speculators.spec import SpeculatorSpec
-
-
-class Fallbacks(dict[str, str]):
-    """Why something slower or less exact stands in for a part of a model, by that part.
-
-    For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for
-    kernels between the "layers"' products, for "steps" on the device (then no pass is replayed),
-    for CUDA "graphs", for the "sampler"'s kernels, for "exact" passes, for "wide" ones over a text,
-    for the kernels that walk "trees" and that step "states", for the "cache" of another dtype, for
-    "draft weights" of fewer bits.
-    """
-
-    def __init__(self, *known: Mapping[str, str]) -> None:
-        super().__init__(*known)
-        self.told: set[str] = set()  # reasons that a warning has given
-
-    def note(self, part: str, reason: str | None) -> None:
-        """Keep the reason; None if nothing stands in for the part any more."""
-        if reason:
-            self[part] = reason
-        else:
-            self.pop(part, None)
-
-    @property
-    def graph_fault(self) -> str | None:
-        """Why passes are not replayed as CUDA graphs although they could be;
-        None if nothing went wrong.
-        """
-        return self.get("steps") or self.get("graphs")
 
 
 class Target:
@@ -113,12 +85,10 @@ class Target:
         self.backend = attention
         self.attention = attention.__name__
         self.most_nodes = attention.MAX_NODES  # of a draft tree; None if there is no such limit
-        self._graphs: Graphs | None = None
         self._norm_tap: Tap | None = None
         self.has_pre_norm = False  # whether passes also return the states before the final norm
         self._layer_taps: dict[int, Tap] = {}
-        self._tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
-        self.passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
+        self.tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
         # rows that every pass over the text is padded to, so that a token's bits do not depend on
         # how it was forwarded; None if passes are as wide as they happen to be
         self.width: int | None = None
@@ -131,15 +101,12 @@ class Target:
         # tried
         self.chunked_text: bool | Callable[[Target], bool] = False
         self.fallbacks = Fallbacks()
-        # a C function that makes passes of up to MAX_WIDTH nodes, and the logits; None if PyTorch
-        # makes them
-        self.program: PassProgram | None = None
         # the weights that the steps of int16 follow from
         self._bounded: list[tuple[int, int]] | None = None
         self.speculator: DraftNetwork | None = None  # it reads states of the layers
         self.speculator_spec: SpeculatorSpec | None = None
         self._decoder = model.get_decoder()
-        self._output = output_of(model)
+        self.output = output_of(model)
         self._embeddings = model.get_input_embeddings()
         config = model.config.get_text_config()
         lm_head = model.get_output_embeddings()
@@ -163,18 +130,19 @@ class Target:
         self._layouts = probe.layouts
         # query heads per KV head, of layers where they are most
         self.groups = max(layout.groups for layout in self._layouts.values())
+        self.runner = self._usual_runner()  # what makes its passes
 
     def reference(self) -> Target:
         """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
         twin.fallbacks = Fallbacks(self.fallbacks)
-        twin.width = twin.program = None
+        twin.width = None
         # it reads what the others read, and converts nothing on the way
         twin.kv_shape = replace(self.kv_shape, dtype=self.dtype, rounded=self.kv_shape.dtype)
         twin.backend = ReferenceAttention
         twin.attention = ReferenceAttention.__name__
         twin.most_nodes = ReferenceAttention.MAX_NODES
-        twin.passes = WeakKeyDictionary()
+        twin.runner = EagerRunner(twin)
         return twin
 
     def set_fixed_rows(
@@ -194,6 +162,10 @@ class Target:
         self.chunked_prompt = chunked_prompt
         self.chunked_text = chunked_text
 
+    def _usual_runner(self) -> EagerRunner:
+        replays = self.backend.STATIC and not self.split
+        return ReplayedRunner(self) if replays else EagerRunner(self)
+
     def pack(self, wanted: bool = True) -> None:
         """Let a C program make passes over caches in their dtype; or PyTorch again.
 
@@ -201,8 +173,7 @@ class Target:
             Unfit: there is none for the model.
             Unbuilt: there is none here.
         """
-        dtype = self.kv_shape.dtype
-        self.program = PassProgram(self.model, dtype, self.layer_specs) if wanted else None
+        self.runner = CompiledRunner(self) if wanted else self._usual_runner()
 
     def set_speculator(self, speculator: DraftNetwork) -> None:
         """Have a published drafter, which reads states of its layers."""
@@ -216,24 +187,18 @@ class Target:
             Unfit: a model whose keys and values have no known bounds, which int16 needs.
         """
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
-        if self.program is not None:
-            try:
-                self.program = PassProgram(self.model, kv_dtype, self.layer_specs)
-            except Unbuilt:
-                self.program = None
-        self.kv_shape = replace(self.kv_shape, dtype=kv_dtype, steps=steps)
+        before, self.kv_shape = self.kv_shape, replace(self.kv_shape, dtype=kv_dtype, steps=steps)
+        try:
+            self.runner = self.runner.rebuilt()
+        except Unfit:
+            self.kv_shape = before
+            raise
         self._bounded = None if steps is None else weights_state(self.model)
 
     @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
-        states = self.kv_shape.states
-        known = self.backend.STATIC and self.serves() and not self.split
-        return (
-            known
-            and "steps" not in self.fallbacks
-            and (states is None or device_kernel(states.device, states.wide) is not None)
-        )
+        return self.runner.replays
 
     @torch.inference_mode()
     def tap(self, layers: Sequence[int] | None = None) -> None:
@@ -255,49 +220,34 @@ class Target:
         elif not hasattr(self._decoder, "layers"):
             raise UnsupportedModel("no layers that tswift knows of")
         else:
-            self._tapped = tuple(layers or ())
-            self._layer_taps = {
-                layer: Tap(self._decoder.layers[layer]) for layer in {*self._tapped}
-            }
+            self.tapped = tuple(layers or ())
+            self._layer_taps = {layer: Tap(self._decoder.layers[layer]) for layer in {*self.tapped}}
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         forwarded = self.forward_eager(zero, zero, FullKV(self.kv_shape, 1))
         if norm is not None and not torch.equal(norm(forwarded.pre_norm), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
         taps = forwarded.layer_states
         if norm is None and (
-            taps is None or taps.shape != (1, len(self._tapped) * self.hidden_size)
+            taps is None or taps.shape != (1, len(self.tapped) * self.hidden_size)
         ):
             raise UnsupportedModel("layers whose outputs are no states")
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Follow weights that have been changed: pack the program's, and bound keys and values,
-        anew.
+        """Follow weights that have been changed: bound keys and values anew, as the runner does
+        with what it made of them.
         """
         if self._bounded not in (None, now := weights_state(self.model)):
             assert self.kv_shape.steps is not None
             # in place: caches and copies of the shape have it
             self.kv_shape.steps.copy_(integer_steps(self.model))
             self._bounded = now
-        if self.program is not None and self.program.outdated(self.model):
-            try:
-                self.pack()
-            except Unfit:
-                # rows that PyTorch computes have not been found to be exact
-                self.program = self.width = None
+        self.runner.renew()
 
     @torch.inference_mode()
     def prepare(self, kv: KVBuffer, limit: int) -> None:
-        """Prepare static passes of up to ``limit`` nodes over a cache,
-        where the attention allows it.
-
-        On CUDA there is a graph for each of a few sizes; elsewhere a static pass is run like any
-        other. There must always be room for ``limit`` nodes after the cache's length.
-        """
-        if self.replays and kv not in self.passes and self.serves(kv):
-            self.passes[kv] = [
-                StaticPass(self.compute_static, self.capture, kv, size) for size in sizes(limit)
-            ]
+        """Prepare passes of up to ``limit`` nodes over a cache, where they can be replayed."""
+        self.runner.prepare(kv, limit)
 
     def serves(self, kv: KVBuffer | None = None) -> bool:
         """Whether the attention does all that the layers need over such a cache:
@@ -315,13 +265,7 @@ class Target:
 
     def capture(self, run: Callable[[], T]) -> Callable[[], T]:
         """A program over tensors that stay in place, as one CUDA graph where that is possible."""
-        if self._graphs is None:
-            if self.device.type != "cuda":
-                return run
-            self._graphs = Graphs(self.device)
-        captured = self._graphs.capture(run)
-        self.fallbacks.note("graphs", self._graphs.failure)
-        return captured
+        return self.runner.capture(run)
 
     @torch.inference_mode()
     def compute_static(
@@ -380,18 +324,7 @@ class Target:
         Raises:
             ValueError: there are more nodes than passes over the text have rows.
         """
-        nodes = len(tokens)
-        passes = self.passes.get(kv, ())
-        for static in passes:
-            if static.nodes >= nodes:
-                for each in passes:  # all at once: a later capture would count as a slow step
-                    each.capture(kv.length)
-                return static(tokens, positions, ancestors, kv.length)
-        if self.program is not None and self.program.takes(kv, nodes, chain=ancestors is None):
-            if ancestors is not None:
-                rows_of(self.width, kv, nodes)
-            return self.program(tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped)
-        return self.forward_eager(tokens, positions, kv, ancestors, self.width)
+        return self.runner.forward(tokens, positions, kv, ancestors)
 
     def verify(
         self,
@@ -411,14 +344,7 @@ class Target:
         Returns:
             None where no C function makes such passes.
         """
-        program = self.program
-        nodes = len(tokens)
-        if program is None or kv in self.passes or not program.takes(kv, nodes):
-            return None
-        rows_of(self.width, kv, nodes)
-        return program.verify(
-            follow, tokens, positions, kv, ancestors, self.has_pre_norm, self._tapped
-        )
+        return self.runner.verify(tokens, positions, kv, ancestors, follow)
 
     @torch.inference_mode()
     def forward_eager(
@@ -466,7 +392,7 @@ class Target:
             )
         pre_norm = self._norm_tap.take()[: run.nodes] if self._norm_tap else None
         states = {layer: tap.take()[: run.nodes] for layer, tap in self._layer_taps.items()}
-        taps = torch.cat([states[layer] for layer in self._tapped], -1) if states else None
+        taps = torch.cat([states[layer] for layer in self.tapped], -1) if states else None
         padded = out.last_hidden_state[0]
         return Forwarded(padded[: run.nodes], run.queries, pre_norm, taps, padded)
 
@@ -475,16 +401,7 @@ class Target:
         """``[n, V]`` logits of the hidden states ``[n, H]`` of a pass over the text,
         in the model's dtype.
         """
-        if self.program is not None:
-            return self.program.lm_head(hidden)
-        if self.width is None:
-            return self._output(hidden)
-        parts = hidden.split(self.width)
-        if len(parts[-1]) < self.width:
-            parts = (*parts[:-1], F.pad(parts[-1], (0, 0, 0, self.width - len(parts[-1]))))
-        logits = [self._output(part) for part in parts]
-        logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * self.width]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return self.runner.logits(hidden)
 
     def open_logits(self, hidden: Tensor, rule: tuple[float, float] | None = None) -> Tensor:
         """``[..., V]`` logits of hidden states ``[..., H]`` for a draft or a loss:
@@ -494,10 +411,7 @@ class Target:
         """
         if rule is not None and rule != output_rule(self.model.config):
             return output_of(self.model, rule=rule)(hidden)
-        learns = hidden.requires_grad and torch.is_grad_enabled()
-        return (
-            self._output(hidden) if self.program is None or learns else self.program.lm_head(hidden)
-        )
+        return self.runner.open_logits(hidden)
 
     @torch.inference_mode()
     def embed(self, token: int | Tensor, scale: float | None = None) -> Tensor:
@@ -525,12 +439,3 @@ def _each(
     """
     made = {heads: attention(layout, *given) for heads, layout in layouts.items()}
     return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
-
-
-def rows_of(width: int | None, kv: KVBuffer, nodes: int) -> int:
-    """Rows of a pass: the fixed width for one over the text, if there is one; drafts need none."""
-    if width is None or not isinstance(kv, FullKV):
-        return nodes
-    if nodes > width:
-        raise ValueError(f"a pass of {nodes} nodes does not fit in {width} rows")
-    return width

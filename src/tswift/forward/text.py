@@ -80,11 +80,7 @@ def chunks(
         if not wide and callable(target.chunked_text) and end - start > 1:
             target.chunked_text = target.chunked_text(target)
         batch_invariant = not wide and target.chunked_text is True and target.replays
-        if (
-            target.width is not None
-            and not (target.program is not None and target.program.takes(kv, 1))
-            and not batch_invariant
-        ):
+        if target.width is not None and not target.runner.takes(kv, 1) and not batch_invariant:
             width = (
                 min(PROMPT_CHUNK - start % PROMPT_CHUNK, prompt - start)
                 if wide
@@ -116,7 +112,11 @@ def _replayed(target: Target, kv: FullKV) -> StaticPass | None:
     """A pass of the fixed width that is launched as one program, for a long text;
     None where there is none.
     """
-    if target.width is None or kv in target.passes or not (target.replays and target.serves(kv)):
+    if (
+        target.width is None
+        or kv in target.runner.passes
+        or not (target.replays and target.serves(kv))
+    ):
         return None
     return StaticPass(target.compute_static, target.capture, kv, target.width)
 

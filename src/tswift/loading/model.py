@@ -191,7 +191,11 @@ class LoadedModel:
         """What is out of the ordinary, to be printed after name, device and dtype."""
         kv_dtype = self.about().get("kv_dtype")
         inexact = self.target.fallbacks.get("exact")
-        exact = "exact" if self.target.program else f"exact in passes of {self.target.width} rows"
+        exact = (
+            "exact"
+            if self.target.runner.program
+            else f"exact in passes of {self.target.width} rows"
+        )
         notes = [
             self.dtype_note,
             "" if self.yarn is None else f"{self.yarn:g} times its positions by YaRN",
@@ -373,7 +377,7 @@ def _prepare(
     bits = None
     if target.width is not None:
         try:
-            made = "PyTorch" if target.program is None else "a C program"
+            made = "PyTorch" if target.runner.program is None else "a C program"
             what = f"bits of {target.width} rows by {made}, wide prompts {target.chunked_prompt}"
             bits = checks.found(what)
             if bits is None:

@@ -56,7 +56,7 @@ class DraftHead:
     def __init__(self, target: Target, ids: Tensor | None) -> None:
         self.target = target
         self.ids = ids
-        self.program = target.program
+        self.program = target.runner.program
         self._places = None if ids is None else ids.to(target.device, torch.int64)
         own = None if self.program is None else self.program.lm_head_c
         self._linear: Any = None  # None to ask the model for the logits of all tokens
@@ -150,7 +150,7 @@ class Heads(nn.Module):
     def draft_head(self, target: Target) -> DraftHead:
         """The LM head that they draft by for a model, made when it is first asked for."""
         known = self._draft_head
-        now = target, self.draft_ids, target.program
+        now = target, self.draft_ids, target.runner.program
         if known is None or any(
             x is not y for x, y in zip((known.target, known.ids, known.program), now, strict=True)
         ):

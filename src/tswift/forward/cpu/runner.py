@@ -1,0 +1,91 @@
+"""Passes that a C program makes on a CPU: one call for all layers, and for what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tswift.caches import KVBuffer
+from tswift.forward.cpu.parts import Unfit
+from tswift.forward.cpu.program import PassProgram
+from tswift.forward.eager import EagerRunner, Owner
+from tswift.forward.passes import Forwarded, T, rows_of
+from tswift.native_build import Unbuilt
+
+
+class CompiledRunner(EagerRunner):
+    """Makes a target's passes by a C program over caches in their dtype.
+
+    Attributes:
+        program: that function, and what it reads.
+
+    Raises:
+        Unfit: there is none for the model.
+        Unbuilt: there is none here.
+    """
+
+    def __init__(self, target: Owner) -> None:
+        super().__init__(target)
+        self.program = PassProgram(target.model, target.kv_shape.dtype, target.layer_specs)
+        self.most_exact = self.program.most_nodes
+
+    def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
+        """As :meth:`EagerRunner.takes`."""
+        return self.program.takes(kv, nodes, chain)
+
+    def renew(self) -> None:
+        """Pack weights that have been changed anew."""
+        target = self.target
+        if not self.program.outdated(target.model):
+            return
+        try:
+            target.runner = CompiledRunner(target)
+        except Unfit:
+            # rows that PyTorch computes have not been found to be exact
+            target.runner, target.width = EagerRunner(target), None
+
+    def rebuilt(self) -> EagerRunner:
+        """As :meth:`EagerRunner.rebuilt`; PyTorch makes passes where that cannot be built."""
+        try:
+            return CompiledRunner(self.target)
+        except Unbuilt:
+            return EagerRunner(self.target)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
+    ) -> Forwarded:
+        """As :meth:`EagerRunner.forward`."""
+        target, nodes = self.target, len(tokens)
+        if not self.program.takes(kv, nodes, chain=ancestors is None):
+            return super().forward(tokens, positions, kv, ancestors)
+        if ancestors is not None:
+            rows_of(target.width, kv, nodes)
+        return self.program(tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped)
+
+    def verify(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor,
+        follow: Callable[..., T],
+    ) -> tuple[Forwarded, Tensor, T] | None:
+        """As :meth:`EagerRunner.verify`."""
+        target, nodes = self.target, len(tokens)
+        if not self.program.takes(kv, nodes):
+            return None
+        rows_of(target.width, kv, nodes)
+        return self.program.verify(
+            follow, tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As :meth:`EagerRunner.logits`."""
+        return self.program.lm_head(hidden)
+
+    def open_logits(self, hidden: Tensor) -> Tensor:
+        """As :meth:`EagerRunner.open_logits`."""
+        learns = hidden.requires_grad and torch.is_grad_enabled()
+        return self.target.output(hidden) if learns else self.program.lm_head(hidden)

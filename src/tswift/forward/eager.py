@@ -1,0 +1,131 @@
+"""Passes that PyTorch makes, layer after layer: the runner that every model can have.
+
+A target's runner is chosen once, by what the machine and the model allow: this one, that of a C
+program (``forward/cpu/runner.py``), or that of replayed passes (``forward/cuda/runner.py``). The
+others are this one wherever they have nothing better for a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from tswift.attention.sdpa import AttentionSpec
+from tswift.caches import KVBuffer, KVShape
+from tswift.forward.fallbacks import Fallbacks
+from tswift.forward.passes import Forwarded, T
+
+
+class Owner(Protocol):
+    """What a runner asks of the :class:`~tswift.forward.target.Target` whose passes it makes."""
+
+    model: PreTrainedModel
+    output: Callable[[Tensor], Tensor]
+    device: torch.device
+    kv_shape: KVShape
+    layer_specs: list[AttentionSpec]
+    width: int | None
+    has_pre_norm: bool
+    tapped: tuple[int, ...]
+    fallbacks: Fallbacks
+    runner: EagerRunner
+
+    def serves(self, kv: KVBuffer | None = None) -> bool:
+        """Whether the attention does all that the layers need over such a cache."""
+
+    def forward_eager(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor | None = None,
+        width: int | None = None,
+    ) -> Forwarded:
+        """A pass by PyTorch."""
+
+    def compute_static(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        length: Tensor,
+        ancestors: Tensor | None,
+        batch_invariant: bool = False,
+    ) -> Forwarded:
+        """A pass over a cache whose length is on the device."""
+
+
+class EagerRunner:
+    """Makes a target's passes by PyTorch.
+
+    Attributes:
+        replays: whether passes over a full cache can be replayed while the text grows.
+        most_exact: most nodes of passes whose rows are exact by themselves; None where they have to
+            be padded to one width.
+        passes: those that are prepared, by their cache.
+        program: the C program that makes passes; None where PyTorch does.
+    """
+
+    replays: bool = False
+    most_exact: int | None = None
+    passes: Mapping[KVBuffer, Sequence[Any]] = {}
+    program: Any = None
+
+    def __init__(self, target: Owner) -> None:
+        self.target = target
+
+    def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
+        """Whether a pass over so many nodes, a tree's or a chain's, is one call for all layers."""
+        return False
+
+    def prepare(self, kv: KVBuffer, limit: int) -> None:
+        """Prepare passes of up to ``limit`` nodes over a cache, where they can be replayed."""
+
+    def capture(self, run: Callable[[], T]) -> Callable[[], T]:
+        """A program over tensors that stay in place, as one launch where that is possible."""
+        return run
+
+    def renew(self) -> None:
+        """Follow weights that have been changed."""
+
+    def rebuilt(self) -> EagerRunner:
+        """The runner for caches of the dtype that the target has now."""
+        return self
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
+    ) -> Forwarded:
+        """As :meth:`~tswift.forward.target.Target.forward`."""
+        return self.target.forward_eager(tokens, positions, kv, ancestors, self.target.width)
+
+    def verify(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: KVBuffer,
+        ancestors: Tensor,
+        follow: Callable[..., T],
+    ) -> tuple[Forwarded, Tensor, T] | None:
+        """As :meth:`~tswift.forward.target.Target.verify`."""
+        return None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, V]`` logits of hidden states ``[n, H]``, in passes of the fixed width if any."""
+        width, output = self.target.width, self.target.output
+        if width is None:
+            return output(hidden)
+        parts = hidden.split(width)
+        if len(parts[-1]) < width:
+            parts = (*parts[:-1], F.pad(parts[-1], (0, 0, 0, width - len(parts[-1]))))
+        logits = [output(part) for part in parts]
+        logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * width]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def open_logits(self, hidden: Tensor) -> Tensor:
+        """``[..., V]`` logits for a draft or a loss; gradients flow back."""
+        return self.target.output(hidden)
