@@ -88,7 +88,6 @@ enum {
     MOST = 4,                /* blocks that are multiplied together, for few rows: so many sums are under way */
     LINE = 64,               /* bytes of a line of the cache */
     AHEAD = 4096,            /* bytes before they are multiplied, weights are fetched */
-    FAR_AHEAD = 8192,        /* and codes */
     ALIGNED = 16,            /* numbers of a line of the cache */
     LARGE = 1 << 17,         /* products of a layer that are worth a second thread */
     PORTION = 1 << 16,       /* products that a thread takes at a time, at least */
@@ -96,6 +95,10 @@ enum {
     MANY = 16,               /* rows that are worth a second thread for what is not multiplied */
     MUCH = 1 << 14           /* and numbers of fewer rows */
 };
+
+#ifndef FAR_AHEAD
+#define FAR_AHEAD 8192 /* and codes; products.py knows where less is better */
+#endif
 
 enum { FLOAT32, BFLOAT16, FLOAT16, INT16, INT8 }; /* kinds of keys and values, as in native.c; and of weights */
 

@@ -35,6 +35,9 @@ _PIECE = 1 << 22  # weights that are packed at a time
 # would multiply them
 _HIGHEST = {8: 127, 16: 32639}
 _LINE = 64  # bytes of a line of the cache
+# codes are fetched so many bytes before they are multiplied: a step of one node of SmolLM2's took
+# 0.7 to 0.9 of the time that it takes with products.c's number, which was found on an AMD EPYC
+_AHEAD_ON_INTEL = "FAR_AHEAD=2048"
 _PAGE = 1 << 21  # bytes of a large page
 _MOVED = 1 << 26  # bytes after which the memory that they were in is given back
 _LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
@@ -49,7 +52,8 @@ def library() -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    built = build(_SOURCE, options=widest_vectors())
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().split()
+    built = build(_SOURCE, *([_AHEAD_ON_INTEL] if intel else []), options=widest_vectors())
     for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):
         function.restype = ctypes.c_int64
     return built
