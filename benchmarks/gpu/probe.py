@@ -17,6 +17,7 @@ from tswift.decoding.drafter import DraftTree
 from tswift.forward.target import Target
 from tswift.models.checkpoint import shape_config
 from tswift.models.config import SHAPE_PREFIX
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -125,7 +126,7 @@ def sampler(run: Run) -> None:
                 run.note("sampler", nodes=nodes, what="draw, wall", us=1e6 * wall)
         for what in ("eager", "fused"):
             if what == "fused":
-                sampler.fuse(torch.bfloat16)
+                use_kernels(sampler, torch.bfloat16)
             rows = partial(sampler.draw_rows, logits, tokens, tokens, ancestors)
             run.note(
                 "sampler",

@@ -28,6 +28,7 @@ from tswift.attention.backends import why_not
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.target import Target
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, Sampler
 
@@ -85,7 +86,7 @@ def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
     random = Random(4)
     params = SamplingParams(window=5, presence_penalty=0.7, frequency_penalty=-0.3)
     one, plain = (Sampler(params, 3, 300, CPU, prompt=2) for _ in range(2))
-    one.fuse(torch.float32, interpreted=True)
+    use_kernels(one, torch.float32, interpreted=True)
     assert one.fault is None
     text = [random.randrange(300) for _ in range(40)]
     for each in (one, plain):
@@ -185,7 +186,7 @@ def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
     # on CUDA there is no C program
     monkeypatch.setattr(Sampler, "program", lambda self, dtype: None)
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
-    one.fuse(torch.float32, candidates=2, interpreted=True)
+    use_kernels(one, torch.float32, candidates=2, interpreted=True)
     calls = []
     for name in ("draw", "candidates"):
         run = getattr(fused.TritonSampler, name)
@@ -214,7 +215,7 @@ def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
 
 def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
-    one.fuse(torch.float32, candidates=3, interpreted=True)
+    use_kernels(one, torch.float32, candidates=3, interpreted=True)
     assert one.fault is None
     calls = []
     ranking = fused.TritonSampler.candidates
@@ -235,7 +236,7 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert one.candidates(logits, None, places, 4)[0].shape == (2, 4)
     assert one.candidates(logits[:1], seen, None, 3)[0].shape == (2, 3)
     assert calls == [3] * 3
-    one.fuse(torch.float32, candidates=17, interpreted=True)
+    use_kernels(one, torch.float32, candidates=17, interpreted=True)
     assert one.fault == "the kernels rank at most 16 candidates"
 
 
@@ -246,19 +247,19 @@ def test_a_decode_with_the_kernels_is_one_without(
 ) -> None:
     params = SamplingParams(min_p=0.02, window=24)
     options = DraftOptions(nodes=20, budget=64)
-    fuse = Sampler.fuse
     faults = []
     steps = []
 
-    def interpreted(self, dtype, candidates=0):
-        fuse(self, dtype, max(1, candidates), interpreted=True)
-        faults.append(self.fault)
+    def interpreted(sampler, dtype, candidates=0):
+        use_kernels(sampler, dtype, max(1, candidates), interpreted=True)
+        faults.append(sampler.fault)
 
     for _ in range(2):
         target = Target(tiny_llama("gqa", torch.float32), LengthOnDevice)
         drafter = make_drafter(method, target, tiny_heads(torch.float32), options)
         steps.append(decode_steps(target, drafter, random_prompt(30), params, 3, 30))
-        monkeypatch.setattr(Sampler, "fuse", interpreted)
+        for place in ("decoding.loop", "decoding.device_step", "drafting.fixed_tree"):
+            monkeypatch.setattr(f"tswift.{place}.use_kernels", interpreted)
     assert set(faults) == {None}
     assert tokens_of(steps[0]) == tokens_of(steps[1])
     assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
@@ -290,15 +291,15 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
         lambda self, *given: calls.append(len(given[0])) or call(self, *given),
     )
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
-    one.fuse(torch.float32)
+    use_kernels(one, torch.float32)
     assert (one.fault, calls) == (None, [])  # on the CPU it is not asked for
-    one.fuse(torch.float32, interpreted=True)
+    use_kernels(one, torch.float32, interpreted=True)
     assert one.fault is None
     assert sum(calls) == sum(check.TRIED)
-    rules = dict(one._rule.fused)
-    one.fuse(torch.float32, interpreted=True)
-    one.copy().fuse(torch.float32, interpreted=True)
-    assert one._rule.fused == rules  # what a captured graph reads stays where it is
+    rules = dict(one.fused)
+    use_kernels(one, torch.float32, interpreted=True)
+    use_kernels(one.copy(), torch.float32, interpreted=True)
+    assert one.fused == rules  # what a captured graph reads stays where it is
     assert len(calls) == len(check.TRIED)  # once for all
     for each in (one, plain):
         each.extend([3, 4, 5])
@@ -324,14 +325,14 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
         (SamplingParams(), torch.float64, "the kernels do not read float64"),
     ):
         one = sampler(params)
-        one.fuse(dtype, interpreted=True)
+        use_kernels(one, dtype, interpreted=True)
         assert one.fault == reason
     with monkeypatch.context() as patch:
         patch.setattr(
             fused.TritonSampler, "draw", lambda self, logits, *given: torch.zeros(len(logits))
         )
         one = sampler(SamplingParams())
-        one.fuse(torch.float32, interpreted=True)
+        use_kernels(one, torch.float32, interpreted=True)
         assert one.fault is not None
         assert one.fault.endswith(f"of {sum(check.TRIED)} rows drew another token than the rule")
 
@@ -340,7 +341,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
 
     monkeypatch.setattr(fused.TritonSampler, "draw", broken)
     one = sampler(SamplingParams(temperature=0))
-    one.fuse(torch.float32, interpreted=True)
+    use_kernels(one, torch.float32, interpreted=True)
     assert re.fullmatch(r"no such instruction \(sampling/sampler_check\.py:\d+\)", one.fault or "")
     node = torch.tensor([0])
     assert one.draw_rows(

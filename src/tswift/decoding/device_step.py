@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from tswift.decoding import device_tree
-from tswift.decoding.device_tree import Path, TreeState
+from tswift.decoding.device_state import DeviceState, HostBlock
+from tswift.decoding.device_tree import Path
 from tswift.decoding.drafter import (
     AcceptFn,
     Context,
@@ -53,6 +54,7 @@ from tswift.forward.cuda.graphs import sizes
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.machine import synchronize
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.rule import NoTokenLeft, Sampler
 
 # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
@@ -60,65 +62,17 @@ _CONTROL = 2
 _BY_RULE = -1
 
 
-class HostBlock:
-    """Integers that the host sends to the device in one copy per step,
-    in named sections of given sizes.
-    """
-
-    def __init__(self, sections: dict[str, int], device: torch.device) -> None:
-        total = sum(sections.values())
-        # page-locked memory: the copy is asynchronous, and the wait at the end of every step says
-        # when it is over
-        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._sent = np.zeros(total, np.int64)
-        self._array = self._host.numpy()
-        self.host: dict[str, np.ndarray] = {}
-        self.device: dict[str, Tensor] = {}
-        start = 0
-        for name, count in sections.items():
-            self.host[name] = self._array[start : start + count]
-            self.device[name] = self._device[start : start + count]
-            start += count
-
-    def send(self) -> None:
-        """Copy what the host wrote to the device, unless the device has it."""
-        if not np.array_equal(self._array, self._sent):
-            self._device.copy_(self._host, non_blocking=True)
-            self._sent[:] = self._array
-
-
-class DeviceState(TreeState):
-    """What one step leaves on the device for the next, for trees of up to ``n`` nodes.
-
-    Attributes:
-        hidden: ``[n, H]`` last hidden states of the last verification.
-        pre_norm: the same before the final norm; None where the model does not give them.
-    """
-
-    def __init__(self, target: Target, nodes: int) -> None:
-        device = target.device
-        super().__init__(
-            torch.full((nodes,), -1, dtype=torch.int64, device=device),
-            torch.zeros(nodes, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
-        self.hidden = torch.zeros(nodes, target.hidden_size, dtype=target.dtype, device=device)
-        self.pre_norm = torch.zeros_like(self.hidden) if target.has_pre_norm else None
-
-    @torch.inference_mode()
-    def load(self, context: Context) -> None:
-        """Take over a decode from the host."""
-        if context.last is not None:
-            self.hidden[0] = context.last.hidden[context.node]
-            if self.pre_norm is not None and context.last.pre_norm is not None:
-                self.pre_norm[0] = context.last.pre_norm[context.node]
-        self.tokens[0].fill_(context.text[-1])
-        self.position.fill_(context.position)
-        self.length.fill_(context.kv.length)
-        self.last.zero_()
+@torch.inference_mode()
+def load_state(state: DeviceState, context: Context) -> None:
+    """Take over a decode from the host."""
+    if context.last is not None:
+        state.hidden[0] = context.last.hidden[context.node]
+        if state.pre_norm is not None and context.last.pre_norm is not None:
+            state.pre_norm[0] = context.last.pre_norm[context.node]
+    state.tokens[0].fill_(context.text[-1])
+    state.position.fill_(context.position)
+    state.length.fill_(context.kv.length)
+    state.last.zero_()
 
 
 class _Launched(NamedTuple):
@@ -198,8 +152,8 @@ class DeviceStepper:
         self._trees = _tree_operators(target)
         self._drafted = False
         self._block.host["control"][:] = 0, _BY_RULE  # captured programs commit nothing
-        self.state.load(context)
-        context.sampler.fuse(target.dtype)
+        load_state(self.state, context)
+        use_kernels(context.sampler, target.dtype)
         self._run_draft: Callable[[], None] | None = None
         if self._draft is not None:
             self._draft.begin(context, self._block.host, self._block.device)
@@ -209,7 +163,7 @@ class DeviceStepper:
             # the first step sends another block, and a program need not have run by then
             self._draft.complete()
         self._programs = self._capture(by_host)
-        self.state.load(context)  # a warm-up leaves its hidden states
+        load_state(self.state, context)  # a warm-up leaves its hidden states
         synchronize(target.device)  # the block is free to be written again
         for each in [target] if self._draft is None else [target, self._draft.target]:
             warn_of_fallbacks(each)
@@ -292,7 +246,7 @@ class DeviceStepper:
         context.sampler.newest.copy_(sampler.newest)
         if sampler.counting:
             context.sampler.counts.copy_(sampler.counts)
-        self.state.load(context)
+        load_state(self.state, context)
         self._launched = None
 
     def _drafts_ahead(self) -> bool:

@@ -16,6 +16,7 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree, Source
 from tswift.errors import fault_of
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 
@@ -62,7 +63,7 @@ def try_steps(target: Target, params: SamplingParams) -> None:
         _CHECKED.add(target)
         target.fallbacks.note("steps", fault_of(partial(_difference, target)))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
-    sampler.fuse(target.dtype)
+    use_kernels(sampler, target.dtype)
     target.fallbacks.note("sampler", sampler.fault)
 
 

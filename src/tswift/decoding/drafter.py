@@ -21,7 +21,7 @@ from tswift.forward.passes import Forwarded
 from tswift.sampling.rule import Sampler
 
 if TYPE_CHECKING:
-    from tswift.decoding.device_step import DeviceState
+    from tswift.decoding.device_state import DeviceState
     from tswift.forward.target import Target
     from tswift.sampling.rule import LogprobRecorder
 

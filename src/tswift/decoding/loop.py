@@ -28,6 +28,7 @@ from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import OnProgress, chunks, first_broken
 from tswift.machine import synchronize
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 from tswift.sampling.sampler_c import Drawn
@@ -225,7 +226,7 @@ class Decoding:
                 context.path = range(len(context.last.hidden))
             each._drafter.committed(context)
             each._prefilled = True
-            context.sampler.fuse(self._target.dtype)
+            use_kernels(context.sampler, self._target.dtype)
             if self._target.replays:
                 each._stepper = DeviceStepper(
                     self._target, context, each._drafter, ahead=each._accept is None

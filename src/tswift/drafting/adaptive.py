@@ -17,7 +17,7 @@ from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree, Lo
 from tswift.decoding.prices import PassTimes
 
 if TYPE_CHECKING:
-    from tswift.decoding.device_step import DeviceState
+    from tswift.decoding.device_state import DeviceState
 
 _LOST_AT_FIRST = 3.0  # plain steps' time that trials may lose to the best arm at first
 _LOST_SHARE = 0.01  # of the time that has passed, which they may lose after that

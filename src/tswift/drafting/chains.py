@@ -24,6 +24,7 @@ from tswift.decoding.loop import decode_step
 from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
 from tswift.forward.target import Target
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.rule import NoTokenLeft
 
 CAUGHT_UP_TOGETHER = 128  # tokens that a small model catches up with at a time
@@ -293,7 +294,7 @@ class CascadeSource(ChainSource):
         node = 0
         keys = self.draft_model.keys or held
         target = self.draft_model.target
-        aside.sampler.fuse(target.dtype, 2)
+        use_kernels(aside.sampler, target.dtype, 2)
         while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
             step = decode_step(
                 target, aside, self.drafter, tree.depth - tree.depths[node], with_runner_up=True

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from tswift.caches import KVBuffer
-from tswift.decoding.device_step import DeviceState
+from tswift.decoding.device_state import DeviceState
 from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter, DraftTree
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.ngrams import NgramRows, ReuseSource
+from tswift.sampling.kernels import use_kernels
 
 _SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get one in so many
 
@@ -102,7 +103,7 @@ class FixedTree:
         self._device = device
         self._sampler = context.sampler
         self._kv = context.kv
-        context.sampler.fuse(self._heads.target.dtype, self._heads.width)
+        use_kernels(context.sampler, self._heads.target.dtype, self._heads.width)
         if self._partial is not None:
             self._partial.track()
         self.prepare(context)

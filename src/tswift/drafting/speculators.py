@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tswift.caches import KVBuffer, WindowKV
-from tswift.decoding.device_step import HostBlock
+from tswift.decoding.device_state import HostBlock
 from tswift.decoding.drafter import Context, Source
 from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
 from tswift.forward.passes import Forwarded
+from tswift.sampling.kernels import use_kernels
 from tswift.sampling.rule import Sampler
 from tswift.speculators.draft_network import DraftNetwork
 
@@ -170,7 +171,7 @@ class NetworkSource(Source):
             # the program reads where its penalty window is, and the model's keys and values
             self._sampler = context.sampler
             self._whole = context.kv
-            context.sampler.fuse(self._target.dtype, self._width)
+            use_kernels(context.sampler, self._target.dtype, self._width)
             # where the target's passes are not replayed, graphs are not trusted, or there is no use
             # for them
             self._run = self._target.capture(self._round) if self._target.replays else self._round

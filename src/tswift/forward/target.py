@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +57,6 @@ from tswift.forward.recurrent import (
 )
 from tswift.models.architecture import max_positions, state_shape
 
-if TYPE_CHECKING:
-    from tswift.speculators.draft_network import DraftNetwork
-    from tswift.speculators.spec import SpeculatorSpec
-
 
 class Target:
     """A model whose tokens are verified, or that drafts.
@@ -103,8 +99,9 @@ class Target:
         self.fallbacks = Fallbacks()
         # the weights that the steps of int16 follow from
         self._bounded: list[tuple[int, int]] | None = None
-        self.speculator: DraftNetwork | None = None  # it reads states of the layers
-        self.speculator_spec: SpeculatorSpec | None = None
+        # a network of tswift.speculators that drafts, and reads states of the layers; None for none
+        self.speculator: Any = None
+        self.speculator_spec: Any = None
         self._decoder = model.get_decoder()
         self.output = output_of(model)
         self._embeddings = model.get_input_embeddings()
@@ -175,7 +172,7 @@ class Target:
         """
         self.runner = CompiledRunner(self) if wanted else self._usual_runner()
 
-    def set_speculator(self, speculator: DraftNetwork) -> None:
+    def set_speculator(self, speculator: Any) -> None:
         """Have a published drafter, which reads states of its layers."""
         self.speculator = speculator
         self.speculator_spec = speculator.spec

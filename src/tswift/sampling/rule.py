@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from torch import Tensor
 
 from tswift.sampling.parameters import LogitBias, SamplingParams, bias, constants, repeated, warp
 from tswift.sampling.sampler_c import MOST, CSampler, Drawn, c_sampler
-
-if TYPE_CHECKING:
-    from tswift.sampling.sampler_triton import TritonSampler
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -120,7 +117,7 @@ class _Rule:
         self.late = torch.tensor(params.late, dtype=torch.int64).to(tokens.device)
         self.first = prompt + params.min_tokens  # position where ends may be drawn
         # by candidates of a row, 0: draws
-        self.fused: dict[tuple[torch.dtype, int], TritonSampler] = {}
+        self.fused: dict[tuple[torch.dtype, int], Any] = {}  # TritonSamplers
 
     @functools.cached_property
     def program(self) -> CSampler | None:
@@ -225,34 +222,10 @@ class Sampler:
         twin.counts = _copied(self.counts)
         return twin
 
-    def fuse(self, dtype: torch.dtype, candidates: int = 0, interpreted: bool = False) -> None:
-        """Use Triton kernels on CUDA in :meth:`draw_rows`, for logits of this dtype and the
-        parameters as they are.
-
-        They are used if they draw the same on this device, which is tried once, and waited for: not
-        while a CUDA graph is captured. Otherwise ``fault`` says why not. :meth:`candidates` uses
-        them, too, if it is asked for as many; ``interpreted`` ones run without CUDA, in Triton's
-        interpreter.
-        """
-        device = self._tokens.device
-        if device.type != "cuda" and not interpreted:
-            return
-        try:
-            from tswift.sampling.sampler_check import triton_sampler_fault
-            from tswift.sampling.sampler_triton import TritonSampler
-        except ImportError:
-            self.fault = "triton is not installed"
-            return
-        self.fault = None
-        for count in {0, min(candidates, len(self._tokens))}:
-            read = dtype if count else self._lowered_dtype(dtype)
-            fault = triton_sampler_fault(self.rest, len(self._tokens), read, device, count)
-            if fault is None and (read, count) not in self._rule.fused:
-                # never replaced: what a captured graph reads has to stay where it is
-                self._rule.fused[read, count] = TritonSampler(
-                    self.rest, self.seed, len(self._tokens), device
-                )
-            self.fault = self.fault or fault
+    @property
+    def fused(self) -> dict[tuple[torch.dtype, int], Any]:
+        """Kernels in use, by the dtype of logits and the number of candidates; 0 for the draw."""
+        return self._rule.fused
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
@@ -295,7 +268,7 @@ class Sampler:
             appended = torch.arange(len(tokens), device=tokens.device) < count
             self.counts.index_add_(0, self._ids(tokens), appended.double())
 
-    def _lowered_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def lowered_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of what :meth:`lowered` makes of a model's logits."""
         return torch.float64 if self.counting or self._rule.repeats else dtype
 
@@ -455,7 +428,7 @@ class Sampler:
             followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
             if followed is not None:
                 return followed
-        if not with_runner_up and (self._lowered_dtype(logits.dtype), 0) in self._rule.fused:
+        if not with_runner_up and (self.lowered_dtype(logits.dtype), 0) in self._rule.fused:
             return self.draw_rows(logits, *nodes).tolist(), []
         logits = self.lowered(logits, *nodes)
         seen = self.seen(*nodes)
