@@ -14,6 +14,7 @@ import ast
 import contextlib
 import io
 import itertools
+import re
 import sys
 import tempfile
 import threading
@@ -147,9 +148,9 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of ours that a file imports when it is imported itself."""
+    """The modules of ours that a file imports, also later, or for types alone."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tswift"):
             module = (node.module or "").removeprefix("tswift").lstrip(".")
             names |= {module} | {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
@@ -174,6 +175,16 @@ def circles() -> list[list[str]]:
         tuple(sorted((a, b))) for a in arrows for b in reached[a] if a != b and a in reached[b]
     }
     return [list(pair) for pair in sorted(pairs)]
+
+
+def asked(pattern: str, but: str = "-") -> int:
+    """How often the source says something, but in files that begin so."""
+    files = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
+    return sum(
+        len(re.findall(pattern, path.read_text()))
+        for name, path in files.items()
+        if not name.startswith(but)
+    )
 
 
 def stops(value: str, words: list[str]) -> list[str]:

@@ -6,9 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import PARAMETERS, command_of, stops
+from tests.house import PARAMETERS, asked, circles, command_of, stops
 
 MOST = 6  # functions that hold a parameter on its way
+# what may only become fewer: where the device is asked, and how passes are made
+DEVICES, RUNNERS = 88, 13
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    # an error of rank 1 is told as the command line tells it
+    assert circles() == [["cli.app", "cli.generate"]]
+
+
+def test_what_is_decided_once_is_asked_seldom() -> None:
+    assert asked(r"device\.type\b") <= DEVICES
+    assert asked(r"target\.replays\b|\brunner\.", but="forward/") <= RUNNERS
 
 
 @pytest.mark.slow

@@ -21,10 +21,13 @@ from tests.conftest import SENTENCES, make_checkpoint
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
+from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward.text import chunks
-from tswift.loading.model import load
+from tswift.loading.model import load, load_model
 from tswift.loading.plan import plan_model
+from tswift.memory import Demand, preflight
+from tswift.models import checkpoint as module
 from tswift.models.checkpoint import Checkpoint, hub
 from tswift.models.config import ModelConfig
 from tswift.models.devices import find_dtype, keep_precision
@@ -157,6 +160,23 @@ def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Pa
     own.rename(tmp_path / "elsewhere")
     assert load(model).heads is None
     assert load(model, heads=tmp_path / "elsewhere").heads is not None
+
+
+@pytest.mark.parametrize("draft_weights", [None, "auto"])
+def test_a_command_finds_a_model_once_and_draws_it_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, draft_weights: str | None
+) -> None:
+    made: list[str] = []
+    for name in ("find_source", "skeleton"):
+        right = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda given, name=name, right=right: made.append(name) or right(given)
+        )
+    plan = plan_model(ModelConfig(model=str(checkpoint), draft_weights=draft_weights))
+    for method in ("ar", "medusa"):
+        preflight(plan, Demand(1, 1, method, DraftOptions()))
+    load_model(plan)
+    assert sorted(made) == ["find_source", "skeleton"]
 
 
 def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
