@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tests.rows import every_row
 from tests.serving.server import TEXT
@@ -430,36 +428,6 @@ def test_bodies_are_parsed_beside_the_event_loop(
             status,
             threading.current_thread().name in json.loads(content)["error"]["message"],
         ) == (418, False)
-
-
-def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_UNREAD_SECONDS", 0.2)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        # more than sockets hold
-        await send({"type": "http.response.body", "body": bytes(30_000_000)})
-
-    async def connections() -> None:
-        settings = uvicorn.Config(
-            app, http=routes._Protocol, ws="none", lifespan="off", log_config=None
-        )
-        server = uvicorn.Server(settings)
-        listening = socket.create_server(("127.0.0.1", 0))
-        task = asyncio.create_task(server.serve([listening]))
-        with socket.create_connection(listening.getsockname()) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            until = time.monotonic() + 10
-            while not server.server_state.total_requests and not server.server_state.connections:
-                await asyncio.sleep(0.01)
-            while server.server_state.connections and time.monotonic() < until:
-                await asyncio.sleep(0.01)
-            cut_off = not server.server_state.connections
-        server.should_exit = True
-        await task
-        assert cut_off
-
-    asyncio.run(connections())
 
 
 # --- a run's text

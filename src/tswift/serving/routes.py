@@ -12,27 +12,23 @@ import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h11
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tswift
 from tswift.decoding.text import TextRules, TextStream
@@ -48,14 +44,12 @@ if TYPE_CHECKING:
 
 _MAX_BODY = 8_000_000  # bytes: some two million tokens
 _BODY_SECONDS = 30.0  # for a request's body
-_IDLE_SECONDS = 30.0  # without a request
+_IDLE_SECONDS = 30  # between two requests of a connection
 _LOOK_SECONDS = 0.02  # between two looks of a reader at its run
 _KEEP_ALIVE_SECONDS = 10.0
-_UNREAD_SECONDS = 60.0  # in which a client reads nothing of what waits for it
 _NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's client would repeat the request, as a new run
 _STOP_SECONDS = 3.0  # for readers to hear that the server stops
 _MAX_CONNECTIONS = 512  # in all
-_SHARE = 128  # connections, and requests in progress, that one client may have
 _MAX_HEADERS = 32_768  # bytes
 _EVENT_ID = re.compile(r"(\d{1,15}):(\d{1,15})")
 _PAGE = Path(__file__).with_name("page.html")
@@ -118,65 +112,6 @@ def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
     return answer
 
 
-def share(app: ASGIApp) -> ASGIApp:
-    """Let a client have so many requests in progress, and no more, so that others are served;
-    ``/health`` is exempt.
-    """
-    busy: Counter[str] = Counter()
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        client = (scope.get("client") or ("",))[0]
-        if scope["path"] == "/health":
-            await app(scope, receive, send)
-            return
-        busy[client] += 1
-        try:
-            message = f"{client} has {_SHARE} requests in progress, and no client may have more"
-            refused = Refused(429, message, code="too_many_requests", wait=1)
-            await (app if busy[client] <= _SHARE else _error(refused))(scope, receive, send)
-        finally:
-            busy[client] -= 1
-            if not busy[client]:
-                del busy[client]
-
-    return answer
-
-
-def linger(app: ASGIApp) -> ASGIApp:
-    """Where the connection is closed after an answer, read the body first, whatever the answer is.
-
-    A connection that is closed while its client still sends is reset, and the client never sees the
-    answer.
-    """
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        closes = (
-            scope.get("http_version") == "1.0" or headers.get("connection", "").lower() == "close"
-        )
-        more = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-
-        async def read() -> Message:
-            nonlocal more
-            message = await receive()
-            more = message.get("more_body", False)
-            return message
-
-        async def read_rest() -> None:
-            while more:
-                await read()
-
-        async def reply(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(read_rest(), _BODY_SECONDS)
-            await send(message)
-
-        await app(scope, read, reply if closes and more else send)
-
-    return answer
-
-
 class Api:
     """The routes; with a demo page, ``/`` shows a text being written."""
 
@@ -202,7 +137,7 @@ class Api:
             (Refused, HTTPException, ClientDisconnect, Exception), _failed
         )
         app = Starlette(routes=routes, exception_handlers=handlers)
-        self.app = linger(share(authorize(app, config.host, config.api_key)))
+        self.app = authorize(app, config.host, config.api_key)
 
     # --- what is there
 
@@ -601,88 +536,6 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
     return _error(Refused(500, f"unexpected {type(error).__name__}; a mistake in tswift"))
 
 
-class _Protocol(H11Protocol):
-    """HTTP of a connection, which is closed if for a while no request comes, whole,
-    or nothing is read.
-
-    Where there are too many of a client, or of all, those go first that have waited longest for a
-    request.
-    """
-
-    _waits_since: float
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # writing pauses whenever something is left to be read
-        transport.set_write_buffer_limits(high=0)
-        self._waits_since = self.loop.time()
-        self.loop.call_later(_IDLE_SECONDS, self._close_idle, None)
-        every = [
-            each
-            for each in self.connections
-            if isinstance(each, _Protocol) and not each.transport.is_closing()
-        ]
-        self._make_room(every, _MAX_CONNECTIONS)
-        own = self.client and self.client[0]
-        self._make_room([each for each in every if each.client and each.client[0] == own], _SHARE)
-
-    def _make_room(self, connections: Sequence[_Protocol], most: int) -> None:
-        """Close another one of these connections, if there are too many and one of them does
-        nothing.
-        """
-        idle = [each for each in connections if each.idle and each is not self]
-        if len(connections) > most and idle:
-            min(idle, key=lambda each: each._waits_since).transport.abort()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it waits for a request, or for the rest of one's head."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def on_response_complete(self) -> None:
-        """It waits for the next request."""
-        self._waits_since = self.loop.time()
-        super().on_response_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP."""
-        content = json.dumps(_error_body(Refused(400, msg))).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(content))),
-            ("connection", "close"),
-        ]
-        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _close_idle(self, before: object) -> None:
-        if self.transport.is_closing():
-            return
-        if self.idle and self.cycle is before:
-            self.transport.abort()
-        else:
-            self.loop.call_later(_IDLE_SECONDS, self._close_idle, self.cycle if self.idle else None)
-
-    def pause_writing(self) -> None:
-        """Watch the client read, until it has read everything."""
-        super().pause_writing()
-        self._close_unread(1 << 62)
-
-    def resume_writing(self) -> None:
-        """Everything was read."""
-        super().resume_writing()
-        self._watch.cancel()
-
-    def _close_unread(self, before: int) -> None:
-        left = self.transport.get_write_buffer_size()
-        if left >= before:
-            self.transport.abort()
-        else:
-            self._watch = self.loop.call_later(_UNREAD_SECONDS, self._close_unread, left)
-
-
 class Server(uvicorn.Server):
     """The server; what it is asked to stop by stops the decoding first,
     so that readers are told.
@@ -705,14 +558,15 @@ def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page:
     """Answer until a signal comes, which is raised again then."""
     settings = uvicorn.Config(
         Api(service, config, demo_page).app,
-        http=_Protocol,
+        http="h11",
         ws="none",
         loop="asyncio",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=int(_IDLE_SECONDS),
+        timeout_keep_alive=_IDLE_SECONDS,
+        limit_concurrency=_MAX_CONNECTIONS,
         h11_max_incomplete_event_size=_MAX_HEADERS,
     )
     server = Server(settings)
