@@ -166,6 +166,14 @@ def test_costs_of_nothing() -> None:
     assert not PassCosts((1,), (1.0,), (0.0,), 0.1).sound
 
 
+def test_what_chains_save_at_best_is_by_what_their_nodes_cost() -> None:
+    costs = PassCosts((1, 2, 4), (1.0, 1.5, 1.5), (0.0, 0.5, 0.5), 0.2)
+    assert costs.saved(0, 0.5) == pytest.approx(1 - 1.5 / 1.875)  # of four nodes
+    assert costs.saved(0, 0.5, [2]) == 0  # half a token more for half a step more
+    assert costs.saved(0, 0.5, [2], costs.level) == pytest.approx(1 - 1.7 / 1.5)
+    assert costs.saved(1, 0.5) == pytest.approx(1 - 2 / 1.875)
+
+
 PARAMS = SamplingParams(temperature=0.8, min_p=0.02, penalty=1.3, window=5)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.caches import KVBuffer
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.prices import WORTH_A_TRIAL, PassCosts
 from tswift.forward.passes import Forwarded
 from tswift.sampling.rule import Sampler
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
 TruncateFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
 _ALONE = torch.ones(1, 1, dtype=torch.bool)  # a node without ancestors but itself
+_CHANCE = 0.9  # that a drafted token comes true, in texts where most do
 REUSE = "reuse"  # the source of reused n-grams, whose accepted tokens are counted apart
 
 
@@ -205,7 +206,7 @@ class Source:
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
         """Whether drafts can be worth their time by these costs, here in this text."""
-        return True
+        return costs.saved(context.kv.length, _CHANCE) > WORTH_A_TRIAL
 
     def committed(self, context: Context, most: int) -> None:
         """Called when the text has grown, by prefill or by a step;
@@ -325,10 +326,10 @@ class Drafter:
         return sum(source.draft_seconds(costs, context) for source in self.sources)
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
-        """Whether any source's drafts can be worth their time by these costs, here in this text;
-        plain decoding always is.
+        """Whether the first source's drafts can be worth their time by these costs, here in this
+        text, whatever the others add; plain decoding always is.
         """
-        return not self.sources or any(source.may_pay(costs, context) for source in self.sources)
+        return not self.sources or self.sources[0].may_pay(costs, context)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """A draft made by the device alone; None if the host proposes all trees."""

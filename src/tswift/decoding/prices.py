@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
 STEADY = 1.18
+# share of plain decoding's time that drafts save at best, above which they are worth a trial
+WORTH_A_TRIAL = 1 / 6
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,23 @@ class PassCosts:
         decoding; above 1 it never is.
         """
         return self.seconds(2, keys) / self.seconds(1, keys) - 1
+
+    def saved(
+        self, keys: int, chance: float, sizes: Iterable[int] = (), level: float = 0.0
+    ) -> float:
+        """Share of plain decoding's time that drafts save at best; below 0 where they lose.
+
+        Args:
+            keys: that each node attends to.
+            chance: of a drafted token to come true after those before it, below 1.
+            sizes: nodes of the chains that may be drafted; none for those that were measured.
+            level: seconds of drafting a token.
+        """
+        return 1 - min(
+            (self.seconds(nodes, keys) + (nodes - 1) * level)
+            / (self.seconds(1, keys) * (1 - chance**nodes) / (1 - chance))
+            for nodes in sizes or self.nodes[1:]
+        )
 
     def seconds(self, nodes: int, keys: int) -> float:
         """Seconds of a step over ``nodes`` nodes that each attend to ``keys`` keys,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, DraftTree, Source
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.prices import WORTH_A_TRIAL, PassCosts
 from tswift.drafting.chains import DraftModel
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.forward.passes import Forwarded
@@ -21,6 +21,8 @@ from tswift.forward.target import Target
 from tswift.sampling.rule import Sampler
 from tswift.sampling.sampler_c import MOST
 from tswift.speculators.heads import Heads
+
+_CHANCE = 0.8  # that the next head is right, too, in texts where they usually are
 
 
 class HeadSource(Source):
@@ -102,6 +104,11 @@ class HeadSource(Source):
             else 0.0
         )
         return reading + self.levels * costs.level
+
+    def may_pay(self, costs: PassCosts, context: Context) -> bool:
+        """Whether some levels would save enough if most heads were right."""
+        sizes = range(2, 2 + len(self.tree))
+        return costs.saved(context.kv.length, _CHANCE, sizes, costs.level) > WORTH_A_TRIAL
 
     def read(self, context: Context) -> tuple[Forwarded, int] | None:
         """The pass that the heads start from, and its node; None before the first pass."""

@@ -91,8 +91,9 @@ class LogitHistory:
         kept: tokens kept of each distribution.
 
     Attributes:
-        costs: what passes cost, if logits are to be kept only where that is nothing beside a pass,
-            or where the text repeats itself; elsewhere it is known what came.
+        costs: what passes cost, if logits are to be kept only where drafts of them can pay, and
+            keeping them is nothing beside a pass or the text repeats itself; elsewhere it is known
+            what came.
     """
 
     costs: PassCosts | None = None
@@ -122,6 +123,13 @@ class LogitHistory:
     def repeats(self) -> float:
         """The share of late tokens that came as they had come last after the same three."""
         return float(self._index.repeats)
+
+    def pays(self, costs: PassCosts, keys: int, least: float = 0.0) -> bool:
+        """Whether drafts may be worth their time over so many keys: they save it where the text
+        repeats itself, late or, if it does less, in so large a share (``least``) of it.
+        """
+        repeats = max(self.repeats, least)
+        return repeats >= _REPEATS and repeats * costs.saved(keys, _RIGHT) > _SAVED
 
     @staticmethod
     def bytes_for(tokens: int, vocab_size: int, kept: int) -> int:
@@ -257,6 +265,8 @@ class LogitHistory:
         """Take in the pass over the next chunk of the prompt."""
         if self._ask is None:
             self._begin(context.sampler)
+        if self.costs and not self.pays(self.costs, context.kv.length, _REPEATS):
+            return
         parts = (self._target.logits(part) for part in forwarded.hidden.split(_PROMPT_ROWS))
         if forwarded.hidden.device.type == "cpu":
             for part in parts:
@@ -307,8 +317,9 @@ class LogitHistory:
         """Whether the logits of the last pass are there, and worth the time that it takes."""
         if context.logits is None or self.costs is None or context.digest is not None:
             return context.logits is not None
-        slow = self.costs.seconds(1, context.kv.length) > _SLOW_PASS
-        return slow or self.repeats > _REPEATS
+        keys = context.kv.length
+        slow = self.costs.seconds(1, keys) > _SLOW_PASS
+        return self.pays(self.costs, keys, _REPEATS if slow else 0.0)
 
     def guess(self, paths: Sequence[Sequence[int]], count: int) -> list[Candidates]:
         """What may be drawn after the text and each of some paths below it.
@@ -367,8 +378,12 @@ _GUESS_SECONDS = 1e-4  # that a guess takes on the host
 _SLOW_PASS = 8e-3  # seconds of a pass beside which those of keeping its logits are nothing
 # share of late tokens from which on guesses may pay, and tokens of which that need not be known
 _REPEATS = 0.15
+_RIGHT = 0.98  # chance of a guess where the text repeats itself
+_SAVED = 0.1  # share of the time that guesses are to save there
 _UNKNOWN = 64
-_GAIN = 0.4  # tokens that a guess gains if the text goes through its node
+# tokens that a guess gains if the text goes through its node; where a node costs more than so much
+# of a plain step, guesses are asked for where the text repeats itself, and gain as often as it does
+_GAIN = 0.4
 
 
 class HistorySource(Source):
@@ -405,11 +420,14 @@ class HistorySource(Source):
 
     def _pay(self, tree: CandidateTree, asked: set[int], context: Context) -> list[int]:
         """The likeliest nodes to guess below, those left out that were asked or do not pay."""
-        price = _GUESS_SECONDS + self._budget.costs.node(context.kv.length)
+        node_s = self._budget.costs.node(context.kv.length)
+        plain = self._budget.costs.seconds(1, context.kv.length)
+        gain = _GAIN if node_s < _GAIN * plain else max(_GAIN, self._recall.repeats)
+        price = _GUESS_SECONDS + node_s
         nodes: list[int] = []
         for node in tree.likeliest(self._limit):
             if len(nodes) == _PATHS_TOGETHER or not self._budget.pays_off(
-                _GAIN * tree.path_prob[node], price
+                gain * tree.path_prob[node], price
             ):
                 break
             if node not in asked and tree.depths[node] < tree.depth:
@@ -462,10 +480,10 @@ class HistorySource(Source):
             guess = further
 
     def may_pay(self, costs: PassCosts, context: Context) -> bool:
-        """Whether the text repeats itself; what came while others drafted is taken in first."""
+        """Whether the text repeats itself enough; what came meanwhile is taken in first."""
         if len(context.text) - len(self._recall) > _UNKNOWN:
             self._recall.committed(context)
-        return self._recall.repeats > _REPEATS
+        return self._recall.pays(costs, context.kv.length)
 
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds of the last draft's guesses."""
