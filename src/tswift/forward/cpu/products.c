@@ -71,11 +71,11 @@ INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
 #if defined __AVX512VNNI__
     __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
 #elif defined __AVX512F__
-    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(codes, _mm512_set1_epi32(*row))));
+    __asm__("vpaddd %1, %2, %0" : "=v"(sum) : "v"(_mm512_madd_epi16(codes, _mm512_set1_epi32(*row))), "v"(sum));
 #elif defined __AVXVNNI__
     sum = _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
 #else
-    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm256_madd_epi16(codes, _mm256_set1_epi32(*row))));
+    __asm__("vpaddd %1, %2, %0" : "=v"(sum) : "v"(_mm256_madd_epi16(codes, _mm256_set1_epi32(*row))), "v"(sum));
 #endif
     return sum;
 }
