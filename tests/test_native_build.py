@@ -21,9 +21,10 @@ from tswift import native_build
 from tswift.attention import native
 from tswift.attention.backends import choose, why_not
 from tswift.errors import InputError, SlowWarning
+from tswift.files import cache_folder
 from tswift.loading import model as loading
 from tswift.loading.model import load
-from tswift.native_build import Unbuilt, build, cache_folder
+from tswift.native_build import Unbuilt, build
 
 CPU = torch.device("cpu")
 pytestmark = needs_program

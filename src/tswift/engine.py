@@ -19,7 +19,7 @@ from tswift.drafting.costs import costs_of, measure
 from tswift.drafting.methods import make_drafter, possible, resolve
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
-from tswift.forward.adapting import warn_of_fallbacks
+from tswift.forward.notes import warn_of_fallbacks
 from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
 from tswift.memory import Demand, MemoryEstimate, check, refuse_ids

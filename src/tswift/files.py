@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from tswift.errors import InputError, kind_of
 
 LOCK = "lock"
 _LOCK_SECONDS = 0.3  # ``tswift runs`` holds a lock for an instant, to see whether anybody does
-# nor is what has come since it was looked at
+# of how a file is opened, as what lies there may be another since it was looked at: a link is not
+# followed, a pipe not waited for
 _NOT_FOLLOWED = getattr(os, "O_NOFOLLOW", 0)
 _NOT_AWAITED = getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -39,7 +43,8 @@ def status_of_regular_file(path: Path, option: str | None = None) -> os.stat_res
 def open_own(path: Path, flags: int = os.O_RDONLY, option: str | None = None) -> int:
     """A descriptor of a file in a folder of tswift's: of a run, a benchmark, a training, a server.
 
-    InputError, without opening it, if it is no regular file, see :func:`regular`.
+    InputError, without opening it, if it is no regular file, see
+    :func:`status_of_regular_file`.
     """
     status_of_regular_file(path, option)
     return os.open(path, flags | _NOT_FOLLOWED | _NOT_AWAITED | _BINARY, _MODE)
@@ -143,3 +148,56 @@ def in_use(folder: Path) -> bool:
 def unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
     """The error of a folder that ``field`` named and that cannot be written to."""
     return InputError(f"{path} cannot be written to ({error.strerror})", field)
+
+
+def cache_folder() -> Path | None:
+    """A folder of the user's for what can be made anew; None if nothing can be kept.
+
+    It is ``tswift`` in ``XDG_CACHE_HOME``, else in ``~/.cache``. If others can write there, or it
+    cannot be made, it is ``tswift-<user id>`` in the system's folder of temporary files.
+    """
+    with suppress(OSError, RuntimeError):  # the latter if there is no home
+        given = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(given) if given else Path.home() / ".cache") / "tswift"
+        if _make_private(folder):
+            return folder
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir()) / f"tswift-{os.geteuid()}"
+        if _make_private(folder):
+            return folder
+    return None
+
+
+def put(file: Path, write: Callable[[Path], object]) -> None:
+    """Have a file of the cache written beside its place, and moved there in one step:
+    another process may do the same.
+
+    What ``write`` raises is raised, and nothing is left then.
+    """
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        write(beside)
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _make_private(folder: Path) -> bool:
+    """Whether a folder, which is made if it is missing,
+    can be written to by this user and by nobody else.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    own = folder.lstat()
+    parent = folder.parent.stat()
+    user = os.geteuid()
+    private = stat.S_ISDIR(own.st_mode) and own.st_uid == user and not own.st_mode & _BY_OTHERS
+    # who may rename it could put another folder in its place
+    stays = parent.st_uid in (user, 0) and (
+        parent.st_mode & stat.S_ISVTX or not parent.st_mode & _BY_OTHERS
+    )
+    return bool(private and stays) and os.access(folder, os.W_OK)
+
+
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH

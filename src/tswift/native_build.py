@@ -16,12 +16,10 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 
 from tswift.errors import SlowWarning
+from tswift.files import cache_folder
 from tswift.stages import tell
 
 # Without traps, loops with a choice in them become vectors; no result changes by that.
@@ -52,7 +51,6 @@ _INSTALL = {
     "dnf": "dnf install gcc",
     "xcode-select": "xcode-select --install",
 }
-_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Unbuilt(Exception):
@@ -192,56 +190,6 @@ def widest_vectors() -> tuple[str, ...]:
         return ("-mavxvnni",) if "avx_vnni" in features else ()
     sums = ("-mavx512vnni",) if "avx512_vnni" in features else ()
     return ("-mavx512f", "-mavx512bw", "-mprefer-vector-width=512", *sums)
-
-
-def cache_folder() -> Path | None:
-    """A folder of the user's for what can be made anew; None if nothing can be kept.
-
-    It is ``tswift`` in ``XDG_CACHE_HOME``, else in ``~/.cache``. If others can write there, or it
-    cannot be made, it is ``tswift-<user id>`` in the system's folder of temporary files.
-    """
-    with contextlib.suppress(OSError, RuntimeError):  # the latter if there is no home
-        given = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(given) if given else Path.home() / ".cache") / "tswift"
-        if _make_private(folder):
-            return folder
-    with contextlib.suppress(OSError):
-        folder = Path(tempfile.gettempdir()) / f"tswift-{os.geteuid()}"
-        if _make_private(folder):
-            return folder
-    return None
-
-
-def put(file: Path, write: Callable[[Path], object]) -> None:
-    """Have a file of the cache written beside its place, and moved there in one step:
-    another process may do the same.
-
-    What ``write`` raises is raised, and nothing is left then.
-    """
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        write(beside)
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _make_private(folder: Path) -> bool:
-    """Whether a folder, which is made if it is missing,
-    can be written to by this user and by nobody else.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    own = folder.lstat()
-    parent = folder.parent.stat()
-    user = os.geteuid()
-    private = stat.S_ISDIR(own.st_mode) and own.st_uid == user and not own.st_mode & _BY_OTHERS
-    # who may rename it could put another folder in its place
-    stays = parent.st_uid in (user, 0) and (
-        parent.st_mode & stat.S_ISVTX or not parent.st_mode & _BY_OTHERS
-    )
-    return bool(private and stays) and os.access(folder, os.W_OK)
 
 
 def _compiler() -> list[str]:

@@ -27,7 +27,8 @@ from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
 from tswift.errors import NoFault, SlowWarning
 from tswift.forward import adapting
-from tswift.forward.adapting import warn_of_fallbacks, wrap_model
+from tswift.forward.adapting import wrap_model
+from tswift.forward.notes import warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.loading.model import LoadedModel, _with_copy, load

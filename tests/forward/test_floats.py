@@ -15,8 +15,9 @@ from tests.conftest import make_checkpoint
 from tests.helpers import first, needs_program
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.forward.adapting import PROGRAM, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu.products import HALVES, PackedFloats, PackedLinear, pack
+from tswift.forward.notes import PROGRAM
 from tswift.loading.model import LoadedModel, adopt, load
 from tswift.loading.plan import plan_model
 from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of, weights_hash

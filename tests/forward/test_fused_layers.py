@@ -28,7 +28,7 @@ from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
 from tswift.forward import adapting
 from tswift.forward import text as texts
-from tswift.forward.adapting import FUSED, execution_note, fingerprint, wrap_model
+from tswift.forward.adapting import fingerprint, wrap_model
 from tswift.forward.cuda import draft_weights, layers_check
 from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.cuda.layers_check import (
@@ -41,6 +41,7 @@ from tswift.forward.cuda.layers_check import (
     plain_squares,
     tree_sum,
 )
+from tswift.forward.notes import FUSED, execution_note
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.models.architecture import max_positions

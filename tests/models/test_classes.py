@@ -28,7 +28,7 @@ from tests.helpers import first, needs_program, options_for
 from tswift.caches import FullKV
 from tswift.engine import generate
 from tswift.errors import InputError
-from tswift.forward.adapting import PROGRAM
+from tswift.forward.notes import PROGRAM
 from tswift.loading.model import LoadedModel, adopt, load
 from tswift.loading.plan import plan_model
 from tswift.models.architecture import class_of

@@ -16,9 +16,9 @@ A program is warmed up and captured with ``max_new`` = 0 in the block from the h
 nothing is committed.
 
 A kernel or a captured graph may be wrong on a card, driver or library that nobody has tried it on.
-So device steps are compared with the rule on the host once per model (:func:`try_steps`). Where
-they differ, the model's passes are not replayed: decoding is slower then and not wrong, and the
-reason is in every record.
+So device steps are compared with the rule on the host once per model
+(``device_step_check.try_steps``). Where they differ, the model's passes are not replayed: decoding
+is slower then and not wrong, and the reason is in every record.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from tswift.decoding.drafter import (
     Step,
     TruncateFn,
 )
-from tswift.forward.adapting import warn_of_fallbacks
 from tswift.forward.cuda.graphs import sizes
+from tswift.forward.notes import warn_of_fallbacks
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.machine import synchronize

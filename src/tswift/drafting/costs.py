@@ -26,10 +26,10 @@ from tswift.decoding.loop import decode_step
 from tswift.decoding.prices import NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
+from tswift.files import cache_folder, put
 from tswift.forward.target import Target
 from tswift.machine import available_bytes
 from tswift.models.checkpoint import config_hash
-from tswift.native_build import cache_folder, put
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads

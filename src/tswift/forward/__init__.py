@@ -1,7 +1,8 @@
 """A pass over a loaded model: from tokens and a KV cache to hidden states and logits.
 
-Begin with ``target.Target``, whose ``forward`` every method calls. Modeling code stays in
-transformers (``hf`` replaces its attention); a C program (``program``) or kernels in CUDA graphs
-(``fused_layers``, ``passes``) stand in for it where they compute the same, which ``adapting``
-tries at load. Sampling and drafting are unknown here.
+Begin with ``target.Target``, whose ``forward`` every method calls, and ``eager.EagerRunner``, which
+makes its passes by transformers' modeling code (``hf`` replaces its attention). A C program
+(``cpu``) or kernels in CUDA graphs (``cuda``) stand in for that where they compute the same, which
+``adapting`` tries at load. The few products of heads that only draft are here, too; what is drafted
+and drawn is decided elsewhere.
 """

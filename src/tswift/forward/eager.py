@@ -1,8 +1,10 @@
 """Passes that PyTorch makes, layer after layer: the runner that every model can have.
 
-A target's runner is chosen once, by what the machine and the model allow: this one, that of a C
-program (``forward/cpu/runner.py``), or that of replayed passes (``forward/cuda/runner.py``). The
-others are this one wherever they have nothing better for a pass.
+A target's runner is chosen when a model is loaded: this one, that of replayed passes
+(``forward/cuda/runner.py``) by the attention that it is wrapped with, or that of a C program
+(``forward/cpu/runner.py``) where ``forward/adapting.py`` finds that it gives the same logits. It is
+exchanged where weights or the cache's dtype change. The others are this one wherever they have
+nothing better for a pass.
 """
 
 from __future__ import annotations

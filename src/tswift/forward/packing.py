@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tswift.errors import InputError
+from tswift.files import cache_folder, put
 from tswift.forward.cpu.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
 from tswift.machine import return_free_memory
 from tswift.models import codes
@@ -34,7 +35,6 @@ from tswift.models.architecture import class_of
 from tswift.models.checkpoint import Checkpoint, StoredTensor
 from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
 from tswift.models.shapes import Noise
-from tswift.native_build import cache_folder, put
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

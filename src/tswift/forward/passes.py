@@ -1,10 +1,4 @@
-"""Passes over the model: what they cost, their state, their results,
-and static passes that are replayed as CUDA graphs.
-
-A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it
-reads and writes in place and takes the cache's length from the device, so that one CUDA graph of it
-serves a whole decode.
-"""
+"""A pass in progress, its result, and how many rows it has."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ import transformers
 from transformers import PreTrainedModel
 
 import tswift
+from tswift.files import cache_folder, put
 from tswift.models.checkpoint import config_hash, weights_hash
-from tswift.native_build import cache_folder, put
 
 _FOLDER = "checks"  # in the cache folder
 _SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")  # which libraries read

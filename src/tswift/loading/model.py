@@ -29,12 +29,10 @@ from tswift.errors import (
 from tswift.forward.adapting import (
     Inexact,
     choose_fixed_rows,
-    execution_note,
     fingerprint,
     measured_pass,
     select_backend,
     try_graphs,
-    warn_of_fallbacks,
     wrap_model,
 )
 from tswift.forward.cpu.products import library
@@ -43,6 +41,7 @@ from tswift.forward.cuda.draft_weights import (
     copy_bytes,
     refuse_nonsense,
 )
+from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network
@@ -395,7 +394,7 @@ def _prepare(
 def _slowness(plan: ModelPlan) -> str | None:
     """Why there is no C program here, where that would make the model's passes."""
     serves = plan.asked.attention in ("auto", "native") and plan.dtype.itemsize <= 4
-    if plan.device.type != "cpu" or not (plan.coded or (serves and plan.by_program)):
+    if plan.device.type != "cpu" or not (plan.coded or (serves and plan.program_expected)):
         return None
     try:
         library()

@@ -62,8 +62,8 @@ class ModelPlan:
     packed: bool = False
     # whether the copy for drafting passes is to be made only where it has room and is quicker
     if_quicker: bool = False
-    # whether a C program makes the passes, where there is a compiler
-    by_program: bool = False
+    # whether a C program should make the passes, as far as modules tell: who is told without one
+    program_expected: bool = False
 
     @property
     def name(self) -> str:
@@ -230,7 +230,14 @@ def _planned(
         packed = held is not None or (dtype == torch.float32 and asked.exact is not False)
     kv_dtype = kv_dtype_for(asked.kv_dtype, dtype, device, serves)
     plan = ModelPlan(
-        asked, checkpoint, device, dtype, kv_dtype, held=held, packed=packed, by_program=serves
+        asked,
+        checkpoint,
+        device,
+        dtype,
+        kv_dtype,
+        held=held,
+        packed=packed,
+        program_expected=serves,
     )
     _refuse_unfit(plan, ranks)
     if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded

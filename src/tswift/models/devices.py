@@ -1,6 +1,4 @@
-"""Where a model is computed: device, dtype and free memory; the machine and its software,
-for records.
-"""
+"""Where a model is computed, and in which dtype."""
 
 from __future__ import annotations
 

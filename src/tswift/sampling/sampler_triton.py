@@ -1,8 +1,8 @@
-"""The sampling rule as two Triton kernels, and the check that they draw the same tokens.
+"""The sampling rule as two Triton kernels; ``sampler_check`` sees whether they draw the same tokens.
 
 The rule itself, in float64 by PyTorch, stays :meth:`~tswift.sampling.rule.Sampler.draw_rows`. The
 kernels draw the same tokens from logits read in the model's dtype, without a float64 copy of them
-in memory. Only the sampler imports this module, where it is asked to: triton may not be installed.
+in memory. ``kernels.use_kernels`` alone imports this module: triton may not be installed.
 
 A program works on some rows of logits (nodes of a draft tree) and one part of the vocabulary: rows
 that share a part read its newest positions once, and one row's parts fill the device. Arithmetic is

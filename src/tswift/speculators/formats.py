@@ -2,8 +2,9 @@
 every tensor accounted for before any is read.
 
 DeepSpec writes DSpark, and DFlash without its bias (``Qwen3DSparkModel``, of others
-``DSparkDraftModel``), z-lab DFlash and DFlash2 (``DFlashDraftModel``), speculators all of these;
-SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, speculators and DeepSpec in another.
+``DSparkDraftModel``), z-lab DFlash and DFlash2 (``DFlashDraftModel``), vLLM's library speculators
+all of these; SafeAILab, SpecForge and AngelSlim write EAGLE-3 in one layout, that library and
+DeepSpec in another.
 Gemma 4's assistants are Google's; Muse-Glimmer's, a DFlash, is Meta's.
 """
 

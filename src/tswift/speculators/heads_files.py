@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tswift.errors import DecodeError, InputError, close_name, find_path, parse_json, renaming
+from tswift.files import cache_folder, put
 from tswift.forward.cpu.products import holds_codes
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.target import Target
@@ -36,7 +37,6 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.config import NO_HEADS
 from tswift.models.shapes import HEADS
-from tswift.native_build import cache_folder, put
 from tswift.speculators.formats import describe_drafter, is_drafter
 from tswift.speculators.heads import (
     DRAFT_IDS,

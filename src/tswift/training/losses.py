@@ -1,9 +1,8 @@
 """Losses of heads and draft models, and their accuracy.
 
 Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen.
-Logits are computed for
-a stretch of positions at a time: 8,192 positions over a vocabulary of 128K would take 4 GB for
-    every head.
+Logits are computed for a stretch of positions at a time: 8,192 positions over a vocabulary of 128K
+would take 4 GB for every head.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 Begin with ``program.PassProgram`` and the opening comment of ``program.c``. ``parts`` says what of
 a transformers model the program computes, and refuses what it does not; ``products`` packs weights
-and multiplies by them; ``recurrence`` steps the states of recurrent layers. Only forward imports
-it, and what packs or reads codes.
+and multiplies by them; ``recurrence`` steps the states of recurrent layers. Loading asks what
+it would serve, and heads that draft are multiplied by it.
 """

@@ -1,7 +1,7 @@
 """What a decoder is made of, as far as the C program of passes knows the parts.
 
 A model is read by the names of its modules, not by its class: which norms stand where, which linear
-layers are one, what turns queries and keys, what lets the MLP through, and by what it is multiplied
+layers are one, what turns queries and keys, the MLP's activation, and by what it is multiplied
 on the way. A model fits if all its weights have a place. Whether they are put together as the
 program does is seen by comparing logits, near and far into a text (see adapting.py).
 """

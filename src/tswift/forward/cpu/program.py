@@ -1,7 +1,7 @@
 """Passes of a decoder on the CPU as one C function, compiled where the user has a C compiler.
 
-Eagerly a pass of a small model takes longer to be said than to be computed: some 300 operators,
-each through Python and PyTorch. Weights that lost nothing in bfloat16 are read as that, which
+By PyTorch a pass of a small model is some 300 operators, and calling them takes longer than
+computing them. Weights that lost nothing in bfloat16 are read as that, which
 halves the bytes and changes no product. A row's bits depend on no other row, so every pass is
 exact, whatever its width.
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from tswift.forward.cpu.products import (
 from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.models.codes import LEAST_BLOCK, quantize
 from tswift.native_build import parallel_region
-
-if TYPE_CHECKING:
-    pass
 
 _FLOATS = nn.Parameter, torch.float32
 DRAFT_BITS = 8  # of the codes of layers that only draft, and of their inputs

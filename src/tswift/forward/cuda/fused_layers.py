@@ -41,7 +41,7 @@ _AT_A_TIME = 4096  # positions
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm by a kernel, where nothing is learnt: the last one of a model."""
+    """An RMSNorm by a kernel, where no gradients are wanted: the last one of a model."""
 
     weight: Tensor
     variance_epsilon: float

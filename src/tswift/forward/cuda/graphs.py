@@ -1,4 +1,9 @@
-"""Passes that are captured as CUDA graphs, once for each of a few numbers of nodes."""
+"""Passes that are captured as CUDA graphs, once for each of a few numbers of nodes.
+
+A GPU runs the kernels of a pass faster than a host can launch them. A static pass keeps all that it
+reads and writes in place and takes the cache's length from the device, so that one CUDA graph of it
+serves a whole decode.
+"""
 
 from __future__ import annotations
 
