@@ -37,6 +37,7 @@ from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
     from tswift.loading.model import LoadedModel
+    from tswift.loading.plan import ModelPlan
 
 BASELINE = "ar"
 REFERENCE = "ar-reference"  # plain decoding with the attention of reference implementations
@@ -427,6 +428,7 @@ def configure(
     length: int = 1,
     option: str = "model",
     flexible: bool = False,
+    made: ModelPlan | None = None,
 ) -> BenchConfig:
     """Check the options, and load the model.
 
@@ -435,6 +437,7 @@ def configure(
         length: least generated tokens.
         option: what the user gave that length with, for the error.
         flexible: whether nobody gave it, so that it gives way to the model's positions.
+        made: the model's plan, where there is one already.
     """
     from tswift.drafting.methods import cut_note, resolve
     from tswift.loading.model import load_model
@@ -442,9 +445,8 @@ def configure(
     from tswift.memory import Demand, preflight
 
     drafting = options.check()
-    wanted = options.to_load()
     try:
-        plan = plan_model(wanted)
+        plan = made or plan_model(options.to_load())
         for method, asked in drafting.items():
             preflight(plan, Demand(prompt, length, method, asked, flexible), option=option)
         model = load_model(plan)

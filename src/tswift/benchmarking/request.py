@@ -32,6 +32,7 @@ from tswift.options import fields_of
 
 if TYPE_CHECKING:
     from tswift.benchmarking.run import OnProgress
+    from tswift.loading.plan import ModelPlan
 
 # what bench does and a suite does not
 _OF_BENCH = ("methods", "simulate_alpha", "stop_at_eos", "workload", "chat", *JUDGED)
@@ -48,6 +49,7 @@ class Request:
     plan: Plan
     judging: Judging
     options: BenchOptions
+    made: ModelPlan | None = None  # of the model, once it has been asked for its positions
     note: str = ""  # that the grid's defaults gave way
 
     @classmethod
@@ -87,14 +89,16 @@ class Request:
 
         plan = self.plan
         model = self.options.model.model
-        positions = plan_model(self.options.to_load()).max_positions
+        made = plan_model(self.options.to_load())
+        positions = made.max_positions
         given = {"prefill" if name == "prefills" else name for name in self.given}
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
         if not gave_way:
-            return self
+            return replace(self, made=made)
         prefills = plan.prefills if "prefill" in given else (prefill,)
         note = fit_note(model, positions, prefill, lens)
-        return replace(self, plan=replace(plan, prefills=prefills, lens=lens), note=note)
+        fitted = replace(plan, prefills=prefills, lens=lens)
+        return replace(self, plan=fitted, note=note, made=made)
 
     @property
     def measured(self) -> bool:
@@ -145,7 +149,8 @@ class Request:
         longest = max(self.plan.prefills)
         length = max(self.plan.lens)
         least = 1 if self.plan.workload else longest
-        config = configure(self.options, least, length, "prefills" if least > length else "lens")
+        option = "prefills" if least > length else "lens"
+        config = configure(self.options, least, length, option, made=self.made)
         prompts = encode(texts, config.model, longest, self.plan.chat)
         record = begin_measurement(config, prompts, self.plan, command)
         notes = [note for note in (self.note, config.note) if note]
