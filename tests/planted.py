@@ -320,6 +320,10 @@ FAULTS = [
     Fault("sums go backwards on AVX2 alone", "forward/cpu/products.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "for (int64_t i = 0; i < inputs; i++) {",
           "for (int64_t n = 0; n < inputs; n++) {\n        const int64_t i = LANES == 8 ? inputs - 1 - n : n;"),
+    Fault("a group's second half has the codes of the first on AVX2 alone", "forward/cpu/products.c", INTEGERS,
+          "load_bytes(codes + h * LANES * 4)", "load_bytes(codes)"),
+    Fault("integer values are packed with those of other dimensions", "attention/native.c", NATIVE,
+          "(from[k] + d)), 0xd8)", "(from[k] + d)), 0xe4)"),
     Fault("attention rounds twice on AVX2 alone", "attention/native.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "return _mm256_fmadd_ps(x, y, sum);", "return _mm256_add_ps(sum, _mm256_mul_ps(x, y));"),
     # CUDA: captures, prompts, what is fetched
