@@ -382,7 +382,7 @@ def test_a_missing_compiler_is_told_once_where_it_costs_much(
     assert [str(each.message) for each in told] == [
         f"the C program that computes {checkpoint} needs a C compiler: no-such-compiler (CC) is "
         "not there; without it every token takes "
-        f"{'hundreds of times' if weights else 'several times'} as long"
+        f"{'many' if weights else 'several'} times as long"
     ]
 
 

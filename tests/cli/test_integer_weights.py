@@ -7,16 +7,19 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.cli.bad_inputs.runs import record as edited
 from tests.cli.conftest import TEXT, Tswift
 from tests.cli.conftest import tswift as tswift
-from tests.helpers import first
+from tests.helpers import first, needs_program
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
+from tswift import native_build
 from tswift.forward import packing as coded
 from tswift.jobs import folder
 
@@ -26,6 +29,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounded weights are kept."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """What failed for want of a compiler is tried again."""
+    yield
+    native_build._attempted.cache_clear()
 
 
 @pytest.fixture(params=first(1, ["GGUF", "--weights int4"]))
@@ -170,6 +180,50 @@ def test_what_does_not_go_together(
     assert result.code == 2
     assert result.err.startswith(says)
     assert result.err.count("\n") == 1
+
+
+MADE_BY = {
+    "a compiler": "a C program's products of integers",
+    "none": "PyTorch's products of floats",
+}
+
+
+@needs_program
+@pytest.mark.parametrize(("made", "here"), [("a compiler", "none"), ("none", "a compiler")])
+def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
+    made: str, here: str, tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text would be another; nor is it judged by what did not make it."""
+
+    def on_a_machine_with(compiler: str) -> None:
+        monkeypatch.delenv("CC", raising=False)
+        if compiler == "none":
+            monkeypatch.setenv("CC", "no-such-compiler")
+        native_build._attempted.cache_clear()
+
+    run = tmp_path / "run"
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    on_a_machine_with(made)
+    words = ["--model", file, "--prompt-text", TEXT, "--len", 20, "--quiet", "--out", run]
+    assert tswift("generate", *words).code == 0
+    before = tokens(run)
+    record = json.loads((run / "run.json").read_text())
+    assert record["model"]["products"] == MADE_BY[made].split()[-1]
+    on_a_machine_with(here)
+    for command in (["generate", "--len", 30, "--resume", run], ["verify", run]):
+        result = tswift(*command)
+        assert result.code == 2
+        assert result.err.splitlines()[-1] == (
+            f"tswift: error: --model: {run} was made with {MADE_BY[made]}; here are "
+            f"{MADE_BY[here]}, which make another text"
+        )
+        assert tokens(run) == before
+    on_a_machine_with(made)
+    if made == "a compiler":  # as all runs were before they said so
+        edited(lambda told: told["model"].pop("products"))(run)
+    assert tswift("generate", "--len", 30, "--resume", run).code == 0
+    assert tokens(run)[:20] == before
+    assert tswift("verify", run).code == 0
 
 
 def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.forward.plain_products import fused, multiply_plainly, rounded
 from tests.forward.test_program import VOCAB, network
 from tests.helpers import decode, decode_method, first, random_tree
 from tswift.attention.backends import why_not
@@ -23,16 +24,15 @@ from tswift.attention.native import Unbuilt, build
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
+from tswift.errors import SlowWarning
 from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
 from tswift.forward.cpu import products
 from tswift.forward.cpu.products import (
     PackedEmbedding,
     PackedLinear,
-    _fused,
     finely_rounded,
+    hold_floats,
     lay_together,
-    multiply_plainly,
-    rounded,
 )
 from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Target
@@ -129,18 +129,18 @@ def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apar
 
 def test_sums_are_rounded_once() -> None:
     """As the C library's own fused operation does, near ties and everywhere."""
-    fused = ctypes.CDLL("libm.so.6").fmaf
-    fused.argtypes = [ctypes.c_float] * 3
-    fused.restype = ctypes.c_float
+    fmaf = ctypes.CDLL("libm.so.6").fmaf
+    fmaf.argtypes = [ctypes.c_float] * 3
+    fmaf.restype = ctypes.c_float
     x, y, z = (torch.randn(30_000) * torch.randint(-9, 9, (30_000,)).exp2() for _ in range(3))
     z[:10_000] = -(x * y)[:10_000]
     x[10_000:20_000] = x[10_000:20_000].half().float()
     # halfway between two numbers, and just beside that
     y[10_000:20_000] = 2.0 ** torch.randint(-30, 3, (10_000,))
     wanted = torch.tensor(
-        [fused(*each) for each in zip(x.tolist(), y.tolist(), z.tolist(), strict=True)]
+        [fmaf(*each) for each in zip(x.tolist(), y.tolist(), z.tolist(), strict=True)]
     )
-    assert torch.equal(_fused(x, y, z), wanted)
+    assert torch.equal(fused(x, y, z), wanted)
 
 
 @cache
@@ -202,16 +202,82 @@ def test_a_rows_bits_are_its_own(input_bits: int) -> None:
     assert torch.equal(broken[kept], whole[kept])
 
 
-def test_without_a_compiler_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = PackedLinear(codes_of(40, 64, 4), torch.randn(40))
-    rows = torch.randn(2, 3, 64)
-    found = layer(rows)
-
-    def unbuilt(*given: object) -> Tensor:
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unbuilt() -> ctypes.CDLL:
         raise Unbuilt("needs a C compiler")
 
-    monkeypatch.setattr(products, "multiply", unbuilt)
-    assert torch.equal(layer(rows), found)
+    monkeypatch.setattr(products, "library", unbuilt)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(40)])
+def test_without_a_compiler_floats_are_multiplied(
+    monkeypatch: pytest.MonkeyPatch, bias: Tensor | None
+) -> None:
+    without_a_compiler(monkeypatch)
+    codes = codes_of(40, 64, 4)
+    layer = PackedLinear(codes, bias)
+    for shape in ((2, 3, 64), (1, 1, 64), (64,)):
+        rows = torch.randn(shape)
+        wanted = nn.functional.linear(rows, codes.dequantized(), bias)
+        made_anew = layer(rows)
+        assert torch.allclose(made_anew, wanted, rtol=0, atol=1e-5)
+        hold_floats(layer)
+        assert torch.equal(layer.packed.floats, codes.dequantized())
+        assert torch.equal(layer(rows), made_anew)
+        layer.packed.floats = None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_as_many_floats_are_held_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tied: bool
+) -> None:
+    """Whatever it is, results have the same bits."""
+    without_a_compiler(monkeypatch)
+    made = coded("llama", 4, tied=tied)
+    ids = torch.arange(20)[None]
+    held = [*dict.fromkeys(each.packed for each in made.modules() if hasattr(each, "in_features"))]
+    bytes_of_all = 4 * sum(packed.outputs * packed.inputs for packed in held)
+    logits = []
+    for share, count in ((0, 0), (1, 5), (2, len(held))):
+        some = 4 * sum(packed.outputs * packed.inputs for packed in held[:count])
+        monkeypatch.setattr(products, "available_bytes", lambda device, free=2 * some: free)
+        for packed in held:
+            packed.floats = None
+        hold_floats(made)
+        assert [packed.floats is not None for packed in held] == [
+            at < count for at in range(len(held))
+        ]
+        said = [str(each.message) for each in recwarn if each.category is SlowWarning]
+        recwarn.clear()
+        assert said == [
+            f"{len(held) - count} of {len(held)} matrices of codes are made floats anew for each "
+            f"product: all would take {bytes_of_all / 1e9:.1f} GB, more than 50% of the free memory"
+        ] * (share < 2)
+        with torch.inference_mode():
+            logits.append(made(ids).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_floats_are_exact_at_a_fixed_width_and_only_if_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_a_compiler(monkeypatch)
+    made = coded("llama", 4)
+    hold_floats(made)
+    target = wrap_model(made, "llama", "sdpa")
+    assert choose_fixed_rows(target, "sdpa", None) is None
+    assert target.width is None
+    assert choose_fixed_rows(target, "sdpa", True) is None
+    assert target.width == 16
+    fingerprint(target)
+    params = SamplingParams(penalty=1.05)
+    prompt = [*range(1, 60)]
+    wanted = decode_method("ar", target, prompt, params, 3, 60)
+    for method in ("reuse", "magicdec"):
+        options = DraftOptions(budget=64) if method == "magicdec" else DraftOptions()
+        drafter = make_drafter(method, target, None, options, None)
+        assert decode(target, drafter, prompt, params, 3, 60) == wanted
 
 
 def test_gradients_flow_through_it() -> None:

@@ -41,6 +41,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from tests.forward.plain_products import multiply_plainly
 from tests.helpers import decode, decode_method, first, needs_program, random_tree
 from tswift.attention import native
 from tswift.caches import FullKV
@@ -55,7 +56,7 @@ from tswift.forward import adapting
 from tswift.forward.adapting import fingerprint, wrap_model
 from tswift.forward.cpu import products
 from tswift.forward.cpu.parts import Unfit
-from tswift.forward.cpu.products import PackedLinear, multiply_plainly
+from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.cpu.program import PassProgram
 from tswift.forward.eager import EagerRunner
 from tswift.forward.notes import PROGRAM, execution_note

@@ -27,6 +27,7 @@ from tswift.decoding.prices import NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
 from tswift.files import cache_folder, put
+from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.target import Target
 from tswift.machine import available_bytes
 from tswift.models.checkpoint import config_hash
@@ -225,6 +226,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         str(target.kv_shape.dtype),
         target.attention,
         target.runner.program is not None,
+        multiplies_integers(target.model),
         target.width,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),

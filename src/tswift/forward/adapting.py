@@ -29,7 +29,7 @@ from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, NoFault, cause_of, fault_of
 from tswift.forward.cpu.parts import Unfit
-from tswift.forward.cpu.products import finely_rounded, holds_codes
+from tswift.forward.cpu.products import finely_rounded, holds_codes, multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel, watched
@@ -323,7 +323,7 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
             exact
             or target.device.type == "cuda"
             or target.runner.program is not None
-            or holds_codes(target.model)
+            or multiplies_integers(target.model)
         )
     if not exact:
         return None
@@ -466,7 +466,7 @@ def _compared(
     allowed = 0.5 if model.startswith(SHAPE_PREFIX) else 0.25
     if target.dtype.itemsize >= 4:
         allowed = 1e-3
-    if holds_codes(network):
+    if multiplies_integers(network):
         allowed = max(allowed, _ROUNDED)
     if not apart <= allowed and is_fused(network):
         separate_layers(network)

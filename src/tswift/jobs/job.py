@@ -64,7 +64,7 @@ from tswift.jobs.folder import (
     read_saved,
     text_fault,
 )
-from tswift.loading.model import LoadedModel, load_model
+from tswift.loading.model import INTEGERS, LoadedModel, load_model
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
@@ -718,6 +718,19 @@ def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> 
         return load_model(replace(config, exact=False), ranks)
 
 
+def refuse_other_products(run: RunRecord, model: LoadedModel) -> None:
+    """Refuse a model of codes that are multiplied in another way than when the run was made:
+    texts go on otherwise.
+    """
+    own = model.about().get("products")
+    if own is not None and own != run.record.model.get("products", INTEGERS):
+        program, pytorch = "a C program's products of integers", "PyTorch's products of floats"
+        then, now = (pytorch, program) if own == INTEGERS else (program, pytorch)
+        raise InputError(
+            f"{run.path} was made with {then}; here are {now}, which make another text", "model"
+        )
+
+
 def refuse_other_tokenizer(run: RunRecord, model: LoadedModel) -> None:
     """Refuse a tokenizer that is not the one the run was made with, where its record has one."""
     if run.record.model.get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash:
@@ -741,6 +754,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
             )
             raise InputError(message, "model")
     refuse_other_tokenizer(run, model)
+    refuse_other_products(run, model)
     own = identity.get("kv_dtype", identity["dtype"])
     if own != config.model.kv_dtype:
         raise InputError(

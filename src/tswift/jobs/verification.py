@@ -14,7 +14,7 @@ from tswift.forward.cpu.products import holds_codes
 from tswift.forward.text import OnProgress
 from tswift.jobs.config import AuditConfig, first_tokens
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
-from tswift.jobs.job import load_exact_or_not, refuse_other_tokenizer
+from tswift.jobs.job import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
 from tswift.models.checkpoint import config_hash, weights_hash
@@ -122,6 +122,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
         InputError: it has another tokenizer.
     """
     refuse_other_tokenizer(run, model)
+    refuse_other_products(run, model)
     note = None
     if run.config.model.exact and (model.exact is None or model.exact != run.bits):
         note = (

@@ -35,7 +35,7 @@ from tswift.forward.adapting import (
     try_graphs,
     wrap_model,
 )
-from tswift.forward.cpu.products import library
+from tswift.forward.cpu.products import holds_codes, library, multiplies_integers
 from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
@@ -79,6 +79,10 @@ from tswift.stages import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# what a C program makes of codes and inputs, by ``about``; PyTorch multiplies floats
+INTEGERS = "integers"
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,6 +177,9 @@ class LoadedModel:
             "quantization": self.quantization,
             "ranks": self.ranks.count,
         }
+        if holds_codes(self.target.model):
+            integers = multiplies_integers(self.target.model)
+            about["products"] = INTEGERS if integers else "floats"
         if self.target.kv_shape.dtype != (self.held or self.target.dtype):
             about["kv_dtype"] = dtype_name(self.target.kv_shape.dtype)
         if self.draft is not None:
@@ -399,10 +406,10 @@ def _slowness(plan: ModelPlan) -> str | None:
     try:
         library()
     except Unbuilt as error:
-        cost = "hundreds of times" if plan.coded else "several times"
+        cost = "many" if plan.coded else "several"
         return (
             f"the C program that computes {plan.asked.model} {error}; without it every token takes "
-            f"{cost} as long"
+            f"{cost} times as long"
         )
     return None
 
@@ -488,7 +495,8 @@ def _open(
         network = read_network(plan, ranks)
         kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
-        checks = Checks(network if kept else None, backend, plan.dtype, kv_dtype, usual)
+        products = multiplies_integers(network)
+        checks = Checks(network if kept else None, backend, plan.dtype, kv_dtype, usual, products)
         target = wrap_model(network, model, backend, kv_dtype=kv_dtype, usual=usual, checks=checks)
     loaded = LoadedModel(
         model,

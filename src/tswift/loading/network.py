@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 from tswift.distributed import ALONE, RANKS, Dist
 from tswift.errors import InputError
-from tswift.forward.cpu.products import pack
+from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.packing import (
     load_floats,
     load_gguf,
@@ -37,6 +37,8 @@ def read_network(plan: ModelPlan, ranks: Dist = ALONE) -> PreTrainedModel:
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
     network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
+    if plan.coded and not multiplies_integers(network):
+        hold_floats(network)
     return network if options else network.to(plan.device)
 
 

@@ -77,9 +77,12 @@ class Packed(nn.Module):
         bits: of a code; 0 for floats.
         block: inputs of a block of codes; 0 for floats.
         centre: the code that stands for 0 everywhere; 0 for none.
+        floats: all weights ``[outputs, inputs]`` in float32, where there is no C product that would
+            read them packed; None where they are made anew for each product.
     """
 
     bytes: Tensor
+    floats: Tensor | None = None
     outputs: int
     inputs: int
     bits: int
@@ -166,10 +169,12 @@ class PackedCodes(Packed):
 
     def whole(self) -> Tensor:
         """All weights, ``[outputs, inputs]`` float32."""
-        return self.codes().dequantized()
+        return self.codes().dequantized() if self.floats is None else self.floats
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
+        if self.floats is not None:
+            return self.floats[outputs]
         # a row's whole group is unpacked for it, once
         found = [self._rows(some) for some in outputs.flatten().split(_UNPACKED)]
         return torch.cat(found).view(*outputs.shape, self.inputs)
@@ -241,5 +246,5 @@ def read_bytes(network: nn.Module) -> int:
     for module in network.modules():
         packed = getattr(module, "packed", None)
         if isinstance(packed, Packed) and hasattr(module, "in_features"):
-            read += packed.bytes.nbytes
+            read += (packed.bytes if packed.floats is None else packed.floats).nbytes
     return read

@@ -6,22 +6,25 @@ and block. So the sum of a block's products is an exact integer, whatever its or
 are added up in float32 in one order. A row therefore has the same bits whatever other rows are
 multiplied with it, on every processor, and with any number of threads.
 
-The product of codes is defined by :func:`multiply_plainly`, in PyTorch. products.c computes the
-same bits much faster.
+Where there is no C program, PyTorch multiplies: floats that are made of the codes, and inputs as
+they are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tswift.machine import ask_for_huge_pages, return_free_memory
+from tswift.errors import SlowWarning
+from tswift.machine import ask_for_huge_pages, available_bytes, return_free_memory
 from tswift.models.codes import Codes, Packed, PackedCodes
 from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 
@@ -31,16 +34,14 @@ _SOURCE = Path(__file__).with_name("program.c")
 # of weights and scales, as in products.c
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PIECE = 1 << 22  # weights that are packed at a time
-# of a rounded input, by its bits: 256 * 127 + 127 is two numbers of 8 bits, as some processors
-# would multiply them
-_HIGHEST = {8: 127, 16: 32639}
 _LINE = 64  # bytes of a line of the cache
 # codes are fetched so many bytes before they are multiplied: a step of one node of SmolLM2's took
 # 0.7 to 0.9 of the time that it takes with products.c's number, which was found on an AMD EPYC
 _AHEAD_ON_INTEL = "FAR_AHEAD=2048"
 _PAGE = 1 << 21  # bytes of a large page
 _MOVED = 1 << 26  # bytes after which the memory that they were in is given back
-_LEAST = 2.0**-100  # a block of inputs none of which is larger counts as zeros
+_FLOAT = torch.float32.itemsize
+_FLOATS_SHARE = 0.5  # of the free memory, that floats made of codes take at most
 
 # the structures that the program shares with Python
 C = structures(*(_SOURCE.with_name(name) for name in ("products.c", "recurrence.c", "program.c")))
@@ -77,59 +78,6 @@ def multiply(linear: ctypes.Structure, input: Tensor, program: ctypes.CDLL | Non
         ctypes.c_int64(torch.get_num_threads()),
     )
     return out
-
-
-def rounded(rows: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Rows ``[n, inputs]`` as integers ``[n, blocks, block]`` (int64),
-    and the step ``[n, blocks]`` of each block.
-    """
-    blocks = rows.unflatten(1, (-1, block))
-    largest = blocks.abs().amax(2)
-    largest = largest.where(~(largest < _LEAST), 0.0)
-    # a number over a tensor would be a product with its inverse
-    highest = torch.tensor(float(_HIGHEST[bits]))
-    step = largest / highest
-    by = torch.where(largest == 0, 0.0, highest / largest)
-    return (blocks * by.unsqueeze(2)).round().to(torch.int64), step
-
-
-def multiply_plainly(rows: Tensor, weight: Codes, bits: int) -> Tensor:
-    """Rows ``[n, inputs]`` float32 times a matrix: ``[n, outputs]``.
-
-    This is what products.c computes.
-
-    Args:
-        rows: the inputs.
-        weight: the matrix.
-        bits: to which the inputs are rounded, 8 or 16.
-    """
-    counts, step = rounded(rows, weight.block, bits)
-    codes = weight.codes.unflatten(1, (-1, weight.block))
-    total = torch.zeros(len(rows), len(codes), dtype=torch.float32)
-    for index in range(codes.shape[1]):
-        # float64 holds every sum of a block exactly
-        exact = (counts[:, index].double() @ codes[:, index].double().T).float()
-        sums = counts[:, index].sum(1).float() * step[:, index]
-        total = _fused(weight.scale[:, index] * step[:, index, None], exact, total)
-        total = _fused(weight.minimum[:, index], sums[:, None], total)
-    return total
-
-
-def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """``x * y + z`` of float32, rounded once.
-
-    The product is exact in float64. The sum is rounded there to odd: what is not exact gets an odd
-    last bit, so that it cannot look like a tie when it is rounded to float32.
-    """
-    product = x.double() * y.double()
-    addend = z.double()
-    total = product + addend
-    back = total - addend
-    lost = (product - back) + (addend - (total - back))
-    bits = total.view(torch.int64)
-    outwards = torch.where((lost > 0) == (total > 0), 1, -1)
-    inexact = (lost != 0) & (bits & 1 == 0) & lost.isfinite()
-    return torch.where(inexact, bits + outwards, bits).view(torch.float64).float()
 
 
 class PackedFloats(Packed):
@@ -228,22 +176,19 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights, unpacked anew."""
+        """The weights; unpacked anew, where they are not held as floats."""
         return self.packed.whole()
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., inputs]`` float32 to ``[..., outputs]``."""
-        if input.requires_grad and torch.is_grad_enabled():
-            return nn.functional.linear(input, self.weight, self.bias)
-        try:
-            return multiply(self.c, input.float())
-        except Unbuilt:
-            assert isinstance(self.packed, PackedCodes)
-            rows = input.reshape(-1, self.in_features).float()
-            out = multiply_plainly(rows, self.packed.codes(), self.input_bits)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.view(*input.shape[:-1], self.out_features)
+        packed = self.packed
+        if packed.floats is None and not (input.requires_grad and torch.is_grad_enabled()):
+            with suppress(Unbuilt):
+                return multiply(self.c, input.float())
+        if input.numel() == packed.inputs and self.bias is None:
+            # a matrix and one row took 0.96 of the time that a product of matrices did
+            return torch.mv(packed.whole(), input.reshape(-1)).view(*input.shape[:-1], -1)
+        return nn.functional.linear(input, packed.whole(), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
@@ -323,6 +268,39 @@ def pack(network: PreTrainedModel) -> None:
 def holds_codes(network: nn.Module) -> bool:
     """Whether any matrix of a network is codes."""
     return any(isinstance(module, PackedCodes) for module in network.modules())
+
+
+def multiplies_integers(network: nn.Module) -> bool:
+    """Whether any matrix of a network is codes that are multiplied as such, which takes a C
+    program.
+    """
+    with suppress(Unbuilt):
+        return holds_codes(network) and library() is not None
+    return False
+
+
+def hold_floats(network: nn.Module) -> None:
+    """Make floats of the codes of a network's linear layers, in their order, as far as they take
+    no more than a share of the free memory: what PyTorch multiplies where there is no C program.
+    """
+    layers = (module for module in network.modules() if isinstance(module, PackedLinear))
+    every = [*dict.fromkeys(layer.packed for layer in layers)]
+    sizes = [packed.outputs * packed.inputs for packed in every]
+    most = _FLOATS_SHARE * (available_bytes(torch.device("cpu")) or 0)
+    ends = [end for end in accumulate(sizes) if end * _FLOAT <= most]
+    together = torch.empty(ends[-1] if ends else 0)
+    ask_for_huge_pages(together)
+    for packed, end, size in zip(every, ends, sizes, strict=False):
+        floats = together[end - size : end].view(packed.outputs, packed.inputs)
+        packed.floats = floats.copy_(packed.whole())
+    if len(ends) < len(every):
+        warnings.warn(
+            f"{len(every) - len(ends)} of {len(every)} matrices of codes are made floats anew for "
+            f"each product: all would take {sum(sizes) * _FLOAT / 1e9:.1f} GB, more than "
+            f"{_FLOATS_SHARE:.0%} of the free memory",
+            SlowWarning,
+            stacklevel=2,
+        )
 
 
 def lay_together(network: nn.Module) -> None:
