@@ -20,7 +20,7 @@ from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.sampling.rule import Sampler
 from tswift.sampling.sampler_c import MOST
-from tswift.speculators.heads import Heads
+from tswift.speculators.heads import DraftHead, Heads
 
 _CHANCE = 0.8  # that the next head is right, too, in texts where they usually are
 
@@ -64,10 +64,16 @@ class HeadSource(Source):
         self.draft_model = level
         self.tree = tree
         self._shared_noise = shared_noise
-        self._lm_head = heads.draft_head(target)
+        if target.replays:  # before its programs are captured
+            heads.draft_head(target)
         self.width = min(max(tree), target.vocab_size)
         self.levels = len(tree)
         self._guessed: tuple[Any, Any] | None = None
+
+    @cached_property
+    def _lm_head(self) -> DraftHead:
+        """What drafts by it: made with the first draft, as there may be none."""
+        return self._heads.draft_head(self.target)
 
     @cached_property
     def nodes(self) -> list[tuple[int, int, int]]:

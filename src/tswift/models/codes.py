@@ -163,9 +163,18 @@ class PackedCodes(Packed):
         """Bytes of a block's codes, of a group."""
         return self.block * _GROUP * self.bits // 8
 
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Views of the bytes: those of codes ``[groups, blocks, n, 16, 4]``,
+        and scales, or scales and minima, ``[groups, blocks, n, 16]``.
+        """
+        codes = self.bytes[:, :, : self._coded].unflatten(2, (-1, _GROUP, 4))
+        return codes, self.bytes[:, :, self._coded :].view(self.kind).unflatten(2, (-1, _GROUP))
+
     def codes(self) -> Codes:
         """The codes that were packed."""
-        return self._unpacked(self.bytes, self.outputs)
+        codes, factors = (each.movedim(3, 1).flatten(0, 1)[: self.outputs] for each in self._parts)
+        return self._unpacked(codes, factors)
 
     def whole(self) -> Tensor:
         """All weights, ``[outputs, inputs]`` float32."""
@@ -175,36 +184,23 @@ class PackedCodes(Packed):
         """The weights of some outputs, ``[..., inputs]`` float32."""
         if self.floats is not None:
             return self.floats[outputs]
-        # a row's whole group is unpacked for it, once
+        # several times as large on the way
         found = [self._rows(some) for some in outputs.flatten().split(_UNPACKED)]
         return torch.cat(found).view(*outputs.shape, self.inputs)
 
     def _rows(self, wanted: Tensor) -> Tensor:
-        groups, places = (wanted // _GROUP).unique(return_inverse=True)
-        found = self._unpacked(self.bytes[groups], len(groups) * _GROUP).dequantized()
-        return found.unflatten(0, (-1, _GROUP))[places, wanted % _GROUP]
+        codes, factors = (each[wanted // _GROUP, :, :, wanted % _GROUP] for each in self._parts)
+        return self._unpacked(codes, factors).dequantized()
 
-    def _unpacked(self, groups: Tensor, outputs: int) -> Codes:
-        shape = len(groups), groups.shape[1], -1, _GROUP, 4
-        codes = groups[:, :, : self._coded]
+    def _unpacked(self, codes: Tensor, factors: Tensor) -> Codes:
+        """Those of outputs whose parts these are, ``[outputs, blocks, n, 4]`` and
+        ``[outputs, blocks, n]``.
+        """
         if self.bits == 4:
-            pairs = codes.unflatten(2, (-1, 1, 4 * _GROUP))
-            codes = torch.cat([pairs & 15, pairs >> 4], 3).flatten(2)
-        codes = codes.reshape(shape).permute(0, 3, 1, 2, 4).reshape(-1, self.inputs)
-        factors = (
-            groups[:, :, self._coded :]
-            .contiguous()
-            .view(self.kind)
-            .float()
-            .unflatten(2, (-1, _GROUP))
-        )
-        scale, *minima = (
-            each.transpose(1, 2).flatten(0, 1)[:outputs] for each in factors.unbind(2)
-        )
+            codes = torch.stack([codes & 15, codes >> 4], 3)
+        scale, *minima = factors.float().unbind(2)
         minimum = minima[0] if minima else -self.centre * scale
-        return Codes(
-            codes[:outputs].contiguous(), scale.contiguous(), minimum.contiguous(), self.bits
-        )
+        return Codes(codes.flatten(1), scale.contiguous(), minimum.contiguous(), self.bits)
 
 
 def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
@@ -214,18 +210,19 @@ def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
     outputs, inputs = codes.codes.shape
     missing = -outputs % _GROUP
     matrix, *padded = (
-        nn.functional.pad(each, (0, 0, 0, missing)) for each in (codes.codes, *factors)
+        nn.functional.pad(each, (0, 0, 0, missing)) if missing else each.contiguous()
+        for each in (codes.codes, *factors)
     )
     blocks = inputs // codes.block
-    # [groups, outputs of one, blocks, fours, 4]
-    fours = matrix.view(-1, _GROUP, blocks, codes.block // 4, 4).permute(0, 2, 3, 1, 4)
+    # [groups, blocks, fours, outputs of a group]: four codes are moved as one number
+    fours = matrix.view(torch.int32).view(-1, _GROUP, blocks, codes.block // 4).permute(0, 2, 3, 1)
     if codes.bits == 4:
         fours = fours[:, :, ::2] | fours[:, :, 1::2] << 4
     tails = [
         each.view(-1, _GROUP, blocks).transpose(1, 2).contiguous().view(torch.uint8)
         for each in padded
     ]
-    return torch.cat([fours.flatten(2), *tails], 2).contiguous()
+    return torch.cat([fours.contiguous().view(torch.uint8).flatten(2), *tails], 2).contiguous()
 
 
 def holds_packed(network: nn.Module) -> bool:
