@@ -279,6 +279,8 @@ FAULTS = [
     Fault("packed embeddings have no factor", "forward/cpu/products.py", FLOATS,
           "return self.packed.rows(tokens) * self.scalar_embed_scale", "return self.packed.rows(tokens)"),
     # GGUF files
+    Fault("rows of codes are the first of their groups", "models/codes.py", "forward/test_integers.py",
+          "each[wanted // _GROUP, :, :, wanted % _GROUP]", "each[wanted // _GROUP, :, :, 0 * wanted]"),
     Fault("rows of queries and keys stay as llama.cpp has them", "models/gguf.py", GGUF,
           "if heads is not None and self.architecture.permuted:", "if False:"),
     Fault("the minimum of a block of Q4_K is added", "models/gguf.py", GGUF,
