@@ -4,10 +4,12 @@ and one line for what does not.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,16 @@ def test_a_command_finds_a_model_once_and_draws_it_once(
         preflight(plan, Demand(1, 1, method, DraftOptions()))
     load_model(plan)
     assert sorted(made) == ["find_source", "skeleton"]
+
+
+def test_a_model_that_nobody_has_any_more_is_free(checkpoint: Path) -> None:
+    """Memory of a copy that is not used must be there for what is loaded next."""
+    gc.disable()
+    try:
+        kept = weakref.ref(load(str(checkpoint)).target)
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def large_chunks(patch: Patch) -> None:
 
 
 def bare_lm_head(patch: Patch) -> None:
-    patch.setattr(Target, "logits", lambda self, hidden: self._output(hidden))
+    patch.setattr(Target, "logits", lambda self, hidden: self.output(hidden))
 
 
 OF_WIDTH: dict[str, Callable[[Patch], None]] = {

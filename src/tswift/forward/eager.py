@@ -9,6 +9,7 @@ nothing better for a pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -79,7 +80,16 @@ class EagerRunner:
     program: Any = None
 
     def __init__(self, target: Owner) -> None:
-        self.target = target
+        self._target = weakref.ref(
+            target
+        )  # a target that nobody has any more is free to go at once
+
+    @property
+    def target(self) -> Owner:
+        """Whose passes it makes."""
+        target = self._target()
+        assert target is not None
+        return target
 
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
         """Whether a pass over so many nodes, a tree's or a chain's, is one call for all layers."""

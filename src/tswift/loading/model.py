@@ -44,7 +44,7 @@ from tswift.forward.cuda.draft_weights import (
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
-from tswift.loading.network import read_network
+from tswift.loading.network import read_network, split_over
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import available_bytes, return_free_memory
 from tswift.models.architecture import (
@@ -484,6 +484,7 @@ def _open(
     with silence(), hub(checkpoint.on_hub), as_input_error(model):
         if folder is not None and file is None:
             refuse_misfit(checkpoint.skeleton, checkpoint.tensors, model)
+        split = split_over(ranks, plan)
         # may compile a kernel: after all refusals
         backend, note = select_backend(asked.attention, plan.dtype, plan.device, plan.config)
         if not tokenizer_optional or folder is None or file or has_tokenizer(folder):
@@ -492,7 +493,7 @@ def _open(
             # from_pretrained may overwrite the configuration's
             other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
-        network = read_network(plan, ranks)
+        network = read_network(plan, split)
         kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
         products = multiplies_integers(network)

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from tswift.distributed import ALONE, RANKS, Dist
+from tswift.distributed import RANKS, Dist
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.packing import (
@@ -28,11 +28,11 @@ from tswift.models.checkpoint import INDEX, stored_tensors
 from tswift.models.shapes import random_weights
 
 
-def read_network(plan: ModelPlan, ranks: Dist = ALONE) -> PreTrainedModel:
-    """The network of a plan, with its weights, on its device; or a rank's part of it."""
+def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> PreTrainedModel:
+    """The network of a plan with its weights, on its device; or a rank's part of it, by a split."""
     options = dict[str, object]()
-    if ranks.count > 1:
-        options["distributed_config"] = _split(plan, ranks)
+    if split is not None:
+        options["distributed_config"] = split
     if own_quantization(plan.config) and not plan.simulated and plan.device.type == "cuda":
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
@@ -116,8 +116,10 @@ def _from_safetensors(plan: ModelPlan, options: dict[str, object]) -> PreTrained
     return network
 
 
-def _split(plan: ModelPlan, ranks: Dist) -> DistributedConfig:
-    """How every rank reads its part, by transformers' own plan."""
+def split_over(ranks: Dist, plan: ModelPlan) -> DistributedConfig | None:
+    """How every rank reads its part, by transformers' own plan; None for a single one."""
+    if ranks.count == 1:
+        return None
     config, model = plan.config, plan.name
     if find_spec("accelerate") is None:
         raise InputError(

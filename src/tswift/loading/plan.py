@@ -266,6 +266,7 @@ def plan_draft_model(name: str, target: ModelPlan) -> ModelPlan:
             f"{name} has recurrent layers, and what they have seen cannot be taken back",
             "draft_model",
         )
+    _ = plan.checkpoint.skeleton  # what is wrong with it is told of the draft model
     _refuse_other_size(name, plan.vocab_size, target.name, target.vocab_size)
     return plan
 

@@ -566,7 +566,7 @@ def serve(service: Service, config: ServeConfig, sock: socket.socket, demo_page:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,
-        limit_concurrency=_MAX_CONNECTIONS,
+        limit_concurrency=_MAX_CONNECTIONS + 1,  # the one that asks is counted
         h11_max_incomplete_event_size=_MAX_HEADERS,
     )
     server = Server(settings)
