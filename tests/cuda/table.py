@@ -17,8 +17,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tswift.forward.cuda import runner
-
 from tests.cuda.devsim import Simulator, moved  # isort: skip  # before the package
 import torch
 
@@ -39,6 +37,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import BUILDERS, make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward import target as targets
+from tswift.forward.cuda import runner
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter

@@ -72,10 +72,10 @@ def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         path.slots[-1] += len(drawn) == 32
 
     monkeypatch.setattr(check, "_REPEATS", 1)  # the interpreter is slow
-    monkeypatch.setattr(kernels, "walk", wrong)
+    monkeypatch.setattr(check, "walk", wrong)
     check.fault.cache_clear()
     assert check.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
-    monkeypatch.setattr(kernels, "walk", right)
+    monkeypatch.setattr(check, "walk", right)
     check.fault.cache_clear()
     assert check.fault(CPU) is None
 

@@ -84,6 +84,9 @@ class EagerRunner:
             target
         )  # a target that nobody has any more is free to go at once
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerRunner:
+        return type(self)(memo[id(self.target)])  # a copied target's
+
     @property
     def target(self) -> Owner:
         """Whose passes it makes."""
