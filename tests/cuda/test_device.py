@@ -75,7 +75,7 @@ WAITS = frozenset(
 FETCHED = {"decoding/device_step.py:_launch"}
 SENT = frozenset(
     {
-        "decoding/device_step.py:send",
+        "decoding/device_state.py:send",
         "sampling/rule.py:noise_bits",
         "sampling/rule.py:extend",
         "decoding/loop.py:_verify",
