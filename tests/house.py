@@ -140,7 +140,7 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
             seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
     run = begin(model, Request(prompt=model.encode(_TEXT), length=2000, method=method))
-    with contextlib.closing(run.decoding.steps(run.stop)) as steps:
+    with contextlib.closing(run.decoding.steps()) as steps:
         for _ in itertools.islice(steps, _WARM):
             pass
         _watched(look, lambda: [*itertools.islice(steps, _STEADY)])
