@@ -38,28 +38,16 @@ class Owner(Protocol):
     fallbacks: Fallbacks
     runner: EagerRunner
 
-    def serves(self, kv: KVBuffer | None = None) -> bool:
-        """Whether the attention does all that the layers need over such a cache."""
+    @property
+    def serves(self) -> Callable[..., bool]:
+        """Whether the attention does all that the layers need over a cache."""
 
-    def forward_eager(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor | None = None,
-        width: int | None = None,
-    ) -> Forwarded:
+    @property
+    def forward_eager(self) -> Callable[..., Forwarded]:
         """A pass by PyTorch."""
 
-    def compute_static(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        length: Tensor,
-        ancestors: Tensor | None,
-        batch_invariant: bool = False,
-    ) -> Forwarded:
+    @property
+    def compute_static(self) -> Callable[..., Forwarded]:
         """A pass over a cache whose length is on the device."""
 
 
