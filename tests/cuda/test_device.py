@@ -78,7 +78,7 @@ SENT = frozenset(
         "decoding/device_state.py:send",
         "sampling/rule.py:noise_bits",
         "sampling/rule.py:extend",
-        "decoding/loop.py:_verify",
+        "decoding/loop.py:_walk",
         "drafting/heads.py:guess",
         "drafting/speculators.py:committed",
         "drafting/chains.py:cache",

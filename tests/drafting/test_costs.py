@@ -13,6 +13,7 @@ import torch
 
 from tests.helpers import tiny_heads, tiny_target
 from tswift.decoding import prices
+from tswift.decoding.loop import HostStepper
 from tswift.decoding.prices import NOMINAL
 from tswift.drafting import costs
 from tswift.drafting.costs import costs_of, folder, measure
@@ -40,14 +41,14 @@ def test_more_keys_cost_more() -> None:
 
 def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
     taken = []
-    own = costs.decode_step
+    own = HostStepper.step
 
     def noted(*given):
         step = own(*given)
         taken.append((step.nodes, step.accepted))
         return replace(step, seconds=2.0 * step.nodes)
 
-    monkeypatch.setattr(costs, "decode_step", noted)
+    monkeypatch.setattr(HostStepper, "step", noted)
     found = measure(tiny_target("gqa", torch.float32), None)
     assert [found.seconds(nodes, 64) for nodes in costs.NODES] == [
         2.0 * nodes for nodes in costs.NODES
@@ -95,7 +96,7 @@ def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> N
 
 @pytest.mark.slow
 def test_busy_moments_are_seen(monkeypatch) -> None:
-    own = costs.decode_step
+    own = HostStepper.step
     count = 0
 
     def slow(share: float):
@@ -107,7 +108,7 @@ def test_busy_moments_are_seen(monkeypatch) -> None:
         return step
 
     for share, busy in ((0.0, False), (0.1, False), (0.7, True)):
-        monkeypatch.setattr(costs, "decode_step", slow(share))
+        monkeypatch.setattr(HostStepper, "step", slow(share))
         assert measure(tiny_target("gqa", torch.float32), None).busy is busy
 
 

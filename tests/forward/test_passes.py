@@ -23,6 +23,7 @@ from tests.rows import every_row
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
+from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -160,7 +161,7 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
         )
         decoding = Decoding(each, prompt, SamplingParams(window=24), 3, drafter, 10)
         texts.append(tokens_of(list(decoding.steps())))
-        assert (decoding._stepper is not None) == (each is target)
+        assert isinstance(decoding._stepper, DeviceStepper) == (each is target)
     assert texts[0] == texts[1]
 
 

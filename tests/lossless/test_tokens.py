@@ -26,6 +26,7 @@ from tests.lossless.models import ExactOnDevice, exact_target, network
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
+from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -182,7 +183,7 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
         )
         decoding = Decoding(target, prompt, params, 4, drafter, 60)
         tokens = [token for step in decoding.steps() for token in step.tokens]
-        assert (decoding._stepper is None) == (attention is BatchInvariantAttention)
+        assert isinstance(decoding._stepper, DeviceStepper) == (attention is ExactOnDevice)
         kv = decoding._kv
         found.append((torch.tensor(tokens), kv.buffers[0][:, :, :109], kv.buffers[1][:, :, :109]))
     assert all(

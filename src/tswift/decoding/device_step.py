@@ -1,7 +1,7 @@
 """A decoding step whose state stays on the device: two programs, drafting and verification,
 and one wait of the host.
 
-The step in :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by
+The step of :mod:`tswift.decoding.loop` sends a tree, waits for the drawn tokens and commits them by
 many launches. Here the verification program does all of that: pass, sampling rule, walk, commit. On
 CUDA each program is one graph, and the state that it reads and writes stays in place, so that it
 serves every step of a decode. A step::
@@ -23,7 +23,6 @@ is slower then and not wrong, and the reason is in every record.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,16 +45,15 @@ from tswift.decoding.drafter import (
     Drafter,
     DraftTree,
     LogitReader,
-    Step,
-    TruncateFn,
 )
+from tswift.decoding.step import Stepper, Walked
 from tswift.forward.cuda.graphs import sizes
 from tswift.forward.notes import warn_of_fallbacks
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.machine import synchronize
 from tswift.sampling.kernels import use_kernels
-from tswift.sampling.rule import NoTokenLeft, Sampler
+from tswift.sampling.rule import Sampler
 
 # numbers of the block's first section: tokens wanted, and the node to accept up to (or _BY_RULE)
 _CONTROL = 2
@@ -96,7 +94,17 @@ def _answers(count: int, device: torch.device) -> list[tuple[Tensor, torch.cuda.
     ]
 
 
-class DeviceStepper:
+class _Proposed(NamedTuple):
+    """A tree, and the program that verifies it."""
+
+    nodes: int  # that the program verifies
+    drafted: bool  # by the device, else sent with the block
+    control: tuple[int, int]
+    sources: Sequence[str]  # of each node
+    more: bool  # whether a step may follow
+
+
+class DeviceStepper(Stepper[_Proposed]):
     """Takes the steps of one prefilled decode,
     whose cache the target :meth:`serves`, by programs on the device.
 
@@ -111,11 +119,14 @@ class DeviceStepper:
 
     @torch.inference_mode()
     def __init__(
-        self, target: Target, context: Context, drafter: Drafter, ahead: bool = False
+        self,
+        target: Target,
+        context: Context,
+        drafter: Drafter,
+        accept: AcceptFn | None = None,
+        ahead: bool = False,
     ) -> None:
-        self._target = target
-        self._context = context
-        self._drafter = drafter
+        super().__init__(target, context, drafter, accept)
         self._kv = context.kv
         self._limit = drafter.limit
         self._depth = drafter.depth
@@ -168,57 +179,30 @@ class DeviceStepper:
         for each in [target] if self._draft is None else [target, self._draft.target]:
             warn_of_fallbacks(each)
 
-    @torch.inference_mode()
-    def step(
-        self, max_new: int, truncate: TruncateFn = len, accept: AcceptFn | None = None
-    ) -> Step:
-        """Take a step, as :func:`~tswift.decoding.loop.decode_step`; ``accept`` must not look at
-        what was drawn.
-        """
-        started = time.perf_counter()
-        context = self._context
-        drafter = self._drafter
-        more = max_new > 1
-        max_new = min(max_new, self._depth + 1)
-        drafted = self._draft is not None and drafter.begin_device_step(context)
-        nodes, forced, sources = self._propose(max_new, accept, drafted)
-        ahead = nodes > 1 and self._drafts_ahead()
-        launched = self._launched or self._launch((nodes, drafted), max_new, forced)
+    def _walk(self, proposed: _Proposed) -> Walked:
+        launched = self._launched or self._launch(proposed)
         self._launched = None
-        if ahead:
+        self._drafted = False
+        if proposed.nodes > 1 and self._drafts_ahead():
             self._launch_draft()
-        elif self.runs_ahead and more:
-            self._launched = self._launch((nodes, drafted), max_new, forced)
-        new, path, live, forwarded, logits = self._read(launched, nodes)
-        if not path and nodes > 1:
-            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
-            # pass
-            ahead = self._drafted = False
-            alone = self._launch((1, drafted), max_new, _BY_RULE)
-            new, path, live, forwarded, logits = self._read(alone, 1)
-        if not path:
-            raise NoTokenLeft(logits[0])
-        count = len(path)
-        kept = new[: truncate(new)]
-        logprobs = (
-            context.recorder.record(logits[path[: len(kept)]], kept) if context.recorder else None
-        )
-        context.text += new
-        context.kv.advance(count)
-        context.sampler.length += count
-        context.last = forwarded
-        context.path = path
-        context.logits = logits
+        elif self.runs_ahead and proposed.more:
+            self._launched = self._launch(proposed)
+        return self._read(launched, proposed)
+
+    def _without_draft(self, proposed: _Proposed) -> _Proposed | None:
+        control = proposed.control[0], _BY_RULE
+        return proposed._replace(nodes=1, control=control) if proposed.nodes > 1 else None
+
+    def _commit(self, walked: Walked) -> None:
+        count = len(walked.path)
+        self._kv.advance(count)
+        self._sampler.length += count
         if self._draft is not None:
             self._draft.committed(count)
-        drafter.committed(context)
-        if self._draft is not None and drafter.device_drafts_next and not ahead:
+
+    def _look_ahead(self) -> None:
+        if self._draft is not None and self._drafter.device_drafts_next and not self._drafted:
             self._launch_draft()
-        accepted = min(count - 1, len(kept))
-        seconds = time.perf_counter() - started
-        source = sources[path[accepted]]
-        choice = drafter.choice
-        return Step(tuple(kept), accepted, source, live, seconds, choice=choice, logprobs=logprobs)
 
     def _capture(
         self, by_host: bool
@@ -268,36 +252,37 @@ class DeviceStepper:
         self._run_draft()
         self._drafted = True
 
-    def _propose(
-        self, max_new: int, accept: AcceptFn | None, drafted: bool
-    ) -> tuple[int, int, Sequence[str]]:
-        """Draft a tree; returns the size of the program that verifies it, the forced node,
-        and each node's source.
-        """
-        if self._draft is not None and drafted:
+    def _propose(self, max_new: int) -> _Proposed:
+        more = max_new > 1
+        max_new = min(max_new, self._depth + 1)
+        if self._draft is not None and self._drafter.begin_device_step(self._context):
             if not self._drafted:
                 self._launch_draft()
-            self._drafted = False
             self._draft.prepare(self._context)  # the device is drafting meanwhile
             nodes = 1 if max_new == 1 else self._draft.sizes[-1]
-            return nodes, _forced(accept, self._draft.shape(nodes), max_new), self._draft.sources
-        self._drafted = False
-        tree = self._drafter.propose(self._context, max_new)
-        tokens = self._block.host["tokens"]
-        parents = self._block.host["parents"]
-        count = len(tree)
-        tokens[: count - 1] = tree.tokens[1:]
-        tokens[count - 1 :] = -1
-        parents[: count - 1] = tree.parents[1:]
-        parents[count - 1 :] = 0
-        size = next(size for size, by_device in self._programs if size >= count and not by_device)
-        return size, _forced(accept, tree, max_new), tree.sources
+            tree, sources, drafted = self._draft.shape(nodes), self._draft.sources, True
+        else:
+            tree = self._drafter.propose(self._context, max_new)
+            tokens = self._block.host["tokens"]
+            parents = self._block.host["parents"]
+            count = len(tree)
+            tokens[: count - 1] = tree.tokens[1:]
+            tokens[count - 1 :] = -1
+            parents[: count - 1] = tree.parents[1:]
+            parents[count - 1 :] = 0
+            nodes = next(
+                size for size, by_device in self._programs if size >= count and not by_device
+            )
+            sources, drafted = tree.sources, False
+        return _Proposed(
+            nodes, drafted, (max_new, _forced(self._accept, tree, max_new)), sources, more
+        )
 
-    def _launch(self, program: tuple[int, bool], max_new: int, forced: int) -> _Launched:
+    def _launch(self, proposed: _Proposed) -> _Launched:
         """Launch a verification program, whose answer comes to the host."""
-        self._block.host["control"][:] = max_new, forced
+        self._block.host["control"][:] = proposed.control
         self._block.send()
-        forwarded, logits = self._programs[program]()
+        forwarded, logits = self._programs[proposed.nodes, proposed.drafted]()
         answer, event = next(self._answers)
         answer.copy_(self._result, non_blocking=True)
         if event is not None:
@@ -305,15 +290,8 @@ class DeviceStepper:
             event.record(torch.cuda.current_stream(self._target.device))
         return _Launched(forwarded, logits, answer, event)
 
-    def _read(
-        self, launched: _Launched, nodes: int
-    ) -> tuple[list[int], list[int], int, Forwarded, Tensor]:
-        """Wait for a verification of so many nodes.
-
-        Returns the accepted draft and the token drawn after it, none if there was nothing to draw;
-        the nodes they were drawn after; how many nodes carried a token; the pass, and its logits
-        ``[n, V]``, good until the next program.
-        """
+    def _read(self, launched: _Launched, proposed: _Proposed) -> Walked:
+        """Wait for a verification; its logits are good until the next program."""
         if launched.event is not None:
             launched.event.synchronize()  # the one wait of a step
         found = launched.answer.numpy()
@@ -324,9 +302,10 @@ class DeviceStepper:
             digest = found[2 + 2 * self._longest :].view(np.float64).reshape(self._longest, -1)
             self._context.digest = digest[:count].copy()
         state = self.state
+        nodes = proposed.nodes
         pre_norm = None if state.pre_norm is None else state.pre_norm[:nodes]
         forwarded = replace(launched.forwarded, hidden=state.hidden[:nodes], pre_norm=pre_norm)
-        return tokens, path, live, forwarded, launched.logits
+        return Walked(path, tokens, proposed.sources, live, forwarded, launched.logits)
 
     def _verify(self, nodes: int, drafted: bool) -> tuple[Forwarded, Tensor]:
         """The verification program for trees of ``nodes`` nodes: pass, sampling rule, walk, commit.

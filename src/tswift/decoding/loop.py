@@ -10,10 +10,11 @@ cache, takes the same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step, TruncateFn
+from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step
+from tswift.decoding.step import Stepper, Walked
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
-from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import OnProgress, chunks, first_broken
 from tswift.machine import synchronize
@@ -37,91 +38,79 @@ _TOKENS = 512  # looked at together
 _LEAST_KEPT = 64  # tokens of another cache that are worth a copy
 
 
-def decode_step(
+class HostStepper(Stepper[DraftTree]):
+    """Takes steps whose trees are walked by the host.
+
+    Args:
+        target, context, drafter, accept: as for :class:`Stepper`.
+        with_runner_up: give each token's runner-up and its lead over that.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        context: Context,
+        drafter: Drafter,
+        accept: AcceptFn | None = None,
+        with_runner_up: bool = False,
+    ) -> None:
+        super().__init__(target, context, drafter, accept)
+        self._with_runner_up = with_runner_up
+        self._propose = partial(drafter.propose, context)
+
+    def _walk(self, proposed: DraftTree) -> Walked:
+        tree, target, context = proposed, self._target, self._context
+        places = [context.position + depth for depth in tree.depths]
+        tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(
+            target.device, non_blocking=True
+        )
+        ancestors = tree.ancestors().to(target.device, non_blocking=True)
+        sampler = context.sampler
+        nodes = (tokens, positions, ancestors)
+        parents = None if self._accept else tree.parents
+        with_runner_up = self._with_runner_up
+        found: Drawn | None = None
+        verified = None
+        if parents and sampler.program(torch.float32):
+            follow = partial(
+                sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
+            )
+            verified = target.verify(tokens, positions, context.kv, ancestors, follow)
+        if verified is not None:
+            forwarded, logits, found = verified
+        else:
+            forwarded = target.forward(tokens, positions, context.kv, ancestors)
+            logits = target.logits(forwarded.hidden)
+        context.digest = None
+        drawn, leads = found or sampler.draw_nodes(logits, nodes, parents, with_runner_up)
+        path = self._accept(tree, drawn) if self._accept else tree.walk(drawn)
+        new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
+        if any(drawn[node] == NO_TOKEN for node in path):
+            path = []
+        drafted = max(tree.depths) if self._drafter.varies else None
+        return Walked(path, new, tree.sources, len(tree), forwarded, logits, leads, drafted)
+
+    def _without_draft(self, proposed: DraftTree) -> DraftTree | None:
+        return DraftTree(self._context.text[-1], limit=1) if len(proposed) > 1 else None
+
+    def _commit(self, walked: Walked) -> None:
+        self._context.kv.commit(walked.path)
+        self._context.sampler.extend(walked.tokens)
+
+
+def stepper_for(
     target: Target,
     context: Context,
     drafter: Drafter,
-    max_new: int,
-    truncate: TruncateFn = len,
     accept: AcceptFn | None = None,
-    with_runner_up: bool = False,
-) -> Step:
-    """Take a step: at least one token is added to the context's text,
-    and what was forwarded to its cache.
-
-    Args:
-        target, context, drafter: the model that draws, the decode, which moves on, and what
-            proposes the draft tree.
-        max_new: most tokens to add.
-        truncate: how many of the tokens drawn belong to the text.
-        accept: as for :class:`Decoding`.
-        with_runner_up: whether to give each token's runner-up and its lead over that.
-
-    Raises:
-        NoTokenLeft: nothing can be drawn.
+    ahead: bool = False,
+) -> Stepper[Any]:
+    """What takes the steps of a decode over its full cache: see :class:`Stepper`,
+    and ``ahead`` of :class:`DeviceStepper`.
     """
-    started = time.perf_counter()
-    with torch.inference_mode():
-        tree = drafter.propose(context, max_new)
-        forwarded, drawn, path, others = _verify(target, context, tree, accept, with_runner_up)
-        if len(tree) > 1 and any(drawn[node] == NO_TOKEN for node in path):
-            # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
-            # pass
-            tree = DraftTree(context.text[-1], limit=1)
-            forwarded, drawn, path, others = _verify(target, context, tree, accept, with_runner_up)
-        if drawn[path[-1]] == NO_TOKEN:
-            raise NoTokenLeft(target.logits(forwarded.hidden)[0])
-        new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
-        kept = new[: truncate(new)]
-        logprobs = None
-        if context.recorder is not None and context.logits is not None:
-            logprobs = context.recorder.record(context.logits[path[: len(kept)]], kept)
-        context.kv.commit(path)
-        context.text += new
-        context.sampler.extend(new)
-        context.last = forwarded
-        context.path = path
-        drafter.committed(context)
-    accepted = min(len(path) - 1, len(kept))
-    source = tree.sources[path[accepted]]
-    near = tuple(others[node] for node in path[: len(kept)]) if with_runner_up else ()
-    drafted = max(tree.depths) if drafter.varies else None
-    seconds = time.perf_counter() - started
-    return Step(
-        tuple(kept), accepted, source, len(tree), seconds, near, drafter.choice, logprobs, drafted
-    )
-
-
-def _verify(
-    target: Target, context: Context, tree: DraftTree, accept: AcceptFn | None, with_runner_up: bool
-) -> tuple[Forwarded, list[int], list[int], list[tuple[int, float]]]:
-    """One pass over a tree, the token drawn after each node, the accepted nodes,
-    and the leads if asked for.
-    """
-    places = [context.position + depth for depth in tree.depths]
-    tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(
-        target.device, non_blocking=True
-    )
-    ancestors = tree.ancestors().to(target.device, non_blocking=True)
-    sampler = context.sampler
-    nodes = (tokens, positions, ancestors)
-    parents = None if accept else tree.parents
-    found: Drawn | None = None
-    verified = None
-    if parents and sampler.program(torch.float32):
-        follow = partial(
-            sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
-        )
-        verified = target.verify(tokens, positions, context.kv, ancestors, follow)
-    if verified is not None:
-        forwarded, logits, found = verified
-    else:
-        forwarded = target.forward(tokens, positions, context.kv, ancestors)
-        logits = target.logits(forwarded.hidden)
-    context.logits = logits
-    context.digest = None
-    drawn, others = found or sampler.draw_nodes(logits, nodes, parents, with_runner_up)
-    return forwarded, drawn, accept(tree, drawn) if accept else tree.walk(drawn), others
+    if target.replays:
+        return DeviceStepper(target, context, drafter, accept, ahead)
+    return HostStepper(target, context, drafter, accept)
 
 
 class Decoding:
@@ -181,8 +170,8 @@ class Decoding:
         self._earlier = kept
         self.kept = 0  # tokens that were copied
         self._prefilled = False
-        self._stepper: DeviceStepper | None = None
-        self._plain: DeviceStepper | None = None
+        self._stepper: Stepper[Any] | None = None
+        self._plain: Stepper[Any] | None = None
 
     def prefill(
         self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()
@@ -227,10 +216,9 @@ class Decoding:
             each._drafter.committed(context)
             each._prefilled = True
             use_kernels(context.sampler, self._target.dtype)
-            if self._target.replays:
-                each._stepper = DeviceStepper(
-                    self._target, context, each._drafter, ahead=each._accept is None
-                )
+            each._stepper = stepper_for(
+                self._target, context, each._drafter, each._accept, ahead=each._accept is None
+            )
         synchronize(self._target.device)
         return time.perf_counter() - started
 
@@ -278,10 +266,10 @@ class Decoding:
                     return count
             return len(tokens)
 
-        take = self._stepping(self._stepper, self._context, self._drafter)
+        assert self._stepper is not None
         while left > 0 and not ended:
             with self._finite(self._context):
-                step = take(left, truncate, self._accept)
+                step = self._stepper.step(left, truncate)
             left -= len(step.tokens)
             yield step
 
@@ -300,7 +288,6 @@ class Decoding:
         """
         own = self._context
         kv = self._kv
-        plain = Drafter()
         mark = kv.mark()
         sampler = own.sampler.copy()
         if self._stepper is not None and self._stepper.runs_ahead:
@@ -314,27 +301,16 @@ class Decoding:
             )
             sampler.extend(own.text)
         aside = replace(own, text=list(own.text), sampler=sampler, recorder=None)
-        if self._stepper is not None and self._plain is None:
-            self._plain = DeviceStepper(self._target, aside, plain)
-        elif self._plain is not None:
+        if self._plain is None:
+            self._plain = stepper_for(self._target, aside, Drafter())
+        else:
             # a captured program goes on with the tensors that it was captured with
             self._plain.restart(aside.text, sampler)
         try:
-            take = self._stepping(self._plain, aside, plain)
             with self._finite(aside):
-                return [take(1, len, None) for _ in range(min(count, self._last - mark.length))]
+                return [self._plain.step(1) for _ in range(min(count, self._last - mark.length))]
         finally:
             kv.rewind(mark)
-
-    def _stepping(
-        self, stepper: DeviceStepper | None, context: Context, drafter: Drafter
-    ) -> Callable[[int, TruncateFn, AcceptFn | None], Step]:
-        """What takes a step: of at most so many tokens."""
-        return (
-            partial(decode_step, self._target, context, drafter)
-            if stepper is None
-            else stepper.step
-        )
 
     @contextmanager
     def _finite(self, context: Context) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from tswift.caches import KVBuffer, Mark, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, Source, Step
-from tswift.decoding.loop import decode_step
+from tswift.decoding.loop import HostStepper
 from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
 from tswift.forward.target import Target
@@ -223,7 +222,7 @@ class ChainSource(Source):
         if target.replays and target.serves(kv):
             self._stepper = DeviceStepper(target, aside, self.drafter)
             return self._stepper.step
-        return partial(decode_step, target, aside, self.drafter)
+        return HostStepper(target, aside, self.drafter).step
 
     def _aside(self, context: Context, kv: KVBuffer) -> Context:
         """A fork over another cache, with a sampler of its own; the text is the same list."""
@@ -294,11 +293,10 @@ class CascadeSource(ChainSource):
         node = 0
         keys = self.draft_model.keys or held
         target = self.draft_model.target
+        stepper = HostStepper(target, aside, self.drafter, with_runner_up=True)
         use_kernels(aside.sampler, target.dtype, 2)
         while tree.depths[node] < tree.depth and self._pays_off(tree.path_prob[node], held):
-            step = decode_step(
-                target, aside, self.drafter, tree.depth - tree.depths[node], with_runner_up=True
-            )
+            step = stepper.step(tree.depth - tree.depths[node])
             self._seconds = self.drafter.draft_seconds(self._costs, aside) + self._costs.seconds(
                 step.nodes, keys
             )

@@ -20,9 +20,8 @@ import torch
 
 import tswift
 from tswift.caches import FullKV
-from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter, DraftTree, Step
-from tswift.decoding.loop import decode_step
+from tswift.decoding.drafter import Context, Drafter, DraftTree
+from tswift.decoding.loop import stepper_for
 from tswift.decoding.prices import NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
@@ -149,11 +148,11 @@ class _Trial(Drafter):
             self._samplers[length] = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
             self._samplers[length].extend([0] * (length + 1))
         self._context = Context([0], self._samplers[lengths[0]].copy(), self._kv)
-        self._stepper = DeviceStepper(target, self._context, self) if target.replays else None
+        self._stepper = stepper_for(target, self._context, self)
         for length in lengths:
             self._begin(length)
             for _ in range(_ACCEPTED):
-                self._step(1)
+                self._stepper.step(1)
             self._right[length] = self._context.text[length + 1 :]
 
     def propose(self, context: Context, wanted: int) -> DraftTree:
@@ -176,7 +175,7 @@ class _Trial(Drafter):
         spent = 0.0
         for _ in range(_IN_A_ROW):
             self._begin(length)
-            step = self._step(nodes)
+            step = self._stepper.step(nodes)
             spent += step.seconds
             if spent > _WARM:
                 break
@@ -199,17 +198,7 @@ class _Trial(Drafter):
             for start in self._samplers:
                 buffer[:, :, start : start + NODES[-1]].zero_()
         self._kv.rewind(self._empty._replace(length=length))
-        text = [0] * (length + 1)
-        if self._stepper is not None:
-            self._stepper.restart(text, self._samplers[length])
-        else:
-            self._context.text = text
-            self._context.sampler = self._samplers[length].copy()
-
-    def _step(self, wanted: int) -> Step:
-        if self._stepper is not None:
-            return self._stepper.step(wanted)
-        return decode_step(self._target, self._context, self, wanted)
+        self._stepper.restart([0] * (length + 1), self._samplers[length].copy())
 
 
 def _key(target: Target, heads: Heads | None) -> str:
