@@ -68,9 +68,8 @@ def make_measurement(
             return tokens * (1 + tokens / 100_000 + prefill / 50_000) * 0.01 * of
 
         def point(length: int) -> dict[str, Any]:
-            own, ar_seconds, floor = (
-                seconds(length, of) for of in (share, 1.0, 0.4 if depth else 0.8)
-            )
+            own, ar_seconds, floor = (seconds(length, of) for of in (share, 1.0, 0.8))
+            plain = roofline and method == "ar"
             passes = round(length / (1 + depth * alpha))
             return {
                 "len": length,
@@ -87,7 +86,7 @@ def make_measurement(
                 "tokens_per_second": length / own,
                 "ar_seconds": ar_seconds,
                 "speedup": ar_seconds / own,
-                **({"floor_seconds": floor, "of_floor": own / floor} if roofline else {}),
+                **({"floor_seconds": floor, "of_floor": own / floor} if plain else {}),
             }
 
         compared = method != "ar" and not (depth and simulated and simulated["alpha"] is not None)

@@ -37,7 +37,7 @@ def test_outputs_and_the_gate(bench):
         "bench.md",
         *plots,
     }
-    assert "T_method / floor" in result.out.decode()
+    assert "time / floor" in result.out.decode()
     assert (
         "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
     )

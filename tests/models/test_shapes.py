@@ -4,8 +4,6 @@ the same every time and good for decoding.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import MixtralConfig, Qwen2Config, Qwen3MoeConfig
@@ -56,7 +54,6 @@ def test_costs_of_a_shape_worked_by_hand() -> None:
     )
     assert (shape.weight_bytes, shape.kv_bytes) == (160, 2 * 2 * 1 * 3 * 2)
     assert shape.flops(10) == 2 * 80 + 2 * 2 * 10 * 4 * 3 * 2
-    assert [replace(shape, lm_head=30).spared_bytes(bits) for bits in (4, 8, 16)] == [75, 50, 0]
 
 
 @pytest.mark.parametrize("config", [MixtralConfig(), Qwen3MoeConfig()])

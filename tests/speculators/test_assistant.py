@@ -22,7 +22,6 @@ from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.assistant import AssistantSpeculator
 from tswift.speculators.formats import describe_drafter, find_drafter
-from tswift.speculators.networks import read_bytes
 
 Assistant = getattr(transformers, "Gemma4AssistantForCausalLM", None)
 pytestmark = pytest.mark.skipif(Assistant is None, reason="this transformers has no assistants")
@@ -158,7 +157,6 @@ def test_what_a_folder_holds_and_whom_it_is_for(tmp_path: Path) -> None:
     told = describe_drafter(folder)
     assert (told["kind"], told["layers"], told["hidden_size"]) == ("assistant", 3, 24)
     found = find_drafter(folder)
-    assert read_bytes(found.spec, 4, 64, 3, 0) > 3 * 4 * 24 * found.spec.vocab_size
     text = transformers.AutoConfig.from_pretrained(tmp_path / "model").get_text_config()
     found.refuse_other_layers(text)
     with pytest.raises(InputError, match="was made for hidden size 32, the model has 33"):

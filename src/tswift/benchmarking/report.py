@@ -35,11 +35,10 @@ _SHOWN = (
     "seconds",
     "delta",
 )
-_FLOORS = ("ar_of_floor", "of_floor")
 _WHAT = ("what", "value")
 _FLOOR_NOTE = (
-    "floor: the least time in which this machine, at the rates measured, reads the weights and "
-    "the KV cache of every pass made, and computes on its nodes."
+    "floor, of plain decoding: the least time in which this machine, at the rates measured, reads "
+    "the weights and the KV cache for every token, and computes it."
 )
 
 
@@ -199,18 +198,11 @@ def tables(record: Record, paper: bool = False) -> list[Table]:
 
 def _bench_table(measurement: Measurement, paper: bool) -> Table:
     cells = summarise(measurement)
-    floors = {
-        (cell.kind, cell.place): cell.figures["of_floor"] for cell in cells if cell.axis == "ar"
-    }
-    none = Figure(0, None, None)
     measured = [
         replace(
             cell,
             axis=method_name(cell.axis, measurement.simulated),
-            figures=summary.drafted_only(
-                {**cell.figures, "ar_of_floor": floors.get((cell.kind, cell.place), none)},
-                cell.axis,
-            ),
+            figures=summary.drafted_only(cell.figures, cell.axis),
         )
         for cell in cells
     ]
@@ -220,7 +212,7 @@ def _bench_table(measurement: Measurement, paper: bool) -> Table:
         key=lambda row: (row.prefill or 0, row.length or 0),
     )
     names = summary.from_source(summary.ENDS) if measurement.workload.stop_at_eos else []
-    names += [*_SHOWN, *(_FLOORS if any(cell.figures["of_floor"].n for cell in cells) else ())]
+    names += [*_SHOWN, *["of_floor"] * any(cell.figures["of_floor"].n for cell in cells)]
     names += [name for name, metric in METRICS.items() if metric.column]
     notes = _notes(measurement, cells, names, paper)
     notes += [_FLOOR_NOTE] if "of_floor" in names else []

@@ -7,12 +7,11 @@ sampling are left out: they are small, and a floor may lie below the truth but n
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int32, c_int64
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tswift.benchmarking.config import BenchConfig, RooflineQuery, fit_grid, fit_note
+from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.decoding.prices import STEADY
-from tswift.decoding.stats import DecodeStats
-from tswift.drafting.options import FULL, find_method
 from tswift.errors import InputError, did_you_mean
 from tswift.forward.cpu.products import holds_codes
 from tswift.forward.cpu.program import may_serve
@@ -38,11 +35,10 @@ from tswift.models.architecture import (
     refuse_routed,
 )
 from tswift.models.checkpoint import Checkpoint, as_input_error, silence
-from tswift.models.config import BITS, SHAPE_PREFIX
+from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, shape_of
 from tswift.native_build import Unbuilt, build, widest_vectors
-from tswift.speculators.networks import read_bytes
 from tswift.tables import Table, duration, quantity
 
 if TYPE_CHECKING:
@@ -51,7 +47,6 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 20_000, 40_000, 60_000, 80_000, 100_000, 131_072)
 
 Context = TypeVar("Context", float, np.ndarray)  # tokens attended to: a number, or several
-_UNBOUNDED = 1 << 62  # budget of a full KV cache
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # beyond any processor's caches
 _TRIES = 5  # whatever else the machine does, some of them are undisturbed
 _LEAST_SECONDS = 0.1
@@ -77,20 +72,6 @@ MACHINES = {
 _DTYPES = ("bfloat16", "float16")
 # Seconds that a pass of up to 16 nodes took for each layer beside its bytes, where it was measured
 _BESIDE = {"h100": 57e-6}
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """Cost of drafting before a verification pass."""
-
-    # tokens of the partial KV cache that a drafting pass of the model reads; None without such
-    # passes
-    budget: int | None = None
-    # bytes of the heads, and of a smaller model's weights times how often they are read
-    head_bytes: int = 0
-    passes: int = 1  # drafting passes of the model
-    # of the weights that these read, except the LM head's; None for the model's own
-    bits: int | None = None
 
 
 def find_machine(name: str, dtype: str) -> Machine:
@@ -193,15 +174,9 @@ def _repeated(work: Callable[[], Tensor], device: torch.device) -> tuple[float, 
     return seconds[0], seconds[len(seconds) // 2] / seconds[0]
 
 
-def loading_seconds(
-    shape: Shape, machine: Machine, context: Context, extra_bytes: int = 0
-) -> Context:
-    """Seconds to read the weights, ``extra_bytes``, states,
-    and the KV cache of ``context`` tokens.
-    """
-    return (
-        shape.weight_bytes + shape.state_bytes + extra_bytes + context * shape.kv_bytes
-    ) / machine.bandwidth
+def loading_seconds(shape: Shape, machine: Machine, context: Context) -> Context:
+    """Seconds to read the weights, states, and the KV cache of ``context`` tokens."""
+    return (shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes) / machine.bandwidth
 
 
 def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
@@ -209,112 +184,25 @@ def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: f
     return nodes * shape.flops(context) / machine.flops
 
 
-def pass_seconds(
-    shape: Shape, machine: Machine, context: Context, nodes: float, extra_bytes: int = 0
-) -> Context:
+def pass_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
     """Floor of a pass: the longer of loading and computing."""
-    loading = loading_seconds(shape, machine, context, extra_bytes)
+    loading = loading_seconds(shape, machine, context)
     seconds: Context = np.maximum(loading, computing_seconds(shape, machine, context, nodes))
     return seconds
 
 
-def decode_seconds(
-    shape: Shape,
-    machine: Machine,
-    context: int,
-    tokens: int,
-    passes: int,
-    nodes: float,
-    drafting: Drafting | None = None,
-) -> float:
-    """Floor of a decode, or of a part of it: the sum over its passes while the context grows.
+def plain_seconds(shape: Shape, machine: Machine, context: int, tokens: int) -> float:
+    """Floor of plain decoding of so many tokens after ``context``: the sum over its passes."""
+    contexts = context + np.arange(tokens, dtype=float)
+    return float(pass_seconds(shape, machine, contexts, 1).sum())
 
-    Args:
-        context: tokens in the KV cache at the start.
-        tokens: generated; the verification passes are taken as evenly spaced over them.
-        nodes: total over all passes.
-        drafting: work before each pass.
+
+def plain_floor(model: LoadedModel, machine: Machine) -> Callable[[int, int], float] | None:
+    """:func:`plain_seconds` of a model; None for one of quantised weights,
+    or a mixture of experts.
     """
-    if not passes:
-        return 0.0
-    contexts = context + np.arange(passes) * (tokens / passes)
-    total = pass_seconds(shape, machine, contexts, nodes / passes)
-    if drafting and drafting.budget is not None:
-        read = np.minimum(contexts, drafting.budget)
-        spared = 0 if drafting.bits is None else shape.spared_bytes(drafting.bits)
-        total += pass_seconds(shape, machine, read, 1, drafting.head_bytes - spared)
-        total += (drafting.passes - 1) * pass_seconds(shape, machine, read, 1, -spared)
-    elif drafting:
-        total += drafting.head_bytes / machine.bandwidth
-    return float(total.sum())
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Floors of a benchmark's runs, from the passes they made; ``drafting`` is by label."""
-
-    shape: Shape
-    machine: Machine
-    drafting: Mapping[str, Drafting] = field(default_factory=dict)
-
-    def seconds(self, label: str, prefill: int, marks: Sequence[DecodeStats]) -> list[float]:
-        """Floor up to each of a run's marks, which are its stats at rising lengths."""
-        floors = []
-        total = 0.0
-        before = DecodeStats(0)
-        for mark in marks:
-            counts = (
-                mark.tokens - before.tokens,
-                mark.passes - before.passes,
-                mark.nodes - before.nodes,
-            )
-            start = prefill + before.tokens
-            drafting = self.drafting.get(label)
-            total += decode_seconds(self.shape, self.machine, start, *counts, drafting)
-            floors.append(total)
-            before = mark
-        return floors
-
-
-def floor_of(config: BenchConfig, machine: Machine) -> Floor | None:
-    """Floors of a benchmark's methods; None for a quantised model, or for mixtures of experts."""
-    model = config.model
-    target = config.model.target
-    drafting = {}
     shape = _measured_shape(model)
-    if shape is None:
-        return None
-    for contender in config.contenders:
-        kind = find_method(contender.method)
-        options = contender.options
-        levels = len(options.tree) if isinstance(options.tree, tuple) else 0
-        extra_bytes = 0
-        passes = 1
-        budget = None
-        bits = None
-        if model.heads:
-            used = model.heads.heads[: max(0, levels - kind.by_lm_head)]
-            extra_bytes = sum(weight.nbytes for head in used for weight in head.parameters())
-        if kind.gamma is not None and options.gamma and "costs" not in kind.uses:
-            # else one is made for certain
-            # a chain that is itself drafted takes at least the passes of full acceptance
-            passes = math.ceil(
-                options.gamma / (1 + (options.inner_gamma if "inner_gamma" in kind.uses else 0))
-            )
-        if kind.draft and model.draft is not None:
-            extra_bytes += (
-                passes * shape_of(model.draft.model, model.draft.dtype.itemsize).weight_bytes
-            )
-        spec = target.speculator_spec
-        if kind.speculator_kinds and spec is not None and options.budget is not None:
-            depth = levels or options.gamma or spec.count
-            extra_bytes += read_bytes(spec, shape.itemsize, options.budget, depth, shape.lm_head)
-        if kind.drafts_over_partial_cache and not kind.may_draft:
-            # `auto` makes such passes in some of its steps, or in none
-            bits = BITS[model.draft_weights] if model.draft_weights else None
-            budget = _UNBOUNDED if options.kv == FULL else options.budget
-        drafting[contender.label] = Drafting(budget, extra_bytes, passes, bits)
-    return Floor(shape, machine, drafting)
+    return None if shape is None else partial(plain_seconds, shape, machine)
 
 
 def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
@@ -486,7 +374,7 @@ def floors(
         for context in contexts
         for nodes in query.nodes
     ]
-    plain = decode_seconds(shape, machine, prefill, length, length, length)
+    plain = plain_seconds(shape, machine, prefill, length)
     return Floors(shape, machine, prefill, length, passes, plain, note)
 
 

@@ -42,7 +42,7 @@ from tswift.benchmarking.record import (
     to_json,
     workload_hash,
 )
-from tswift.benchmarking.roofline import Floor, floor_of, machine_for
+from tswift.benchmarking.roofline import machine_for, plain_floor
 from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import DraftTree, Step
@@ -280,7 +280,7 @@ class Trial:
         case: Case,
         runs: Sequence[Run],
         lens: Sequence[int],
-        floor: Floor | None = None,
+        floor: Callable[[int, int], float] | None = None,
     ) -> None:
         self._config = config
         self._case = case
@@ -356,11 +356,6 @@ class Trial:
     def _sample(self, run: Run, lens: Sequence[int]) -> Sample:
         estimated = run.label not in self.runs
         (different, compared) = self._compare(run)
-        marks = run.marks[: len(lens)]
-        floor = self._floor
-        floors = (
-            floor.seconds(run.label, len(self._case.tokens), marks) if floor else [None] * len(lens)
-        )
         return Sample(
             **vars(self._case.cell),
             method=run.label,
@@ -374,7 +369,8 @@ class Trial:
             slices=list(run.slices),
             probes=[(probe.position, list(probe.seconds)) for probe in run.probes] or None,
             points=[
-                self._point(*each) for each in zip(range(len(lens)), marks, floors, strict=True)
+                self._point(index, stats, run.label == BASELINE)
+                for index, stats in enumerate(run.marks[: len(lens)])
             ],
         )
 
@@ -395,16 +391,17 @@ class Trial:
         )
         return probes_differ(run.tokens, probes), compared
 
-    def _point(self, index: int, stats: DecodeStats, floor_seconds: float | None) -> Point:
+    def _point(self, index: int, stats: DecodeStats, plain: bool) -> Point:
         """Figures at one length: counters, and all metrics that are not of the text."""
         if self._plain is None:
             ar_seconds = integrate(self._probes, stats.tokens)
         else:  # its time for so many tokens
-            plain = self._plain.marks[index]
-            ar_seconds = plain.seconds * (stats.tokens / plain.tokens)
+            mark = self._plain.marks[index]
+            ar_seconds = mark.seconds * (stats.tokens / mark.tokens)
         metrics = {name: getattr(stats, name) for name in summary.from_source(summary.STATS)}
-        metrics["floor_seconds"] = floor_seconds
-        metrics["of_floor"] = None if floor_seconds is None else stats.seconds / floor_seconds
+        if plain and self._floor is not None:
+            floor = self._floor(len(self._case.tokens), stats.tokens)
+            metrics |= {"floor_seconds": floor, "of_floor": stats.seconds / floor}
         return Point(
             len=self._lens[index],
             tokens=stats.tokens,  # fewer where the text ended before
@@ -596,7 +593,7 @@ def _measure_cell(
         on_checkpoint()
 
     runs = open_runs(config, case.tokens, lens[-1], case.seed, plan.ar)
-    trial = Trial(config, case, runs, lens, floor_of(config, session.machine))
+    trial = Trial(config, case, runs, lens, plain_floor(config.model, session.machine))
     interrupted = trial.run(on_progress, keep)
     samples = trial.samples()
     keep(samples)

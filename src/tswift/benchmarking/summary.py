@@ -112,12 +112,9 @@ METRICS: dict[str, Metric] = {
     "seconds": _time("time", "decoding time, prefill apart"),
     "ar_seconds": _time("T_AR", "AR's decoding time", source=TIMES),
     "of_floor": Metric(
-        "T_method / floor", "decoding time / the least time", source=TIMES, digits=2
+        "time / floor", "decoding time / the least time for it", source=TIMES, digits=2
     ),
     "delta": _time("delta", "the method's time - AR's", source=DERIVED),
-    "ar_of_floor": Metric(
-        "T_AR / floor", "AR's decoding time / the least time", source=DERIVED, digits=2
-    ),
     **{f"distinct_{n}": _of_text(f"D-{n}", f"unique {n}-grams / {n}-grams") for n in range(1, 5)},
     "distinct": _of_text("D", "mean of Distinct-1 to Distinct-4"),
     "seq_rep_4": _of_text("seq-rep-4", "4-grams that were there before / 4-grams"),

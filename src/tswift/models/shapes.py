@@ -45,7 +45,6 @@ class Shape:
     kv_heads: int
     head_dim: int
     itemsize: int  # bytes of a weight
-    lm_head: int = 0  # weights of the LM head, which are among those read
     # bytes of an element of the KV cache; None for those of a weight
     kv_itemsize: int | None = None
     # numbers of a token's keys, and of its queries, over all layers; None where these are alike
@@ -80,12 +79,6 @@ class Shape:
         """
         narrowest = min(self.itemsize, self.kv_itemsize or self.itemsize)
         return 8 if self.coded_bytes is not None else 8 * narrowest
-
-    def spared_bytes(self, bits: int) -> int:
-        """Bytes saved per pass if all weights but the LM head's take ``bits`` bits;
-        scales are not counted.
-        """
-        return (self.read - self.lm_head) * (8 * self.itemsize - bits) // 8
 
     def flops(self, context: Number) -> Number:
         """Operations of one node that attends to ``context`` tokens (a number or an array).
@@ -133,7 +126,6 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
         ),
         query_numbers=sum(heads * each.head_dim for each in kept.values()),
         itemsize=itemsize,
-        lm_head=lm_head.numel(),
         kv_itemsize=kv_itemsize,
         states=states,
     )

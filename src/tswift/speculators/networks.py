@@ -36,35 +36,3 @@ def weights_of(spec: SpeculatorSpec) -> dict[str, int]:
     """Number of a drafter's weights by parameter."""
     with torch.device("meta"):
         return {name: weight.numel() for name, weight in build(spec).named_parameters()}
-
-
-def read_bytes(spec: SpeculatorSpec, itemsize: int, budget: int, levels: int, lm_head: int) -> int:
-    """Bytes that a round of a drafter reads at least: weights, and the window.
-
-    Args:
-        spec: sizes.
-        itemsize: bytes of a number.
-        budget: tokens of the window.
-        levels: tokens drafted along a path.
-        lm_head: weights of the target's LM head, which all but EAGLE-3 share.
-    """
-    sizes = weights_of(spec)
-    read = sum(
-        size
-        for name, size in sizes.items()
-        if not any(table in name for table in ("embed_tokens", "markov_w1", "codebook"))
-    )
-    window = 2 * budget * sum(kept.heads * kept.head_dim for kept in spec.kept)
-    if spec.kind == ASSISTANT:
-        parts, chosen = spec.clusters
-        head = sizes["model.embed_tokens.weight"] * (chosen / parts if parts else 1)
-        return itemsize * levels * (read + window + int(head))
-    window = 2 * spec.layers * spec.kv_heads * spec.head_dim * budget
-    again = levels - 1
-    if spec.kind == MTP:
-        return itemsize * levels * (read + window + lm_head * spec.draft_vocab // spec.vocab_size)
-    if spec.kind == EAGLE3:  # all but what the taps go through is read for every level
-        return itemsize * (read + window + again * (read - sizes["fc.weight"] + window))
-    lm_head = 0 if "lm_head.weight" in sizes else lm_head
-    biased = spec.chosen or spec.draft_vocab or spec.vocab_size
-    return itemsize * (read + window + lm_head + again * spec.rank * biased)
