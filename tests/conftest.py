@@ -188,7 +188,7 @@ def signals_heard() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def every_check_is_made() -> Iterator[None]:
     """However often a model is loaded: a test may change what is checked."""
-    from tswift.forward import remembered
+    from tswift import remembered
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remembered, "cache_folder", lambda: None)

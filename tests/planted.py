@@ -58,7 +58,7 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 TOKENIZER = "models/test_gguf_tokenizer.py"
-REMEMBERED = "forward/test_remembered.py"
+REMEMBERED = "test_remembered.py"
 RECURRENT = "forward/test_recurrent.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
@@ -305,10 +305,16 @@ FAULTS = [
     Fault("kept codes are those of any checkpoint", "forward/packing.py", GGUF,
           "{status.st_mtime_ns}", "{0}"),
     # what is remembered of a model
-    Fault("checks of another model's weights are recalled", "forward/remembered.py", REMEMBERED,
+    Fault("checks of another model's weights are recalled", "loading/model.py", REMEMBERED,
           "weights_hash(network), config_hash", "config_hash"),
-    Fault("checks by other sources are recalled", "forward/remembered.py", REMEMBERED,
+    Fault("checks by other sources are recalled", "remembered.py", REMEMBERED,
           "_processor(), _sources()", "_processor()"),
+    Fault("kernels that failed pass the next time", "remembered.py", REMEMBERED,
+          "    if fault is None:\n        checks.keep", "    if True:\n        checks.keep"),
+    Fault("kernels by another driver are recalled", "remembered.py", REMEMBERED,
+          "torch.version.cuda, driver_version(), _triton()", "torch.version.cuda, _triton()"),
+    Fault("kernels of other sizes are recalled", "remembered.py", REMEMBERED,
+          "what = repr((name, *map(str, asked)))", "what = name"),
     Fault("logits that failed are recalled as right", "forward/adapting.py", REMEMBERED,
           "    if target.runner.program is not None and not target.fallbacks:", "    if True:"),
     # the KV cache's dtype

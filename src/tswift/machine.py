@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,8 +91,6 @@ def ran_out(error: BaseException) -> bool:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, platform, processors and git commit, as they go into ``run.json``."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = _output(query) if device.type == "cuda" else None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -102,8 +101,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": driver.splitlines()[0] if driver else None,
+        "driver": driver_version() if device.type == "cuda" else None,
     }
+
+
+@cache
+def driver_version() -> str | None:
+    """The version of the GPU's driver; None if nothing tells it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = _output(query)
+    return found.splitlines()[0] if found else None
 
 
 def now() -> str:

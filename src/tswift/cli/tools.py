@@ -35,6 +35,9 @@ def env(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure anew what steps cost.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Make all checks of models and kernels anew.")
+    ] = False,
     json_file: options.Json = None,
 ) -> None:
     """Print the machine, the software, and what steps of decoding cost here,
@@ -48,21 +51,24 @@ def env(
     from tswift.drafting.costs import costs_of, folder
     from tswift.loading.model import load_model
     from tswift.machine import environment
+    from tswift.remembered import KERNELS, forget
     from tswift.sampling.parameters import SamplingParams
     from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
     config = typed.make(ModelConfig)
+    if check:
+        forget()
     with loading_notice(config.model, quiet=False):
         loaded = load_model(config)
-    if loaded.target.device.type == "cuda":  # what is said of it is what was seen
-        try_steps(loaded.target, SamplingParams())
+    try_steps(loaded.target, SamplingParams())  # what is said of it is what was seen
     found = environment(loaded.target.device)
     costs = costs_of(loaded.target, loaded.heads, again=measure)
     rows = [
         [name.replace("_", " "), NOTHING if value is None else str(value)]
         for name, value in found.items()
     ]
+    rows += [[f"kernels, {name}", said] for name, said in KERNELS.items()]
     about = loaded.about()
     kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
     model = (

@@ -13,9 +13,10 @@ import torch
 from tswift.caches import FullKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source
-from tswift.errors import fault_of
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
+from tswift.models.checkpoint import config_hash
+from tswift.remembered import kernel_fault
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
@@ -54,14 +55,18 @@ _CHECKED: weakref.WeakSet[Target] = weakref.WeakSet()
 def try_steps(target: Target, params: SamplingParams) -> None:
     """Check a model's device steps, and stop using them if they differ from the host's.
 
-    Steps are tried once for every model, in a second or so. Why a decode with ``params`` will draw
-    without the sampler's kernels is left in ``target.fallbacks``.
+    Steps are tried once for models of one configuration, in a second or so. Why a decode with
+    ``params`` will draw without the sampler's kernels is left in ``target.fallbacks``.
     """
     if not target.replays:
         return
     if target not in _CHECKED:
         _CHECKED.add(target)
-        target.fallbacks.note("steps", fault_of(partial(_difference, target)))
+        kinds = sorted({type(module).__name__ for module in target.model.modules()})
+        dtypes = target.dtype, target.kv_shape.dtype
+        asked = config_hash(target.model), *dtypes, target.attention, target.width, kinds
+        check = partial(_difference, target)
+        target.fallbacks.note("steps", kernel_fault("steps", check, target.device, *asked))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
     use_kernels(sampler, target.dtype)
     target.fallbacks.note("sampler", sampler.fault)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tswift.decoding import device_tree
 from tswift.decoding.device_tree import Path, TreeState
 from tswift.decoding.device_tree_triton import lay_out, walk
-from tswift.errors import fault_of
+from tswift.remembered import kernel_fault
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -74,7 +74,7 @@ def differ(nodes: int, depth: int, random: Random, device: torch.device) -> bool
 @cache
 def fault(device: torch.device) -> str | None:
     """Why the kernels are not to be used on a device; None if they are. They are tried once."""
-    return fault_of(partial(_wrong, device))
+    return kernel_fault("trees", partial(_wrong, device), device)
 
 
 def _wrong(device: torch.device) -> str | None:

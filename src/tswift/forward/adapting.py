@@ -35,7 +35,6 @@ from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel, watched
 from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.forward.recurrent import kernel_fault
-from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, first_broken, forward_wide
 from tswift.machine import synchronize
@@ -43,6 +42,7 @@ from tswift.models.architecture import heads_of, is_moe, max_positions
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.native_build import Unbuilt
+from tswift.remembered import NO_CHECKS, Checks
 from tswift.stages import tell
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ from tswift.forward.cuda.draft_weights import (
     refuse_nonsense,
 )
 from tswift.forward.notes import execution_note, warn_of_fallbacks
-from tswift.forward.remembered import NO_CHECKS, Checks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over
 from tswift.loading.plan import ModelPlan, plan_model
@@ -54,6 +53,7 @@ from tswift.models.architecture import (
 from tswift.models.checkpoint import (
     Checkpoint,
     as_input_error,
+    config_hash,
     eos_ids,
     has_tokenizer,
     hub,
@@ -68,6 +68,7 @@ from tswift.models.config import (
 )
 from tswift.models.devices import dtype_name, dtype_note
 from tswift.native_build import Unbuilt
+from tswift.remembered import NO_CHECKS, Checks
 from tswift.speculators.formats import NATIVE, native_head
 from tswift.speculators.heads import Heads
 from tswift.speculators.heads_files import (
@@ -497,7 +498,10 @@ def _open(
         kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
         products = multiplies_integers(network)
-        checks = Checks(network if kept else None, backend, plan.dtype, kv_dtype, usual, products)
+        checks = NO_CHECKS
+        if kept:
+            about = weights_hash(network), config_hash(network), backend, plan.dtype, kv_dtype
+            checks = Checks(*about, usual, products)
         target = wrap_model(network, model, backend, kv_dtype=kv_dtype, usual=usual, checks=checks)
     loaded = LoadedModel(
         model,

@@ -12,7 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tswift.errors import NoFault, fault_of
+from tswift.errors import NoFault
+from tswift.remembered import kernel_fault
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import FAR, NO_TOKEN, Sampler
 from tswift.sampling.sampler_triton import DTYPES, INTERPRETED, TritonSampler
@@ -59,9 +60,8 @@ def triton_sampler_fault(
         bool(params.banned),
     )
     if key not in _CHECKED:
-        _CHECKED[key] = fault_of(
-            partial(_disagreement, params, vocab_size, dtype, device, candidates)
-        )
+        check = partial(_disagreement, params, vocab_size, dtype, device, candidates)
+        _CHECKED[key] = kernel_fault("sampler", check, device, *key)
     return _CHECKED[key]
 
 

@@ -8,7 +8,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tswift.errors import fault_of
 from tswift.forward.cuda.recurrence_triton import (
     path_plan,
     step_path,
@@ -17,6 +16,7 @@ from tswift.forward.cuda.recurrence_triton import (
     tree_plan,
 )
 from tswift.forward.recurrence import Rows, step_plainly
+from tswift.remembered import kernel_fault
 
 # heads of keys, heads, keys, values, and whether what is known is corrected: as in Qwen3.5, Mamba2
 _TRIED = ((16, 32, 128, 128, True), (1, 24, 128, 64, False))
@@ -65,7 +65,7 @@ def differ(
 @cache
 def fault(device: torch.device) -> str | None:
     """Why the kernel is not to be used on a device; None if it is. It is tried once."""
-    return fault_of(partial(_wrong, device))
+    return kernel_fault("states", partial(_wrong, device), device)
 
 
 def _wrong(device: torch.device) -> str | None:

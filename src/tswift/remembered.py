@@ -1,0 +1,143 @@
+"""What checks have found on this machine, so that a later process need not make them.
+
+When a model is loaded, its logits are compared with those of transformers, its passes with each
+other, and kernels of a GPU with plain PyTorch. What comes of that depends on what is checked, the
+processor, the card and its driver, the libraries and our sources, and all of them are in a file's
+name. Only what was passed is kept; what failed is tried again. Attention is tried in every process:
+that check has found the one fault that a GPU had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+
+import tswift
+from tswift.errors import fault_of
+from tswift.files import cache_folder, put
+from tswift.machine import driver_version
+
+_FOLDER = "checks"  # in the cache folder
+# which libraries read
+_SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TRITON_")
+PASSED = "passed"
+# what this process knows of each kind of kernels: passed, before or by it, or what is wrong
+KERNELS: dict[str, str] = {}
+
+
+class Checks:
+    """What was found by checks, by what was asked.
+
+    Args:
+        about: what was checked, and how it was loaded; without anything nothing is kept.
+    """
+
+    def __init__(self, *about: object) -> None:
+        self._file: Path | None = None
+        folder = cache_folder() if about else None
+        if folder is not None:
+            key = repr([*map(str, about), _machine()]).encode()
+            self._file = folder / _FOLDER / f"{sha256(key).hexdigest()[:32]}.json"
+
+    def found(self, what: str) -> str | None:
+        """What a check found; None if it has to be made."""
+        value = self._known().get(what)
+        return value if isinstance(value, str) else None
+
+    def keep(self, what: str, value: str) -> None:
+        """Remember it, if there is a place for it."""
+        if self._file is None:
+            return
+        known = json.dumps({**self._known(), what: value})
+        with suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)
+            put(self._file, lambda beside: beside.write_text(known))
+
+    def _known(self) -> dict[str, object]:
+        with suppress(OSError, ValueError):
+            known = json.loads(self._file.read_text()) if self._file is not None else None
+            return known if isinstance(known, dict) else {}
+        return {}
+
+
+NO_CHECKS = Checks()
+
+
+def kernel_fault(
+    name: str, check: Callable[[], str | None], device: torch.device, *asked: object
+) -> str | None:
+    """Why kernels are not to be used on a device; None if they passed their check, now or in an
+    earlier process with such a card.
+
+    Args:
+        name: of the kernels.
+        check: what it finds wrong of them, in a line; it may raise.
+        asked: the sizes and dtypes that they are checked with.
+    """
+    checks = Checks(*_card(device))
+    what = repr((name, *map(str, asked)))
+    if checks.found(what) == PASSED:
+        KERNELS.setdefault(name, "passed before")
+        return None
+    fault = fault_of(check)
+    if fault is None:
+        checks.keep(what, PASSED)
+    KERNELS[name] = fault or PASSED
+    return fault
+
+
+def forget() -> None:
+    """Have all checks made again."""
+    folder = cache_folder()
+    if folder is not None:
+        shutil.rmtree(folder / _FOLDER, ignore_errors=True)
+
+
+def _card(device: torch.device) -> tuple[object, ...]:
+    """A card, its driver, and what compiles for it; nothing of another device."""
+    if device.type != "cuda":
+        return ()
+    about = torch.cuda.get_device_properties(device)
+    kind = about.name, about.major, about.minor, about.multi_processor_count
+    return (*kind, torch.version.cuda, driver_version(), _triton())
+
+
+def _triton() -> str | None:
+    with suppress(PackageNotFoundError):
+        return version("triton")
+    return None
+
+
+def _machine() -> str:
+    """The processor, the libraries and their settings, and a hash of our sources."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS))
+    about = [torch.__version__, transformers.__version__, torch.get_num_threads(), settings]
+    return repr([*about, torch.backends.cpu.get_cpu_capability(), _processor(), _sources()])
+
+
+@cache
+def _processor() -> str:
+    """What the system says of the first processor, but for what changes with its clock."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:  # another system
+        return platform.processor()
+    return "\n".join(line for line in first.splitlines() if "MHz" not in line)
+
+
+@cache
+def _sources() -> str:
+    files = sorted(Path(tswift.__file__).parent.rglob("*.[pc]*"))
+    texts = (file.read_bytes() for file in files if file.suffix in (".py", ".c"))
+    return sha256(b"\0".join(texts)).hexdigest()
