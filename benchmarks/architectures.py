@@ -463,7 +463,9 @@ def row(name: str, length: int) -> list[str]:
             return [name, *["refused"] * len(METHODS), "", error.message.replace(f"{folder} ", "")]
         recurrent = model.target.kv_shape.states is not None
         served = [
-            method for method in METHODS if not (recurrent and ALL_METHODS[method].drafts_itself)
+            method
+            for method in METHODS
+            if not (recurrent and method != "auto" and ALL_METHODS[method].drafts_itself)
         ]
         written = texts(model, dict.fromkeys(served, length))
         far = apart(model, stock(own), written["prompt"] + written["ar"])

@@ -188,7 +188,7 @@ def begin(
     drafting = resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
-        if model.drafting is not None and method.drafts_over_partial_cache:
+        if model.drafting is not None and method.drafts_itself:
             draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:
         # by all ranks together, which must decide alike: their clocks differ

@@ -107,7 +107,7 @@ def check(
         InputError: more than the positions of the model or of its draft model, or than the free
             memory of its device; or there is no draft model, and the method needs one.
     """
-    if find_method(demand.method).draft and draft is None:
+    if "draft_model" in find_method(demand.method).needs and draft is None:
         raise InputError(
             f"{demand.method} drafts with a smaller model, and none is loaded", "draft_model"
         )
@@ -140,9 +140,9 @@ def preflight(
         )
     refuse_ids(plan.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     heads = plan.heads_count
-    if heads is not None or not kind.needs_heads:
+    if heads is not None or "heads" not in kind.needs:
         demand = replace(demand, options=resolve(demand.method, plan, heads, demand.options))
-    draft = plan.draft if kind.draft or kind.may_draft else None
+    draft = plan.draft if "draft_model" in kind.loads else None
     return _needed(plan, draft, demand, option)
 
 
@@ -156,7 +156,7 @@ def _needed(
     options = demand.options
     nodes = demand.nodes
     positions = demand.prompt + demand.length
-    draft = draft if kind.draft or kind.may_draft else None
+    draft = draft if "draft_model" in kind.loads else None
     least = "at least " if isinstance(model, ModelPlan) else ""
     texts = f"{least}{demand.prompt:,} prompt tokens and {demand.length:,} new ones"
     needed = f"{texts} need {positions:,} positions"

@@ -104,7 +104,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     dtype = "float64" if method == "medusa" else "float32"
     kind = METHODS[method]
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
-    draft = str(checkpoint) if kind.draft or kind.may_draft else None
+    draft = str(checkpoint) if "draft_model" in kind.loads else None
     ahead = preflight(
         plan_model(ModelConfig(model=str(checkpoint), dtype=dtype, draft_model=draft)),
         Demand(3, 50, method, options),
@@ -128,7 +128,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     assert own == cache_slots(find_method(method), run.options, 53)[1] * token_bytes
     held = need.caches["drafting KV"] > 0, own > 0, need.recall_bytes > 0
     recalls = NO_PROGRAM is None and method in ("recall", "cascade", "auto")
-    assert held == (kind.drafts_over_partial_cache, draft is not None, recalls)
+    assert held == (kind.drafts_itself, draft is not None, recalls)
 
 
 def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

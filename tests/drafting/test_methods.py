@@ -211,11 +211,15 @@ def test_drafting_passes_run_on_a_copy_and_others_do_not(method: str) -> None:
     if method == "cascade":  # the chain's own tree is chosen by what passes on the copy cost
         assert (drafter.budget.costs, drafter.sources[0].drafter.budget.costs) == (NOMINAL, costs)
     make_drafter(
-        method, target, tiny_heads() if METHODS[method].needs_heads else None, options, tiny_draft()
+        method,
+        target,
+        tiny_heads() if "heads" in METHODS[method].needs else None,
+        options,
+        tiny_draft(),
     )
 
 
-DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.drafts_over_partial_cache]
+DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.drafts_itself]
 
 
 @pytest.mark.slow

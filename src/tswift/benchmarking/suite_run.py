@@ -150,7 +150,7 @@ def prepare(
             raise
         # methods that need a draft model are left out
         wanted = options.to_load(
-            [method for method in suite.methods if not find_method(method).draft]
+            [method for method in suite.methods if "draft_model" not in find_method(method).needs]
         )
     made = plan_model(wanted)
     preflight(made, Demand(1, 1, BASELINE, DraftOptions()), option="model")

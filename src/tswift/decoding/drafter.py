@@ -43,6 +43,7 @@ class DraftTree:
     Attributes:
         tokens, parents, depths: one entry per node.
         sources: name of the draft source that proposed the node first; empty for the root.
+        children: of every node, by token.
     """
 
     def __init__(self, root: int, limit: int = 128, depth: int = 128) -> None:
@@ -50,7 +51,7 @@ class DraftTree:
         self.parents = [-1]
         self.depths = [0]
         self.sources = [""]
-        self._children: dict[tuple[int, int], int] = {}
+        self.children: list[dict[int, int]] = [{}]
         self._limit = limit
         self.depth = depth
 
@@ -64,7 +65,7 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, if there is one."""
-        return self._children.get((node, token))
+        return self.children[node].get(token)
 
     def grow(self, node: int, token: int, source: str) -> int | None:
         """The child of ``node`` that carries ``token``, added if missing;
@@ -79,8 +80,9 @@ class DraftTree:
         self.parents.append(node)
         self.depths.append(self.depths[node] + 1)
         self.sources.append(source)
-        self._children[node, token] = len(self) - 1
-        return len(self) - 1
+        grown = self.children[node][token] = len(self.children)
+        self.children.append({})
+        return grown
 
     def add(self, path: Iterable[int], source: str) -> None:
         """Add a path of tokens below the root, as far as the limit allows."""
@@ -314,7 +316,7 @@ class Drafter:
         self.fill(tree, context)
         return tree
 
-    def fill(self, tree: Any, context: Context) -> None:
+    def fill(self, tree: DraftTree, context: Context) -> None:
         """Have all sources propose."""
         for source in self.sources:
             source.start(context)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tswift.caches import KVBuffer, Mark, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter, Source, Step
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import HostStepper
 from tswift.decoding.prices import PassCosts
 from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
@@ -173,7 +173,7 @@ class ChainSource(Source):
         self._shared_noise = shared_noise
         self._stepper: DeviceStepper | None = None
 
-    def propose(self, tree: Any, context: Context) -> None:
+    def propose(self, tree: DraftTree, context: Context) -> None:
         """Decode the chain, propose it, and take all of it back."""
         if not tree.depth:
             return

@@ -132,14 +132,14 @@ GUESSES = (
     (0.12, 0.08, 0.05, 0.03, 0.02),
     (0.06, 0.05, 0.03, 0.02, 0.01),
 )
+_UNBOUNDED = 1 << 31  # nodes
 _UNKNOWN_CHANCE = 0.5  # probability of a token whose source says nothing of it, until more is known
 
 
-class CandidateTree:
-    """A trie of proposed tokens below the last token of the text.
+class CandidateTree(DraftTree):
+    """Proposed tokens, of which the likeliest are to be drafted.
 
-    Node 0 is the root. A candidate is put to the test when the text turns out to have gone through
-    its parent.
+    A candidate is put to the test when the text turns out to have gone through its parent.
 
     Args:
         root: the text's last token.
@@ -147,25 +147,15 @@ class CandidateTree:
         acceptance: what is known of the kinds of candidates.
 
     Attributes:
-        tokens, parents, depths: one entry per node; parents come before their children.
         sources: which source gave the node its probability, by name; empty for the root.
         path_prob: the probability that the text goes through the node.
-        children: of every node, by token.
     """
 
     def __init__(self, root: int, depth: int, acceptance: AcceptanceEstimator) -> None:
-        self.tokens = [root]
-        self.parents = [-1]
-        self.depths = [0]
-        self.sources = [""]
+        super().__init__(root, _UNBOUNDED, depth)
         self.path_prob = [1.0]
-        self.children: list[dict[int, int]] = [{}]
-        self.depth = depth
         self._acceptance = acceptance
         self._proposed: list[list[tuple[int, Hashable]]] = [[]]  # below each node: token, kind
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def path(self, node: int) -> list[int]:
         """The tokens from below the root to the node."""
@@ -192,25 +182,19 @@ class CandidateTree:
         Returns:
             The child; None if that is too deep.
         """
-        if self.depths[node] >= self.depth:
+        child = self.grow(node, token, source)
+        if child is None:
             return None
         kind = (source, about)
         self._proposed[node].append((token, kind))
         path_prob = self.path_prob[node] * self._acceptance.chance(kind, guess)
-        known = self.children[node].get(token)
-        if known is None:
-            known = self.children[node][token] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.depths.append(self.depths[node] + 1)
-            self.sources.append(source)
+        if child == len(self.path_prob):
             self.path_prob.append(path_prob)
-            self.children.append({})
             self._proposed.append([])
-        elif path_prob > self.path_prob[known]:
-            self.sources[known] = source
-            self._scale(known, path_prob / self.path_prob[known])
-        return known
+        elif path_prob > self.path_prob[child]:
+            self.sources[child] = source
+            self._scale(child, path_prob / self.path_prob[child])
+        return child
 
     def propose_ranked(
         self,
@@ -271,7 +255,7 @@ class CandidateTree:
                 return
             for proposed, kind in self._proposed[node]:
                 self._acceptance.learn(kind, proposed == token)
-            node = self.children[node].get(token)
+            node = self.child(node, token)
 
     def _scale(self, node: int, factor: float) -> None:
         """Raise the probability of a node, and of what is below it in proportion."""

@@ -460,7 +460,7 @@ def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]
     """
     found = []
     for name, method in METHODS.items():
-        if method.reference or (method.draft and not draft):
+        if method.reference or ("draft_model" in method.needs and not draft):
             continue
         with suppress(InputError):
             resolve(name, model, heads, DraftOptions())
@@ -473,17 +473,18 @@ def _refuse_missing(method: Method, model: Target | ModelPlan, heads: int) -> No
     or keys and values that are most of a pass.
     """
     network = model.speculator_spec
-    if method.drafts_itself and model.kv_shape.states is not None:
+    alone = method.drafts_itself and "drafter" not in method.may_use
+    if alone and model.kv_shape.states is not None:
         reason = (
             "drafts by the model itself, whose recurrent layers take as long as without a cut of "
             "the cache"
         )
         raise InputError(f"{method.name} {reason}; take auto", "method")
-    if method.needs_heads and not heads:
+    if "heads" in method.needs and not heads:
         others = [
             other
             for other, kind in METHODS.items()
-            if not (kind.needs_heads or kind.draft or kind.speculator_kinds or kind.reference)
+            if not (kind.needs or kind.speculator_kinds or kind.reference)
         ]
         message = (
             f"{method.name} drafts with heads and the model has none; without heads there are "
@@ -641,18 +642,17 @@ def cache_slots(
     small = 0
     window = 0
     budget = options.budget or method.budget
-    if method.drafts_over_partial_cache and options.kv != FULL:
+    if method.drafts_itself and options.kv != FULL:
         # in a tree it counts levels of heads
         chain = 0 if method.gamma is None else options.gamma or method.gamma
-        nodes = INNER_NODES if method.heads else 1
-        partial = budget + chain + nodes + (options.inner_gamma if method.draft else 0)
-    if method.draft or method.may_draft:
-        own = options if method.draft else _standalone_options(options)
-        held, ahead = _small_cache_size(
-            own, positions, between=method.draft and method.drafts_over_partial_cache
-        )
+        nodes = INNER_NODES if "heads" in method.may_use else 1
+        inner = options.inner_gamma if "inner_gamma" in method.uses else 0
+        partial = budget + chain + nodes + inner
+    if "draft_model" in method.loads:
+        own = _standalone_options(options) if method.name == AUTO else options
+        held, ahead = _small_cache_size(own, positions, between="inner_gamma" in method.uses)
         small = held + 2 * ahead + CAUGHT_UP_TOGETHER
-    if network is not None and (method.speculator_kinds or method.may_use_speculator):
+    if network is not None and (method.speculator_kinds or "drafter" in method.may_use):
         levels = (options.gamma if method.speculator_kinds else None) or network.count
         window = budget + 1 + network.slots(levels, BEAM)
     return partial, small, window

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import REUSE, Context, DraftTree, Source
-from tswift.drafting.dynamic_tree import CandidateTree
 
 
 class NgramTable:
@@ -108,7 +107,7 @@ class ReuseSource(Source):
             self.table.count(context.text[end - n : end])
             self._counted = end
 
-    def propose(self, tree: DraftTree | CandidateTree, context: Context) -> None:
+    def propose(self, tree: DraftTree, context: Context) -> None:
         """Hang the continuations below every node of the chosen depth."""
         for node in [n for n in range(len(tree.tokens)) if tree.depths[n] == self._below]:
             head = [tree.tokens[node]] if self._below else []

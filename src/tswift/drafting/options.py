@@ -173,41 +173,26 @@ class Method:
     budget: int = 4096  # tokens of its partial cache, if not said otherwise
     cuda_tree: tuple[int, ...] = ()  # of its heads on CUDA, if not said otherwise: the paper's
     cpu_tree: tuple[int, ...] = ()  # and on a CPU
-    # passes of the target draft: over a partial cache, unless drafting reads the full one
-    drafts_over_partial_cache: bool = False
-    # it drafts with heads, if there are any, though it has no tree of theirs to choose
-    heads: bool = False
-    draft: bool = False  # it needs a smaller model
-    may_draft: bool = False  # it drafts with a smaller model, if there is one
+    # of LOADED, what it cannot do without, and what it drafts with where that is there
+    needs: tuple[str, ...] = ()
+    may_use: tuple[str, ...] = ()
     speculator_kinds: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
-    head_in_checkpoint: bool = False  # that one is in the model's own checkpoint
-    may_use_speculator: bool = False  # it drafts with a published drafter, if there is one
     # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
     reference: bool = False
-
-    @property
-    def needs_heads(self) -> bool:
-        """Whether there have to be heads."""
-        return "tree" in self.uses and not self.speculator_kinds
-
-    @property
-    def drafts_itself(self) -> bool:
-        """Whether the model itself drafts, and nothing could in its place."""
-        return self.drafts_over_partial_cache and not self.may_use_speculator
 
     @property
     def loads(self) -> frozenset[str]:
         """What it can draft with of what is loaded beside the model,
         by the options that name it.
         """
-        uses = {
-            "heads": self.heads or self.needs_heads,
-            "draft_model": self.draft or self.may_draft,
-            "drafter": bool(self.speculator_kinds and not self.head_in_checkpoint)
-            or self.may_use_speculator,
-            "draft_weights": self.drafts_over_partial_cache,
-        }
-        return frozenset(name for name, used_by_it in uses.items() if used_by_it)
+        return frozenset(self.needs + self.may_use)
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether passes of the target draft: over a partial cache, unless drafting reads the full
+        one.
+        """
+        return "draft_weights" in self.may_use
 
 
 # options that name what methods draft with
@@ -222,23 +207,24 @@ _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
 _CASCADE = Method(
     frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
-    heads=True,
     kv=("streaming", "dynamic", "partial", "snapkv"),
     gamma=24,
     budget=1024,
-    drafts_over_partial_cache=True,
+    may_use=("heads", "draft_weights"),
 )
+_DRAFTER = Method(_OF_TREES | _OF_PARTIAL, budget=2048, needs=("drafter",))
 
 _METHODS = {
     "ar": Method(),
-    "medusa": Method(_OF_TREES, cuda_tree=(3, 3, 3), cpu_tree=(2, 2, 2, 2)),
+    "medusa": Method(_OF_TREES, needs=("heads",), cuda_tree=(3, 3, 3), cpu_tree=(2, 2, 2, 2)),
     "tokenswift": Method(
         _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
         by_lm_head=1,
         cuda_tree=(1, 3, 3, 3),
         cpu_tree=(1, 2, 2, 2, 2),
         kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
-        drafts_over_partial_cache=True,
+        needs=("heads",),
+        may_use=("draft_weights",),
     ),
     "cascade": _CASCADE,
     "recall": Method(frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
@@ -247,25 +233,26 @@ _METHODS = {
         _OF_CHAINS | _OF_PARTIAL | {"kv"},
         kv=("snapkv", "streaming", "dynamic", "partial", FULL),
         gamma=4,
-        drafts_over_partial_cache=True,
+        may_use=("draft_weights",),
     ),
     "standalone": Method(
-        _OF_CHAINS | _OF_PARTIAL | {"kv"}, kv=("streaming", FULL), gamma=4, budget=512, draft=True
+        _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        kv=("streaming", FULL),
+        gamma=4,
+        budget=512,
+        needs=("draft_model",),
     ),
     "triforce": Method(
         _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"},
         gamma=6,
-        drafts_over_partial_cache=True,
-        draft=True,
+        needs=("draft_model",),
+        may_use=("draft_weights",),
     ),
-    "block": Method(
-        _OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("dspark", "dflash", "dflash2")
-    ),
-    "eagle": Method(_OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("eagle3", "assistant")),
-    "mtp": Method(
-        _OF_TREES | _OF_PARTIAL, budget=2048, speculator_kinds=("mtp",), head_in_checkpoint=True
-    ),
-    "auto": replace(_CASCADE, may_draft=True, may_use_speculator=True),
+    "block": replace(_DRAFTER, speculator_kinds=("dspark", "dflash", "dflash2")),
+    "eagle": replace(_DRAFTER, speculator_kinds=("eagle3", "assistant")),
+    # the head is in the model's own checkpoint
+    "mtp": replace(_DRAFTER, needs=(), speculator_kinds=("mtp",)),
+    "auto": replace(_CASCADE, may_use=LOADED),
     "ar-reference": Method(reference=True),
 }
 METHODS = {name: replace(method, name=name) for name, method in _METHODS.items()}
@@ -332,7 +319,7 @@ def refuse_unused(
     }
     if "tree" in looked_at:
         looked_at |= {"gamma"}
-    if any(kind.heads or kind.needs_heads for kind in map(find_method, methods)):
+    if any("heads" in find_method(method).loads for method in methods):
         looked_at |= {"heads"}
     for name, value in given.items():
         if value is not None and name not in looked_at:

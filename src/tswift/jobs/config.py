@@ -262,10 +262,10 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
             raise InputError(f"{message}; {', '.join(users)} do", name)
     for method in methods:
         kind = find_method(method)
-        if kind.speculator_kinds and not kind.head_in_checkpoint and config.drafter is None:
+        if "drafter" in kind.needs and config.drafter is None:
             kinds = " or ".join(kind.speculator_kinds)
             raise InputError(f"is required: {method} drafts with a drafter ({kinds})", "drafter")
-        if kind.draft and config.draft_model is None:
+        if "draft_model" in kind.needs and config.draft_model is None:
             if config.model != DEMO:
                 message = (
                     f"is required: {method} drafts with a smaller model that has the tokens of "
@@ -273,7 +273,7 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
                 )
                 raise InputError(message, "draft_model")
             config = replace(config, draft_model=DEMO_DRAFT)
-    drafts_itself = any("draft_weights" in METHODS[method].loads for method in methods)
+    drafts_itself = any(find_method(method).drafts_itself for method in methods)
     weights = config.draft_weights or (IF_QUICKER if drafts_itself else UNQUANTISED)
     return replace(config, draft_weights=None if weights == UNQUANTISED else weights)
 

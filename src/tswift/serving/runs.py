@@ -462,7 +462,7 @@ class Service:
                             f"has token id {token:,}, the model has {target.vocab_size:,}", name
                         )
             resolve(config.method, target, model.heads, config.drafting)
-            if find_method(config.method).draft and model.draft is None:
+            if "draft_model" in find_method(config.method).needs and model.draft is None:
                 raise InputError(
                     f"{config.method} drafts with a smaller model, and none is loaded", "method"
                 )
