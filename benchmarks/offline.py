@@ -8,10 +8,11 @@ TRITON_INTERPRET must not be set.
     90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
 
 A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree``
-or ``chain``, and optionally ``window`` and ``softcap``. Or it is compute capability, dtype, KV
-heads, query heads per KV head, head size, hidden size, size of the MLP, and ``layer``: the kernels
-between a layer's products; optionally ``norms`` of heads. Or it is compute capability, dtype, KV
-heads, head size, nodes, and ``walk``: the kernels that lay a tree out, walk it and commit.
+or ``chain``, and optionally ``window``, ``softcap`` and ``int8``, a cache of codes. Or it is
+compute capability, dtype, KV heads, query heads per KV head, head size, hidden size, size of the
+MLP, and ``layer``: the kernels between a layer's products; optionally ``norms`` of heads, and
+``int8``. Or it is compute capability, dtype, KV heads, head size, nodes, and ``walk``: the kernels
+that lay a tree out, walk it and commit.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from triton.compiler import ASTSource
 from benchmarks import tables
 from tswift.attention import triton as backend
 from tswift.attention.sdpa import AttentionSpec, Layout
+from tswift.caches import FullKV, KVShape
 from tswift.decoding import device_tree_check, device_tree_triton
 from tswift.decoding.device_tree import Path as Walked
 from tswift.forward.cuda import layer_kernels, recurrence_triton
@@ -137,6 +139,11 @@ SHAPES = [
     *(("bfloat16", 8, 1, 80, nodes, "tree") for nodes in (64, 128)),
     *(("bfloat16", 4, 2, 256, nodes, "tree") for nodes in (8, 64)),
     *(("bfloat16", 8, 4, 128, nodes, "tree", "window") for nodes in (4, 32)),
+    *(
+        ("bfloat16", 8, 4, 128, nodes, kind, "int8")
+        for nodes, kind in ((1, "chain"), (8, "tree"), (32, "tree"), (512, "chain"))
+    ),
+    *(("bfloat16", 4, 2, 256, nodes, "tree", "int8") for nodes in (8, 64)),
     *(("bfloat16", 4, 2, 256, nodes, "tree", "softcap") for nodes in (8, 64)),
     *(("bfloat16", 4, 2, 256, nodes, "tree", "window", "softcap") for nodes in (8, 64)),
 ]
@@ -147,6 +154,7 @@ LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, 70b; one in float
     ("bfloat16", 3, 3, 64, 576, 1536, "layer"),
     ("bfloat16", 8, 8, 128, 8192, 28_672, "layer"),
     ("float16", 8, 4, 128, 4096, 14_336, "layer"),
+    ("bfloat16", 8, 4, 128, 4096, 14_336, "layer", "int8"),
 ]
 
 
@@ -205,9 +213,11 @@ def arithmetic(ptx: str) -> str:
     """A hash of what is done with floating-point numbers, and exchanged between threads,
     in its order.
 
-    Kernels that have it in common round alike, if their threads hold the same elements.
+    Kernels that have it in common round alike, if their threads hold the same elements. Left out is
+    what makes floats of codes, exactly: eight warps share them as four do.
     """
     operators = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
+    operators = [name for name in operators if name not in ("cvt.rn.f32.s8", "sub.bf16x2")]
     kept = [name for name in operators if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", name)]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
@@ -240,7 +250,8 @@ def compiled(
     with patch.multiple(backend, _generation=lambda device: capability // 10, **compilers):
         type_ = getattr(torch, dtype)
         query = torch.zeros(nodes, kv_heads * groups, size, dtype=type_).transpose(0, 1)
-        keys, new = (torch.zeros(kv_heads, length, size, dtype=type_) for length in (1024, nodes))
+        new = torch.zeros(kv_heads, nodes, size, dtype=type_)
+        keys, values = cache_of(type_, kv_heads, size, *more)
         ancestors = torch.ones(nodes, nodes, dtype=torch.bool).tril() if kind == "tree" else None
         length = torch.zeros((), dtype=torch.int32)
         wants = AttentionSpec(
@@ -249,9 +260,10 @@ def compiled(
         attention = backend.TritonAttention(
             Layout(kv_heads, groups, type_, query.device), length, nodes, ancestors
         )
-        attention(query, keys, keys, 1.0, wants)
-        backend.TritonAttention.store(keys, keys, new, new, length)
-    return [{"dtype": dtype, "nodes": nodes} | kernel for kernel in kernels]
+        attention(query, keys, values, 1.0, wants)
+        backend.TritonAttention.store(keys, values, new, new, length)
+    kept = {"cache": "int8"} if "int8" in more else {}
+    return [{"dtype": dtype, "nodes": nodes} | kept | kernel for kernel in kernels]
 
 
 def compiled_layer(
@@ -278,6 +290,7 @@ def compiled_layer(
             for count in (32, 64, *([PROMPT] if kind_ == type_ else [])):
                 compile_products(type_, kind_, count, kv_heads, groups, size, hidden, inner, *more)
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
+    shape += ", int8 cache" if "int8" in more else ""
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
 
 
@@ -341,13 +354,21 @@ def compiled_states(
     ]
 
 
+def cache_of(type_: torch.dtype, kv_heads: int, size: int, *more: str) -> list[Tensor]:
+    """Keys and values of one layer."""
+    codes = "int8" in more
+    kept = torch.int8 if codes else type_
+    shape = KVShape(1, kv_heads, size, kept, torch.device("cpu"), apart=codes)
+    return FullKV(shape, 1024).parts[0][:2]
+
+
 def heads_of(
     type_: torch.dtype, rows: int, kv_heads: int, groups: int, size: int, *more: str
 ) -> layer_kernels.Heads:
     """Where heads of some rows go."""
     angles = torch.zeros(2, rows, size, dtype=type_)
     norms = (angles[0, 0], angles[0, 0]) if "norms" in more else (None, None)
-    cache = torch.zeros(2, kv_heads, 1024, size, dtype=type_)
+    cache = cache_of(type_, kv_heads, size, *more)
     length = torch.zeros((), dtype=torch.int32)
     count = (kv_heads * groups, kv_heads)
     return layer_kernels.Heads(count, tuple(angles), norms, 1e-5, *cache, length, rows)

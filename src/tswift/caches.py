@@ -33,6 +33,7 @@ _MOST = 2**15 - 1
 _BROKEN = -(2**15)  # stands for NaN and infinity
 _MOST_8 = 2**7 - 1
 _STEP = torch.float32.itemsize  # bytes
+_ALIGNED = 16  # slots of a head whose steps are apart: a multiple, so that all begins at 16 bytes
 # of a norm, by bytes of an element, for models of up to _SHALLOW layers
 _ROUNDING = {1: 0.1, 2: 0.1, 4: 1e-3, 8: 1e-9}
 _SHALLOW = 8
@@ -152,6 +153,8 @@ class KVShape:
             for.
         steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values
             that are int16.
+        apart: of int8, whether the steps of a head's rows are behind all of its codes, which
+            kernels on a GPU read 16 at a time, and not each behind its row.
     """
 
     layers: int
@@ -162,6 +165,7 @@ class KVShape:
     placed: bool = False
     rounded: torch.dtype | None = None
     steps: Tensor | None = field(default=None, compare=False, repr=False)
+    apart: bool = False
     states: StateShape | None = None
     by_layer: tuple[LayerKV, ...] = ()
 
@@ -240,37 +244,64 @@ class KVShape:
         )
 
     def broken(self, kept: Tensor) -> Tensor:
-        """Where kept numbers are not finite; of int8, the numbers that they stand for."""
+        """Where kept numbers are not finite; of int8, the numbers that they stand for, or steps
+        that are apart.
+        """
         if kept.dtype == torch.int8:
-            return _widened_8(kept).isnan()
+            return kept > _MOST_8 if self.apart else _widened_8(kept).isnan()
         return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
     def allocate(self, capacity: int) -> list[Tensor]:
         """Uninitialised ``[layers, heads, capacity, row]``,
-        for keys and values of each kind of layers.
+        for keys and values of each kind of layers; where steps are apart, ``[..., head_dim]`` and
+        behind both their steps, ``[..., 1]``.
         """
         made = []
+        slots = -(-capacity // _ALIGNED) * _ALIGNED if self.apart else capacity
         for (heads, size), layers in self.layers_by_size.items():
-            for _ in range(2):
-                sizes = len(layers), heads, capacity, self.row(size)
-                made.append(torch.empty(sizes, dtype=self.dtype, device=self.device))
-                ask_for_huge_pages(made[-1])
+            sizes = len(layers), heads, slots, self.row(size)
+            pair = [torch.empty(sizes, dtype=self.dtype, device=self.device) for _ in range(2)]
+            for each in pair:
+                ask_for_huge_pages(each)
+            if self.apart:
+                # strides as told, also of dimensions of 1, which a view may give any
+                strides = *pair[0].stride()[:2], size, 1
+                shape = *sizes[:2], capacity, size
+                codes = [each.as_strided(shape, strides) for each in pair]
+                pair = [*codes, *(steps_of(each).unsqueeze(-1) for each in codes)]
+            made += pair
         return made
 
 
-def _narrowed_8(numbers: Tensor) -> Tensor:
-    """Each row ``[..., head_dim]`` as bytes, 128 for 0, and then a step:
-    that of the largest is 127.
+def _counted_8(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row ``[..., head_dim]`` in steps of its own, int8, and the steps ``[..., 1]``: the
+    largest number is 127 of them.
 
     A row that is not finite has NaN for a step.
     """
     numbers = numbers.float()
     step = numbers.abs().amax(-1, keepdim=True) / torch.tensor(float(_MOST_8))
     step = step.where(step.isfinite(), torch.nan)
-    counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0) + (
-        _MOST_8 + 1
-    )
-    return torch.cat([counts.to(torch.uint8).view(torch.int8), step.view(torch.int8)], -1)
+    counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0)
+    return counts.to(torch.int8), step
+
+
+def _narrowed_8(numbers: Tensor) -> Tensor:
+    """As :func:`_counted_8`, each row as bytes, 128 for 0, and its step behind it."""
+    counts, step = _counted_8(numbers)
+    behind = step.clone(memory_format=torch.contiguous_format).view(torch.int8)
+    return torch.cat([counts ^ (-_MOST_8 - 1), behind], -1)
+
+
+def steps_of(codes: Tensor) -> Tensor:
+    """The steps ``[..., heads, n]`` float32 of codes ``[..., heads, n, head_dim]``, where these are
+    apart: of a head's first ``n`` slots.
+    """
+    *sizes, slots, size = codes.shape
+    *strides, head = codes.stride()[:-2]
+    start = codes.storage_offset() + head // (size + _STEP) * size
+    behind = codes.as_strided((*sizes, slots * _STEP), (*strides, head, 1), start)
+    return behind.view(torch.float32)
 
 
 def _widened_8(kept: Tensor) -> Tensor:
@@ -285,9 +316,10 @@ class KVBuffer:
     Keys are rotated. Slots from ``length`` on are scratch: to roll back is to lower the length.
 
     Attributes:
-        buffers: keys and values ``[layers, heads, capacity, row]`` of layers that are alike, then
-            of others.
-        keys, values: ``[heads, capacity, row]`` of each layer: parts of these.
+        buffers: keys and values ``[layers, heads, capacity, row]`` of layers that are alike, and
+            their steps if these are apart, then of others.
+        parts: of each layer, ``[heads, capacity, row]`` each: its part of these.
+        keys, values: the first two parts of each layer.
         rows: on the CPU, the buffers' bytes ``[layers, heads, capacity, bytes]``; else empty.
         states: of recurrent layers; None without any, and in caches of a part of a text.
     """
@@ -299,18 +331,21 @@ class KVBuffer:
         self.capacity = capacity
         self.length = 0
         self.buffers = shape.allocate(capacity)
-        own: dict[int, tuple[Tensor, Tensor]] = {}
-        for layers, pair in zip(shape.layers_by_size.values(), self.pairs, strict=True):
-            own |= {layer: (pair[0][at], pair[1][at]) for at, layer in enumerate(layers)}
-        self.keys = [own[kept.source][0] for kept in shape.kept]
-        self.values = [own[kept.source][1] for kept in shape.kept]
+        own: dict[int, list[Tensor]] = {}
+        count = 4 if shape.apart else 2
+        for index, layers in enumerate(shape.layers_by_size.values()):
+            alike = self.buffers[count * index :][:count]
+            own |= {layer: [each[at] for each in alike] for at, layer in enumerate(layers)}
+        self.parts = [own[kept.source] for kept in shape.kept]
+        self.keys = [parts[0] for parts in self.parts]
+        self.values = [parts[1] for parts in self.parts]
         # NumPy's views of the bytes: to move a few tokens, PyTorch takes four times as long
         on_host = shape.device.type == "cpu"
         self.rows = [each.view(torch.uint8).numpy() for each in self.buffers] if on_host else []
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers, of keys and of values."""
+        """The buffers, of keys and of values; steps that are apart are a pair of their own."""
         return list(zip(self.buffers[::2], self.buffers[1::2], strict=True))
 
     @property
@@ -333,12 +368,32 @@ class KVBuffer:
         up to these.
         """
         end = self.length + keys.shape[1]
-        shape = self.shape
-        own = self.keys[layer]
-        others = self.values[layer]
-        own[:, self.length : end] = shape.narrowed(keys, 0, layer)
-        others[:, self.length : end] = shape.narrowed(values, 1, layer)
-        return shape.widened(own[:, :end], 0, layer), shape.widened(others[:, :end], 1, layer)
+        self.keep(0, layer, self.length, keys)
+        self.keep(1, layer, self.length, values)
+        return self.numbers(0, layer, slice(end)), self.numbers(1, layer, slice(end))
+
+    def keep(self, part: int, layer: int, start: int, numbers: Tensor) -> None:
+        """Put keys (part 0) or values (1) ``[heads, n, head_dim]`` into slots from ``start`` on."""
+        slots = slice(start, start + numbers.shape[1])
+        own = [each[:, slots] for each in self.parts[layer][part::2]]
+        rows = (
+            _counted_8(numbers) if self.shape.apart else [self.shape.narrowed(numbers, part, layer)]
+        )
+        for to, kept in zip(own, rows, strict=True):
+            to.copy_(kept)
+
+    def numbers(
+        self, part: int, layer: int, slots: slice | Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer in some slots, or of
+        :attr:`KVShape.dtype`'s numbers in a ``dtype`` that may round them again.
+        """
+        kept = self.parts[layer][part][:, slots]
+        if self.shape.apart:
+            dtype = dtype or torch.float32
+            return kept.to(dtype).mul_(self.parts[layer][part + 2][:, slots].to(dtype))
+        wide = self.shape.widened(kept, part, layer)
+        return wide if dtype is None else wide.to(dtype)
 
     def commit(self, slots: Sequence[int]) -> None:
         """Keep the drafted tokens in these scratch slots, counted from ``length``,
@@ -760,16 +815,14 @@ class PartialKV(KVBuffer):
                 asking = torch.cat(
                     [queries[each].unflatten(0, (kept.heads, -1)) for each in readers], 1
                 )
-                keys = shape.widened(full.keys[layer][:, sinks : text - recent], 0, layer).to(
-                    asking.dtype
-                )
+                keys = full.numbers(0, layer, slice(sinks, text - recent), asking.dtype)
                 best = self.policy.score(keys, asking).topk(chosen).indices
                 places = torch.cat([places, best + sinks], dim=-1)
             if shape.placed:
                 self._positions[layer][:, :held] = places
-            order = places.unsqueeze(-1).expand(-1, -1, shape.row(kept.head_dim))
-            self.keys[layer][:, :held] = full.keys[layer].gather(1, order)
-            self.values[layer][:, :held] = full.values[layer].gather(1, order)
+            for own, theirs in zip(self.parts[layer], full.parts[layer], strict=True):
+                order = places.unsqueeze(-1).expand(-1, -1, own.shape[-1])
+                own[:, :held] = theirs.gather(1, order)
         self._held = self.length = held
         if self.device_length is not None:
             self.device_length.fill_(held)

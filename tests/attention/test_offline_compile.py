@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # the compiler takes 20 s
 
 # compute capability, dtype, KV heads, query heads per KV head, head size, nodes, kind; see
 # benchmarks/offline.py
-PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, LARGE, *OTHERS = CASES = [
+FLOATS = PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, LARGE, *OTHERS = [
     "90,bfloat16,8,4,128,1,chain",
     "90,bfloat16,8,4,128,32,tree",
     "90,bfloat16,8,4,128,48,tree",
@@ -29,14 +29,16 @@ PLAIN, TREE, WIDER, SEVEN, OLDER, OLDER_TREE, LARGE, *OTHERS = CASES = [
     "90,bfloat16,4,2,256,1,chain,window,softcap",
     "90,bfloat16,4,2,256,64,tree,window,softcap",
 ]
+CODES = [f"{case},int8" for case in (PLAIN, TREE, OLDER, OLDER_TREE, LARGE)]
+CASES = [*FLOATS, *CODES]
 
 
 # capability, dtype, KV heads, query heads per KV head, head size, hidden size, the MLP's, kind
 LAYERS = [
     "90,bfloat16,8,4,128,4096,14336,layer",
-    "90,bfloat16,8,8,128,8192,28672,layer,norms",
+    "90,bfloat16,8,8,128,8192,28672,layer,norms,int8",
     "80,bfloat16,8,4,128,4096,14336,layer",
-    "80,float16,3,3,64,576,1536,layer,norms",
+    "80,float16,3,3,64,576,1536,layer,norms,int8",
 ]
 
 
@@ -83,7 +85,10 @@ def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> Non
         assert attend["copies"] > 0
 
 
-@pytest.mark.parametrize("pair", [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:]])
+@pytest.mark.parametrize(
+    "pair",
+    [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:], CODES[:2], CODES[2:4]],
+)
 def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(
     kernels, pair: tuple[str, str]
 ) -> None:

@@ -83,9 +83,10 @@ def test_what_it_is() -> None:
         assert kv_dtype_for("auto", dtype, device, program) == dtype
     assert kv_dtype_for("bf16", torch.float32, CPU, False) == torch.bfloat16
     with pytest.raises(
-        InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16; got float16$"
+        InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16, or int8; got int16$"
     ):
-        kv_dtype_for("float16", torch.bfloat16, CUDA, False)
+        kv_dtype_for("int16", torch.bfloat16, CUDA, False)
+    assert kv_dtype_for("int8", torch.bfloat16, CUDA, False) == torch.int8
     with pytest.raises(
         InputError, match=r"^kv_dtype: is no narrower than the model's own, float32; got float64$"
     ):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import ARCHITECTURES, Architecture
 from tests.helpers import VOCAB
 from tswift.attention.sdpa import BatchInvariantAttention
-from tswift.caches import FullKV
+from tswift.caches import FullKV, steps_of
 from tswift.decoding.drafter import DraftTree
 from tswift.forward.adapting import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target
@@ -65,6 +65,27 @@ class ExactOnDevice(BatchInvariantAttention):
         end = int(length) + new_keys.shape[1]
         assert end <= keys.shape[1]
         keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
+
+
+class CodesOnDevice(ExactOnDevice):
+    """As :class:`ExactOnDevice`, over a cache of codes as the one by Triton reads it."""
+
+    APART = True
+
+    def __call__(self, query, keys, values, scale, **wants):
+        if keys.dtype == torch.int8:
+            keys, values = (each * steps_of(each).unsqueeze(-1) for each in (keys, values))
+        return super().__call__(query, keys, values, scale, **wants)
+
+    @staticmethod
+    def store(keys, values, new_keys, new_values, length) -> None:
+        slots = slice(int(length), int(length) + new_keys.shape[1])
+        assert slots.stop <= keys.shape[1]
+        for codes, new in ((keys, new_keys), (values, new_values)):
+            numbers = new.float()
+            steps = numbers.abs().amax(-1, keepdim=True) / 127
+            steps_of(codes)[:, slots] = steps[..., 0]
+            codes[:, slots] = (numbers / steps).round().where(steps > 0, 0)
 
 
 def network(kind: str, dtype: torch.dtype) -> PreTrainedModel:

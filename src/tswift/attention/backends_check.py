@@ -33,17 +33,19 @@ def fails(
     width: int = USUAL,
     heads: tuple[int, int] = (1, 1),
     spec: Iterable[AttentionSpec] = (_NOTHING,),
+    codes: bool = False,
 ) -> str | None:
     """Why a backend that should serve does not, in one line; None if it does.
 
     What it computes of random rows, over odd numbers of keys, is compared with plain products in
     float64. ``heads`` are KV heads and query heads per KV head; ``spec`` the layers' specs, more
-    than nothing only if the backend takes them.
+    than nothing only if the backend takes them. With ``codes`` keys and values are int8, which a
+    backend reads that keeps their steps ``APART``.
     """
     try:
         backend = BACKENDS[name]()
         layout = Layout(*heads, dtype, device)
-        errors = [_max_relative_error(backend, layout, width, each) for each in spec]
+        errors = [_max_relative_error(backend, layout, width, each, codes) for each in spec]
         error = float(torch.tensor(errors).max())  # NaN if any is
     except Exception as failure:  # compilers, drivers and libraries have many ways to fail
         return f"{name} attention fails here ({cause_of(failure)})"
@@ -53,7 +55,7 @@ def fails(
 
 
 def _max_relative_error(
-    backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec
+    backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec, codes: bool
 ) -> float:
     """How far a backend's outputs are from those of plain products at most,
     as a share of the largest.
@@ -78,8 +80,14 @@ def _max_relative_error(
     rows = torch.randn(max_nodes, heads, width, generator=source, device=device).to(layout.dtype)
     exact = replace(layout, dtype=torch.float64)
     errors = []
-    # only its length counts
-    cache = FullKV(KVShape(1, layout.kv_heads, width, layout.dtype, device), 0)
+    # of floats only its length counts
+    kept = torch.int8 if codes else layout.dtype
+    shape = KVShape(1, layout.kv_heads, width, kept, device, apart=codes)
+    cache = FullKV(shape, slots if codes else 0)
+    given = both
+    if codes:
+        cache.write(0, *both)
+        both = torch.stack([cache.numbers(part, 0, slice(None)) for part in (0, 1)])
     for held, nodes, tree in tried:
         ancestors = _binary(nodes).to(device) if tree else None
         query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
@@ -94,13 +102,20 @@ def _max_relative_error(
             )
         else:
             expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
-        outputs = [backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)]
+        outputs = []
+        if not codes:
+            outputs += [
+                backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)
+            ]
         if backend.STATIC:  # as in passes that are replayed: after the length there is anything
             length = torch.full((), held, dtype=torch.int32, device=device)
-            room = torch.full_like(both, torch.nan)
-            room[:, :, :held] = both[:, :, :held]
-            backend.store(room[0], room[1], keys[:, held:], values[:, held:], length)
-            keys, values = room
+            room = FullKV(shape, slots)
+            for buffer in room.buffers:
+                buffer.fill_(torch.nan if buffer.is_floating_point() else 1)
+            room.write(0, *given[:, :, :held])
+            new_keys, new_values = given[:, :, held : held + nodes]
+            keys, values = room.parts[0][:2]
+            backend.store(keys, values, new_keys, new_values, length)
             outputs.append(
                 backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked)
             )

@@ -47,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout
+from tswift.caches import steps_of
 
 # Chunks are 1, 2 and 8 times as long as the first one: NEAR of the first length, MIDDLE of the
 # second, then the third.
@@ -89,33 +90,50 @@ def _split(position, prefix, KEYS: tl.constexpr, REACH: tl.constexpr, TREE: tl.c
 
 
 @triton.jit
+def _tile(at, held, kind: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr):
+    """Keys, or values, of a tile's slots in a dtype; those that are not ``held`` are not read."""
+    dims = tl.arange(0, WIDTH)
+    at = at + dims[None, :]
+    wanted = (dims < HEAD)[None, :]
+    if held is not None:
+        return tl.load(at, mask=wanted & held[:, None], other=0).to(kind)
+    elif HEAD < WIDTH:
+        return tl.load(at, mask=wanted, other=0).to(kind)
+    else:
+        return tl.load(at).to(kind)
+
+
+@triton.jit
+def _held_steps(at, held):
+    """Steps of a tile's slots, 0 for those that are not ``held``."""
+    if held is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=held, other=0.0)
+
+
+@triton.jit
 def _attend_tile(
-    slots, held, visible, query, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap,
+    slots, held, visible, query, keys, values, key_steps, value_steps, top, total, mixed, keys_slot, values_slot, scale,
+    cap,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Let the rows attend to one tile of keys: the running maximum,
     sum and weighted values after it.
 
     For a row that sees none of the keys, nothing changes, to the bit. Slots that are not ``held``
-    are not read: what is in them may be NaN, and a weight of zero would not undo that.
+    are not read: what is in them may be NaN, and a weight of zero would not undo that. Codes are
+    multiplied as they are; a key's step multiplies its scores, and a value's its weights.
     """
-    dims = tl.arange(0, WIDTH)
     far = slots.to(tl.int64)[:, None]
-    key_at = keys + far * keys_slot + dims[None, :]
-    value_at = values + far * values_slot + dims[None, :]
-    if held is not None or HEAD < WIDTH:
-        wanted = (dims < HEAD)[None, :]
-        if held is not None:
-            wanted = wanted & held[:, None]
-        key = tl.load(key_at, mask=wanted, other=0.0)
-        value = tl.load(value_at, mask=wanted, other=0.0)
-    else:
-        key = tl.load(key_at)
-        value = tl.load(value_at)
-    if WIDE:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
+    kind: tl.constexpr = tl.float32 if WIDE else query.dtype
+    # bfloat16 where there are steps, as none is too small for it
+    mixes: tl.constexpr = kind if WIDE or key_steps is None else tl.bfloat16
+    key = _tile(keys + far * keys_slot, held, kind, HEAD, WIDTH)
+    value = _tile(values + far * values_slot, held, mixes, HEAD, WIDTH)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if key_steps is not None:
+        scores = scores * _held_steps(key_steps + slots, held)[None, :]
     factor = scale
     if SOFTCAP:
         scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)  # cap * tanh
@@ -127,14 +145,16 @@ def _attend_tile(
     weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
     shrink = tl.exp2(top - base)
     total = tl.fma(total, shrink, tl.sum(weights, 1))
-    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+    if key_steps is not None:
+        weights = weights * _held_steps(value_steps + slots, held)[None, :]
+    mixed = tl.dot(weights.to(mixes), value, mixed * shrink[:, None], input_precision="ieee")
     return highest, total, mixed
 
 
 @triton.jit(do_not_specialize=["nodes"])
 def attend_chunk(
-    query, keys, values, depths, paths, length, outs, lses, query_head, query_node, keys_head, keys_slot, values_head,
-    values_slot, scale, cap, nodes,
+    query, keys, values, key_steps, value_steps, depths, paths, length, outs, lses, query_head, query_node, keys_head,
+    keys_slot, values_head, values_slot, scale, cap, nodes,
     GROUPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     REACH: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
@@ -198,6 +218,9 @@ def attend_chunk(
         rows = rows.to(tl.float32)
     keys += head.to(tl.int64) * keys_head
     values += head.to(tl.int64) * values_head
+    if key_steps is not None:
+        key_steps += head.to(tl.int64) * (keys_head // 4)
+        value_steps += head.to(tl.int64) * (values_head // 4)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     mixed = tl.full([ROWS, WIDTH], 0.0, tl.float32)
@@ -207,8 +230,8 @@ def attend_chunk(
         if WINDOW:
             visible = visible & (slots[None, :] > farthest[:, None])
         top, total, mixed = _attend_tile(
-            slots, None, visible, rows, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap, HEAD,
-            WIDTH, SOFTCAP, WIDE,
+            slots, None, visible, rows, keys, values, key_steps, value_steps, top, total, mixed, keys_slot, values_slot,
+            scale, cap, HEAD, WIDTH, SOFTCAP, WIDE,
         )  # fmt: skip
     begin = _split(prefix + own_depth, prefix, KEYS, REACH, TREE)
     beyond = tl.where(tail < 0, begin, prefix + own_depth + 1)
@@ -227,8 +250,8 @@ def attend_chunk(
             )
             slots = tl.where(drafted < 0, slots, prefix + at)
         top, total, mixed = _attend_tile(
-            slots, held, visible, rows, keys, values, top, total, mixed, keys_slot, values_slot, scale, cap, HEAD,
-            WIDTH, SOFTCAP, WIDE,
+            slots, held, visible, rows, keys, values, key_steps, value_steps, top, total, mixed, keys_slot, values_slot,
+            scale, cap, HEAD, WIDTH, SOFTCAP, WIDE,
         )  # fmt: skip
     # of a chunk a row saw nothing: log-sum-exp -inf, it weighs nothing
     total = tl.where(total == 0.0, 1.0, total)
@@ -295,10 +318,31 @@ def combine_chunks(
     tl.store(out_at[:, None] + dims[None, :], done, mask=wanted)
 
 
+@triton.jit
+def step_of(first, second):
+    """What 1 stands for in the codes of rows, of which these float32 numbers ``[n, half]`` are the
+    two halves: the largest is 127, and NaN if one is not finite; ``[n, 1]``.
+    """
+    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))  # passes over NaN
+    broken = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)
+    return (tl.div_rn(largest, 127.0) + broken)[:, None]
+
+
+@triton.jit
+def counted(numbers, step):
+    """Rows ``[n, m]`` of float32 numbers in multiples of their steps ``[n, 1]``, the nearest ones,
+    or even ones.
+    """
+    used = step > 0.0
+    counts = tl.div_rn(numbers, tl.where(used, step, 1.0))
+    counts = counts + 12582912.0 - 12582912.0  # 1.5 * 2 ** 23, beside which no fraction has room
+    return tl.where(used, counts, 0.0)
+
+
 @triton.jit(do_not_specialize=["nodes", "capacity"])
 def store_new(
-    keys, values, new_keys, new_values, length, keys_head, keys_slot, values_head, values_slot, new_keys_head,
-    new_keys_node, new_values_head, new_values_node, nodes, capacity,
+    keys, values, key_steps, value_steps, new_keys, new_values, length, keys_head, keys_slot, values_head, values_slot,
+    new_keys_head, new_keys_node, new_values_head, new_values_node, nodes, capacity,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write a block of new keys and values of one KV head behind those held;
@@ -308,26 +352,36 @@ def store_new(
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, WIDTH)
     slot = tl.load(length).to(tl.int32) + node
-    fits = ((node < nodes) & (slot < capacity))[:, None] & (dims < HEAD)[None, :]
+    kept = ((node < nodes) & (slot < capacity))[:, None]
+    fits = kept & (dims < HEAD)[None, :]
     node = node.to(tl.int64)[:, None]
     slot = slot.to(tl.int64)[:, None]
     key = tl.load(new_keys + head * new_keys_head + node * new_keys_node + dims[None, :], mask=fits)
     value = tl.load(
         new_values + head * new_values_head + node * new_values_node + dims[None, :], mask=fits
     )
+    if key_steps is not None:
+        key = tl.where(fits, key.to(tl.float32), 0.0)
+        value = tl.where(fits, value.to(tl.float32), 0.0)
+        key_step = step_of(key, key)
+        value_step = step_of(value, value)
+        tl.store(key_steps + head * (keys_head // 4) + slot, key_step, mask=kept)
+        tl.store(value_steps + head * (values_head // 4) + slot, value_step, mask=kept)
+        key = counted(key, key_step).to(tl.int8)
+        value = counted(value, value_step).to(tl.int8)
     tl.store(keys + head * keys_head + slot * keys_slot + dims[None, :], key, mask=fits)
     tl.store(values + head * values_head + slot * values_slot + dims[None, :], value, mask=fits)
 
 
 @triton.jit
 def append_path(
-    keys, values, full_keys, full_values, length, places, slots, count, own_slots, full_slots,
+    keys, values, full_keys, full_values, length, places, slots, count, own_head, full_head,
     STEPS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copy one head's accepted keys, or values, into a partial cache, or forward in the same;
     grid ``(layers * kv heads, 2)``.
     """
-    head = tl.program_id(0).to(tl.int64) * HEAD
+    head = tl.program_id(0).to(tl.int64)
     to = keys
     source = full_keys
     if tl.program_id(1) == 1:
@@ -339,9 +393,9 @@ def append_path(
     for step in range(STEPS):
         held = dims < tl.where(step < kept, HEAD, 0)  # see walk_tree
         slot = tl.load(slots + step)
-        place = head * full_slots + tl.load(places + step) * HEAD
+        place = head * full_head + tl.load(places + step) * HEAD
         row = tl.load(source + place + dims, mask=held)
-        tl.store(to + head * own_slots + slot * HEAD + dims, row, mask=held)
+        tl.store(to + head * own_head + slot * HEAD + dims, row, mask=held)
         reached = tl.where(step < kept, tl.maximum(reached, slot + 1), reached)
     if length is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
         if tl.program_id(0) + tl.program_id(1) == 0:
@@ -363,6 +417,7 @@ class TritonAttention(Attention):
     STATIC: ClassVar[bool] = True
     SPECS: ClassVar[bool] = True
     EXACT: ClassVar[bool] = True
+    APART: ClassVar[bool] = True
     PADDED: ClassVar[bool] = True
 
     def __init__(
@@ -381,8 +436,7 @@ class TritonAttention(Attention):
             self._depths = ancestors.sum(1) - 1
             # [n, n]: a node's ancestors, root first, itself last, and behind them all others
             self._paths = ancestors.byte().argsort(dim=1, descending=True, stable=True)
-        # numpy cannot calculate in bfloat16
-        self._wide = _INTERPRETED and layout.dtype == torch.bfloat16
+        self._dtype = layout.dtype
 
     def __call__(
         self,
@@ -397,10 +451,13 @@ class TritonAttention(Attention):
         """
         if query.stride(-1) != 1:
             query = query.contiguous()
+        steps = _steps(keys, values)
+        # numpy cannot calculate in bfloat16
+        wide = _INTERPRETED and (self._dtype == torch.bfloat16 or steps[0] is not None)
         size = query.shape[-1]
         rows = self._groups * self._nodes
         width = head_width(size)
-        run = configuration(rows, width, _generation(query.device))
+        run = configuration(rows, width, _generation(query.device), steps[0] is not None)
         chunk, chunks = chunking(self._kv_heads, self._nodes, keys.shape[1])
         programs = triton.cdiv(rows, run.rows) * chunks + self._nodes * triton.cdiv(
             self._groups, run.rows
@@ -426,13 +483,13 @@ class TritonAttention(Attention):
         lses = query.new_empty(1 + chunks, self._kv_heads, rows, dtype=torch.float32)
         # [n, heads, d] in memory: what the output projection reads next
         out = query.new_empty(
-            query.transpose(0, 1).shape, dtype=torch.float32 if self._wide else None
+            query.transpose(0, 1).shape, dtype=torch.float32 if wide else None
         ).transpose(0, 1)
         with torch.cuda.device_of(query):
             attend_chunk[self._kv_heads, programs](
-                query, keys, values, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
+                query, keys, values, *steps, self._depths, self._paths, self._length, outs, lses, *query.stride()[:2],
                 *keys.stride()[:2], *values.stride()[:2], factor, cap, self._nodes, ROWS=run.rows,
-                SOFTCAP=spec.softcap is not None, WIDE=self._wide, num_warps=run.warps, num_stages=run.stages,
+                SOFTCAP=spec.softcap is not None, WIDE=wide, num_warps=run.warps, num_stages=run.stages,
                 maxnreg=run.registers, **shared,
             )  # fmt: skip
             # a GPU has programs enough for every row, an interpreter has not
@@ -455,9 +512,9 @@ class TritonAttention(Attention):
         kv_heads, nodes, size = new_keys.shape
         with torch.cuda.device_of(keys):
             store_new[triton.cdiv(nodes, 16), kv_heads](
-                keys, values, new_keys, new_values, length, *keys.stride()[:2], *values.stride()[:2],
-                *new_keys.stride()[:2], *new_values.stride()[:2], nodes, keys.shape[1], HEAD=size,
-                WIDTH=head_width(size), ROWS=16,
+                keys, values, *_steps(keys, values), new_keys, new_values, length, *keys.stride()[:2],
+                *values.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2], nodes, keys.shape[1], HEAD=size,
+                WIDTH=head_width(size), ROWS=16, enable_fp_fusion=False,
             )  # fmt: skip
 
     @staticmethod
@@ -469,14 +526,25 @@ class TritonAttention(Attention):
         count: Tensor,
         length: Tensor | None = None,
     ) -> None:
-        """As :meth:`Attention.append`, in one launch, without scratch; all are contiguous."""
-        layers, kv_heads, own_slots, size = own[0].shape
-        assert all(each.is_contiguous() for each in (*own, *full))
+        """As :meth:`Attention.append`, in one launch, without scratch; a head's rows are without
+        gaps, and heads as far apart in all layers.
+        """
+        layers, kv_heads, _, size = own[0].shape
+        for each in (*own, *full):
+            assert each.stride()[2:] == (size, 1)
+            assert layers == 1 or each.stride(0) == kv_heads * each.stride(1)
         with torch.cuda.device_of(own[0]):
             append_path[layers * kv_heads, 2](
-                *own, *full, length, places, slots, count, own_slots, full[0].shape[2], STEPS=len(places), HEAD=size,
-                WIDTH=head_width(size), num_warps=1,
+                *own, *full, length, places, slots, count, own[0].stride(1), full[0].stride(1), STEPS=len(places),
+                HEAD=size, WIDTH=head_width(size), num_warps=1,
             )  # fmt: skip
+
+
+def _steps(keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The steps of keys and values that are codes; None of others."""
+    if keys.dtype != torch.int8:
+        return None, None
+    return steps_of(keys), steps_of(values)
 
 
 def head_width(size: int) -> int:
@@ -505,7 +573,7 @@ class Configuration:
     registers: int | None = None
 
 
-def configuration(rows: int, width: int, generation: int) -> Configuration:
+def configuration(rows: int, width: int, generation: int, codes: bool = False) -> Configuration:
     """The layout of the attention kernel's programs; the only place that says so.
 
     Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two
@@ -514,19 +582,20 @@ def configuration(rows: int, width: int, generation: int) -> Configuration:
     of 128 rows, which differ by the number of warps alone.
 
     ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size,
-    ``generation`` the major compute capability. On 9 every warp multiplies
+    ``generation`` the major compute capability. Of keys that are ``codes`` one more tile is under
+    way, as it has half the bytes. On 9 every warp multiplies
     rows of its own; on 8 and 12 only where a head is no wider than 64, and otherwise 4 warps share
     rows and 8 would do it differently. Others were not looked at.
     """
     keys = min(64, max(16, 4096 // width))
     widest = {8: 64, 9: 256, 12: 64}.get(generation, 0)
+    stages = 4 if codes else 3
     if width > 128 and generation != 9:
-        return Configuration(32, keys, warps=4, stages=3)
+        return Configuration(32, keys, warps=4, stages=stages)
     if rows <= 64 or width > widest:
-        return Configuration(64, keys, warps=4, stages=3)
-    return Configuration(
-        128, keys, warps=8, stages=3, registers=128 if generation == 9 and width <= 128 else None
-    )
+        return Configuration(64, keys, warps=4, stages=stages)
+    most = 128 if generation == 9 and width <= 128 else None
+    return Configuration(128, keys, warps=8, stages=stages, registers=most)
 
 
 def chunk_size(kv_heads: int) -> int:

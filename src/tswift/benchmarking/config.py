@@ -21,7 +21,7 @@ from tswift.drafting.options import (
 )
 from tswift.errors import InputError, Object, renamed
 from tswift.jobs.config import TextConfig, refuse_with_chat, to_load
-from tswift.models.config import DEMO, SHAPES, ModelConfig
+from tswift.models.config import DEMO, KV_DTYPES, SHAPES, ModelConfig, dtype_name
 from tswift.options import (
     Values,
     changed,
@@ -334,6 +334,12 @@ class RooflineQuery:
         "auto (as bench takes it: float32 on this CPU, else the model's own), float32, float64, "
         "bfloat16 or float16.",
         panel="Model",
+    )
+    kv_dtype: str = option(
+        "auto",
+        "auto (as bench takes it), int8 or another dtype of the KV cache.",
+        panel="Model",
+        parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )
     device: str | None = _machine(
         None,

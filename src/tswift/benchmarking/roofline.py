@@ -230,8 +230,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     words = str(dtype).removeprefix("torch.")
     with silence(), as_input_error(query.model):
         serves = may_serve(checkpoint.skeleton)
-        own = kv_dtype_for("auto", dtype, place or torch.device("cuda"), serves)
-        shape = shape_of(checkpoint.skeleton, dtype.itemsize, own.itemsize)
+        kept = kv_dtype_for(query.kv_dtype, dtype, place or torch.device("cuda"), serves)
+        shape = shape_of(checkpoint.skeleton, dtype.itemsize, kept.itemsize)
         codes = checkpoint.gguf
         if codes is not None and codes.kinds:
             shape = replace(shape, coded_bytes=gguf_bytes(codes) - (shape.parameters - shape.read))

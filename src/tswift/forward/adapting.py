@@ -206,13 +206,12 @@ def _held_cache(
     """
     before = max(0, min(held, target.max_positions - more))  # learned positions end
     kv = FullKV(target.kv_shape, before + more)
-    for part, each in enumerate((kv.keys, kv.values)):
+    for part in (0, 1):
         drawn: dict[tuple[int, ...], Tensor] = {}  # layers that are alike hold the same
-        for layer, rows in enumerate(each):
-            kept = kv.shape.kept[layer]
+        for layer, kept in enumerate(kv.shape.kept):
             if (size := (kept.heads, before, kept.head_dim)) not in drawn:
                 drawn[size] = torch.randn(size, generator=random).to(target.device)
-            rows[:, :before] = kv.shape.narrowed(drawn[size], part, layer)
+            kv.keep(part, layer, 0, drawn[size])
     if kv.states is not None:
         for state in (kv.states.rows, kv.states.matrices):
             state.copy_(torch.randn(state.shape, generator=random))
@@ -455,7 +454,7 @@ def _compared(
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton" and not target.split:
             target.fallbacks.note("layers", fuse(network, try_kernels))
-            if target.kv_shape.states is not None and target.device.type in _DOUBTED:
+            if target.kv_shape.states is not None and _doubted(target):
                 target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)
     except UnsupportedModel as error:
@@ -485,13 +484,16 @@ def _compared(
     return target
 
 
+def _doubted(target: Target) -> bool:
+    """Whether kernels may never have run on its device before."""
+    return target.device.type in _DOUBTED
+
+
 def _doubt_features(target: Target, backend: str) -> None:
     """Note a kernel that computes what the model's attention has otherwise than PyTorch does,
     on devices where that is doubted.
     """
-    if not (
-        target.device.type in _DOUBTED and target.attention_features and BACKENDS[backend]().SPECS
-    ):
+    if not (_doubted(target) and target.attention_features and BACKENDS[backend]().SPECS):
         return
     kinds = {
         (spec.window, spec.softcap, spec.sinks is None): spec for spec in target.layer_specs if spec
@@ -520,12 +522,26 @@ def _narrow_cache(
         reason = None
     except Unfit as error:
         reason = f"cannot have a cache in {dtype_name(kv_dtype)}: {error}"
+    if reason is None and target.kv_shape.apart and _doubted(target):
+        reason = _codes_fault(target)
     if reason is None and not apart() <= min(_CACHED * target.kv_shape.eps, _MISREAD):
         reason = f"does not bear a cache in {dtype_name(target.kv_shape.dtype)}"
+    if reason is not None and target.kv_shape.dtype != target.dtype:
         target.set_kv_dtype(target.dtype)
     if reason is not None and not usual:
         raise InputError(f"{model} {reason}", "kv_dtype")
     target.fallbacks.note("cache", reason)
+
+
+def _codes_fault(target: Target) -> str | None:
+    """Why kernels on a device do not serve a cache of codes; None if they do."""
+    shape = target.kv_shape
+    heads = (shape.heads, target.groups)
+    fault = fails("triton", target.dtype, target.device, shape.head_dim, heads, codes=True)
+    if fault is None and is_fused(target.model):
+        layer = target.model.get_decoder().layers[0]
+        fault = fault_of(partial(try_kernels, layer, target.dtype, codes=True))
+    return fault and f"cannot have a cache in {dtype_name(shape.dtype)}: {fault}"
 
 
 @contextmanager

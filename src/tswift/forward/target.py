@@ -135,7 +135,8 @@ class Target:
         twin.fallbacks = Fallbacks(self.fallbacks)
         twin.width = None
         # it reads what the others read, and converts nothing on the way
-        twin.kv_shape = replace(self.kv_shape, dtype=self.dtype, rounded=self.kv_shape.dtype)
+        shape = self.kv_shape
+        twin.kv_shape = replace(shape, dtype=self.dtype, rounded=shape.dtype, apart=False)
         twin.backend = ReferenceAttention
         twin.attention = ReferenceAttention.__name__
         twin.most_nodes = ReferenceAttention.MAX_NODES
@@ -184,7 +185,9 @@ class Target:
             Unfit: a model whose keys and values have no known bounds, which int16 needs.
         """
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
-        before, self.kv_shape = self.kv_shape, replace(self.kv_shape, dtype=kv_dtype, steps=steps)
+        apart = kv_dtype == torch.int8 and self.backend.APART
+        before = self.kv_shape
+        self.kv_shape = replace(before, dtype=kv_dtype, steps=steps, apart=apart)
         try:
             self.runner = self.runner.rebuilt()
         except Unfit:
@@ -284,10 +287,6 @@ class Target:
         gives it.
         """
 
-        def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            self.backend.store(kv.keys[layer], kv.values[layer], keys, values, length)
-            return kv.keys[layer], kv.values[layer]
-
         nodes = len(tokens)
         if batch_invariant:
             rows = nodes
@@ -301,8 +300,16 @@ class Target:
             kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
             assert kernel is not None
             states = StaticStatePass(kv.states, nodes, ancestors, kernel)
+        write = partial(self._store, kv, length)
         run = Pass(write, attend, special, nodes, rows, (kv, length), batch_invariant, states)
         return self._compute(tokens, positions, run)
+
+    def _store(
+        self, kv: KVBuffer, length: Tensor, layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`KVBuffer.write`, by the attention, which reads a cache as it is."""
+        self.backend.store(kv.keys[layer], kv.values[layer], keys, values, length)
+        return kv.keys[layer], kv.values[layer]
 
     @torch.inference_mode()
     def forward(
@@ -370,8 +377,18 @@ class Target:
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
         states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
+        write = kv.write
+        if kv.shape.apart:
+            length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
+            store = partial(self._store, kv, length)
+            ours = isinstance(special, PerLayerAttention) and known is attend
+
+            def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+                by_kernel = ours or special is None or not self.layer_specs[layer]
+                return (store if by_kernel else kv.write)(layer, keys, values)
+
         return self._compute(
-            tokens, positions, Pass(kv.write, attend, special, nodes, rows, states=states)
+            tokens, positions, Pass(write, attend, special, nodes, rows, states=states)
         )
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:

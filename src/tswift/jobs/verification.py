@@ -107,11 +107,12 @@ def _kv_dtype(config: ModelConfig, asked: Values) -> str:
     """The KV cache's dtype: part of what was decoded,
     so the run's wherever the model can have it.
     """
-    model = asked.get("model")
+    if asked.get("model") is not None:
+        return "auto"
+    kept, dtype = config.kv_dtype, asked.get("dtype", config.dtype)
     on_cpu = find_device(asked.get("device", config.device)).type == "cpu"
-    if model is None and on_cpu and config.kv_dtype != config.dtype:
-        return config.kv_dtype
-    return asked.get("dtype", config.dtype) if model is None else "auto"
+    there = on_cpu or (kept == "int8" and dtype in ("bfloat16", "float16"))
+    return kept if there and kept != config.dtype else dtype
 
 
 def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:

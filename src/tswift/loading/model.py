@@ -488,6 +488,7 @@ def _open(
         split = split_over(ranks, plan)
         # may compile a kernel: after all refusals
         backend, note = select_backend(asked.attention, plan.dtype, plan.device, plan.config)
+        kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         if not tokenizer_optional or folder is None or file or has_tokenizer(folder):
             tokenizer = checkpoint.tokenizer()
         if not plan.simulated:
@@ -495,7 +496,6 @@ def _open(
             other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
         network = read_network(plan, split)
-        kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
         products = multiplies_integers(network)
         checks = NO_CHECKS

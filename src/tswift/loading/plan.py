@@ -55,6 +55,7 @@ class ModelPlan:
     device: torch.device
     dtype: torch.dtype  # that passes compute in
     kv_dtype: torch.dtype
+    kv_reader: str | None = None  # the one attention that reads this dtype; None for all of them
     drafter: SpeculatorFile | None = None
     heads_source: Path | str | None = None  # as of heads_source()
     held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
@@ -96,7 +97,13 @@ class ModelPlan:
     def cached(self, backend: str) -> torch.dtype | None:
         """Dtype of the KV cache; None for the model's own,
         as stock operators would convert another in every pass.
+
+        Raises:
+            InputError: the device has no attention that reads the dtype that was asked for.
         """
+        if self.kv_reader not in (None, backend):
+            words = f"{dtype_name(self.kv_dtype)} is read by {self.kv_reader} attention alone"
+            raise InputError(f"{words} on {self.device.type}; here it is {backend}", "kv_dtype")
         own = backend != "native" or self.kv_dtype == self.dtype
         return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
 
@@ -235,6 +242,7 @@ def _planned(
         device,
         dtype,
         kv_dtype,
+        None if on_cpu or kv_dtype == dtype else "triton",
         held=held,
         packed=packed,
         program_expected=serves,

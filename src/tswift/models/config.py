@@ -139,7 +139,7 @@ class ModelConfig:
     kv_dtype: str = option(
         "auto",
         "Dtype of the KV cache: auto, float32, bfloat16, float16, int16 or int8 on a CPU; on CUDA "
-        "the model's own.",
+        "the model's own, or int8.",
         panel=_PANEL,
         rare=True,
         shown="the model's own; int16 for demo in float32",

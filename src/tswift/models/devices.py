@@ -77,9 +77,10 @@ def kv_dtype_for(
     if kv_dtype == "auto":
         return torch.int16 if program and (device.type, dtype) == ("cpu", torch.float32) else dtype
     kind: torch.dtype = getattr(torch, known_dtype(str(kv_dtype), KV_DTYPES, "kv_dtype"))
-    if kind != dtype and device.type != "cpu":
+    if kind not in (dtype, torch.int8) and device.type != "cpu":
         raise InputError(
-            f"is the model's own on {device.type}, {dtype_name(dtype)}; got {dtype_name(kind)}",
+            f"is the model's own on {device.type}, {dtype_name(dtype)}, or int8; got "
+            f"{dtype_name(kind)}",
             "kv_dtype",
         )
     if kind != dtype and kind.itemsize >= dtype.itemsize:

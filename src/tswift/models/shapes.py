@@ -50,6 +50,7 @@ class Shape:
     # numbers of a token's keys, and of its queries, over all layers; None where these are alike
     key_numbers: int | None = None
     query_numbers: int | None = None
+    key_rows: int | None = None  # heads of a token's keys, over all layers; None as above
     states: StateShape | None = None  # of recurrent layers, which are none of ``layers``
     # of the weights that a pass reads, where they are codes; None where they are not
     coded_bytes: int | None = None
@@ -68,9 +69,11 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        numbers = self.key_numbers or self.layers * self.kv_heads * self.head_dim
-        return 2 * numbers * (self.kv_itemsize or self.itemsize)
+        """Bytes of one token's keys and values, with the steps of those of 8 bits."""
+        rows = self.key_rows or self.layers * self.kv_heads
+        numbers = self.key_numbers or rows * self.head_dim
+        size = self.kv_itemsize or self.itemsize
+        return 2 * (numbers * size + (rows * torch.float32.itemsize if size == 1 else 0))
 
     @property
     def narrowest_bits(self) -> int:
@@ -125,6 +128,7 @@ def shape_of(network: PreTrainedModel, itemsize: int, kv_itemsize: int | None = 
             each.heads * each.head_dim for layer, each in kept.items() if each.source == layer
         ),
         query_numbers=sum(heads * each.head_dim for each in kept.values()),
+        key_rows=sum(each.heads for layer, each in kept.items() if each.source == layer),
         itemsize=itemsize,
         kv_itemsize=kv_itemsize,
         states=states,

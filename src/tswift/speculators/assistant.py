@@ -66,10 +66,7 @@ class AssistantSpeculator(DraftNetwork):
         kinds = self.target.model.config.get_text_config().layer_types
         for index, kind in enumerate(self.spec.kinds):
             layer = max(at for at, each in enumerate(kinds) if each == kind)
-            keys, values = (
-                text.shape.widened(held[layer].index_select(1, places), part, layer)
-                for part, held in enumerate((text.keys, text.values))
-            )
+            keys, values = (text.numbers(part, layer, places) for part in (0, 1))
             kv.put(index, slots, keys, values)
         return taps
 

@@ -166,7 +166,8 @@ def _attended(
     size = module.head_dim
     kept = (module.q_proj.out_features // size, module.k_proj.out_features // size)
     kv, length = None, nothing_held(rows.device)
-    if run.slots is not None and run.slots[0].shape.dtype == rows.dtype:
+    shape = None if run.slots is None else run.slots[0].shape
+    if run.slots is not None and shape is not None and (shape.apart or shape.dtype == rows.dtype):
         kv, length = run.slots
         keys, values = kv.keys[index], kv.values[index]
     else:

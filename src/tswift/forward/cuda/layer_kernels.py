@@ -39,6 +39,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tswift.attention.triton import counted, step_of
+from tswift.caches import steps_of
+
 
 @triton.jit
 def _rounded(numbers, kind: tl.constexpr, INTERPRETED: tl.constexpr):
@@ -242,9 +245,28 @@ def _rotated(
 
 
 @triton.jit
+def _keep_head(
+    kept, steps, head, slot, first, second, places, stored, inside, kept_head, kept_slot, HALF: tl.constexpr
+):  # fmt: skip
+    """Put one head's keys, or values, of some rows into their slots: as numbers, or as codes and
+    their steps.
+    """
+    own = head.to(tl.int64) * kept_head
+    if steps is not None:
+        step = step_of(first, second)
+        tl.store(steps + own // 4 + slot, step, mask=stored)
+        first = counted(first, step)
+        second = counted(second, step)
+    to = kept + own + slot * kept_slot + places[None, :]
+    stored = stored & inside[None, :]
+    tl.store(to, first.to(kept.dtype.element_ty), mask=stored)
+    tl.store(to + HALF, second.to(kept.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def _finish_head(
-    sums, sums_row, row, used, head, cosines, sines, query_weight, key_weight, rotated, keys, values, length, part_size,
-    keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
+    sums, sums_row, row, used, head, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps,
+    value_steps, length, part_size, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +281,7 @@ def _finish_head(
     places = tl.arange(0, 1 << LEVELS)
     inside = places < HALF
     slot = row.to(tl.int64) + tl.load(length).to(tl.int64)
-    stored = (used & (row < nodes) & (slot < capacity))[:, None] & inside[None, :]
+    stored = (used & (row < nodes) & (slot < capacity))[:, None]
     slot = slot[:, None]
     row = row.to(tl.int64)[:, None]
     exist = used[:, None] & inside[None, :]
@@ -279,15 +301,14 @@ def _finish_head(
             first, second, key_weight, cosines, sines, row, exist, places, inside, eps, HALF, LEVELS, ROWS, kind,
             INTERPRETED,
         )  # fmt: skip
-        kept = (head - QUERY_HEADS).to(tl.int64) * keys_head
-        to = keys + kept + slot * keys_slot + places[None, :]
-        tl.store(to, turned.to(kind), mask=stored)
-        tl.store(to + HALF, other.to(kind), mask=stored)
+        _keep_head(
+            keys, key_steps, head - QUERY_HEADS, slot, turned, other, places, stored, inside, keys_head, keys_slot, HALF
+        )  # fmt: skip
     else:
-        kept = (head - QUERY_HEADS - KV_HEADS).to(tl.int64) * values_head
-        to = values + kept + slot * values_slot + places[None, :]
-        tl.store(to, first.to(kind), mask=stored)
-        tl.store(to + HALF, second.to(kind), mask=stored)
+        _keep_head(
+            values, value_steps, head - QUERY_HEADS - KV_HEADS, slot, first, second, places, stored, inside, values_head,
+            values_slot, HALF,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -331,9 +352,8 @@ def _of_three(head, query, key, value, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.c
 @triton.jit(do_not_specialize=["count", "nodes", "capacity"])
 def multiply_heads(
     rows, squares, norm, query, query_scales, query_bias, key, key_scales, key_bias, value, value_scales, value_bias,
-    sums, counters, cosines, sines, query_weight, key_weight, rotated, keys, values, length, count, rows_row, part_size,
-    eps, keys_head, keys_slot, values_head, values_slot, head_eps,
-    nodes, capacity,
+    sums, counters, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps, value_steps, length,
+    count, rows_row, part_size, eps, keys_head, keys_slot, values_head, values_slot, head_eps, nodes, capacity,
     SIZE: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr, TILES_LEVELS: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr,
@@ -372,8 +392,8 @@ def multiply_heads(
             lines = first + tl.arange(0, some)
             _finish_head(
                 sums, heads * 2 * HALF, lines, lines < count, head, cosines, sines, query_weight, key_weight, rotated, keys,
-                values, length, part_size, keys_head, keys_slot, values_head, values_slot, head_eps, nodes, capacity,
-                QUERY_HEADS, KV_HEADS, HALF, LEVELS, PARTS, some, INTERPRETED,
+                values, key_steps, value_steps, length, part_size, keys_head, keys_slot, values_head, values_slot, head_eps,
+                nodes, capacity, QUERY_HEADS, KV_HEADS, HALF, LEVELS, PARTS, some, INTERPRETED,
             )  # fmt: skip
 
 
@@ -435,8 +455,8 @@ def add_norm_rows(
 
 @triton.jit(do_not_specialize=["count", "nodes", "capacity"])
 def rotate_rows(
-    query, key, value, cosines, sines, query_weight, key_weight, rotated, keys, values, length, count, keys_head,
-    keys_slot, values_head, values_slot, eps, nodes, capacity,
+    query, key, value, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps, value_steps, length,
+    count, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -452,8 +472,8 @@ def rotate_rows(
     product_row = tl.where(head < QUERY_HEADS, QUERY_HEADS * 2 * HALF, KV_HEADS * 2 * HALF)
     _finish_head(
         product, product_row, row, row < count, head, cosines, sines, query_weight, key_weight, rotated, keys, values,
-        length, 0, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity, QUERY_HEADS, KV_HEADS, HALF,
-        LEVELS, 0, ROWS, INTERPRETED,
+        key_steps, value_steps, length, 0, keys_head, keys_slot, values_head, values_slot, eps, nodes, capacity,
+        QUERY_HEADS, KV_HEADS, HALF, LEVELS, 0, ROWS, INTERPRETED,
     )  # fmt: skip
 
 
@@ -516,7 +536,9 @@ class Heads(NamedTuple):
     angles: tuple[Tensor, Tensor]  # cosines and sines ``[n, d]``, contiguous
     norms: tuple[Tensor | None, Tensor | None]  # weights ``[d]`` for queries and keys, if any
     eps: float  # of these norms
-    keys: Tensor  # ``[kv heads, capacity, d]``, where keys go; the last dimension contiguous
+    # ``[kv heads, capacity, d]``, where keys go; the last dimension contiguous. Of int8 their steps
+    # are apart
+    keys: Tensor
     values: Tensor
     length: Tensor  # ``[]`` int32, of what these hold
     nodes: int  # rows whose keys and values are kept
@@ -660,7 +682,9 @@ def nothing_held(device: torch.device) -> Tensor:
 
 
 def _places(heads: Heads, rotated: Tensor) -> tuple[Tensor | None, ...]:
-    return *heads.angles, *heads.norms, rotated, heads.keys, heads.values, heads.length
+    kept = heads.keys, heads.values
+    steps = map(steps_of, kept) if heads.keys.dtype == torch.int8 else (None, None)
+    return *heads.angles, *heads.norms, rotated, *kept, *steps, heads.length
 
 
 def _strides(heads: Heads) -> tuple[int | float, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tswift.caches import FullKV, KVShape, steps_of
 from tswift.forward.cuda.fused_layers import head_norms, product_of
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ def _compare(what: str, ours: Tensor, plain: Tensor) -> None:
 
 
 @torch.inference_mode()
-def try_kernels(layer: Any, dtype: torch.dtype) -> None:
-    """Compare the kernels with plain PyTorch on random rows of a layer's sizes.
+def try_kernels(layer: Any, dtype: torch.dtype, codes: bool = False) -> None:
+    """Compare the kernels with plain PyTorch on random rows of a layer's sizes; with ``codes``
+    keys and values are stored as these.
 
     Raises:
         Wrong: a bit differs; products are far apart, or others the second time.
@@ -136,7 +138,7 @@ def try_kernels(layer: Any, dtype: torch.dtype) -> None:
     normed = plain_norm(hidden, weight, eps)
     gate, up = random(2, _TRIED, mlp.gate_proj.out_features)
     _compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
-    _try_heads(attention, states, normed, random)
+    _try_heads(attention, states, normed, random, codes)
     wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
     active = kernels.multiply_silu(states, product_of(mlp.gate_proj), product_of(mlp.up_proj))
     plain = plain_silu_mul(*wide).double()
@@ -178,7 +180,7 @@ def _try_sums(linear: Any, rows: Tensor, hidden: Tensor) -> None:
 
 
 def _try_heads(
-    attention: Any, states: Hidden, normed: Tensor, random: Callable[..., Tensor]
+    attention: Any, states: Hidden, normed: Tensor, random: Callable[..., Tensor], codes: bool
 ) -> None:
     from tswift.forward.cuda import layer_kernels as kernels
 
@@ -188,6 +190,14 @@ def _try_heads(
     count, rows = sum(sizes) // head, len(normed)
     angles = (random(rows, head), random(rows, head))
     weights, eps = head_norms(attention)
+    kept = torch.int8 if codes else normed.dtype
+    shape = KVShape(1, sizes[1] // head, head, kept, normed.device, apart=codes)
+
+    def empty() -> FullKV:
+        kv = FullKV(shape, rows + 3)
+        for buffer in kv.buffers:
+            buffer.zero_()
+        return kv
 
     def plain(sums: Tensor) -> list[Tensor]:
         """Queries, keys and values ``[n, heads, d]``."""
@@ -199,18 +209,21 @@ def _try_heads(
         return [*rotated, value]
 
     def cached() -> Heads:
-        keys, values = normed.new_zeros(2, sizes[1] // head, rows + 3, head)
+        keys, values = empty().parts[0][:2]
         length = torch.full((), 3, dtype=torch.int32, device=normed.device)
         heads = (sizes[0] // head, sizes[1] // head)
         return kernels.Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
 
     def compare(query: Tensor, heads: Heads, sums: Tensor) -> None:
-        expected, *kept = plain(sums)
+        expected, *made = plain(sums)
         _compare("rotation", query.transpose(0, 1), expected)
-        for ours, made in zip((heads.keys, heads.values), kept, strict=True):
-            made[-1:] = 0  # the last row is padding, and the first slots were held before
-            padded = F.pad(made[:-1], (0, 0, 0, 0, 3, 1))
-            _compare("rotation", ours, padded.transpose(0, 1))
+        kv = empty()
+        kv.length = 3  # the first slots were held before, and the last row is padding
+        kv.write(0, *(each[:-1].transpose(0, 1) for each in made))
+        for ours, theirs in zip((heads.keys, heads.values), kv.parts[0][:2], strict=True):
+            _compare("rotation", ours, theirs)
+            if codes:
+                _compare("codes", steps_of(ours), steps_of(theirs))
 
     given = [random(rows, size) for size in sizes]
     heads = cached()
