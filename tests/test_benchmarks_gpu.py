@@ -25,8 +25,9 @@ from benchmarks.gpu import EQUALITY, FIGURES, MEASURED, SECTIONS, figures, texts
 from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu.clocks import covered  # noqa: E402
 from benchmarks.gpu.measure import integrated  # noqa: E402
-from benchmarks.gpu.run import DRY, Run  # noqa: E402
+from benchmarks.gpu.run import DRY, Run, noisy  # noqa: E402
 from tests.helpers import needs_program  # noqa: E402
+from tswift.caches import FullKV, KVShape  # noqa: E402
 
 # what a machine that is borrowed for its GPU need not have
 LACKED = ("pydantic", "gguf", "datasets", "matplotlib", "hypothesis", "scipy")
@@ -93,6 +94,12 @@ def test_what_is_missing_is_named_at_once(
         wheel.writestr("lacked_module/__init__.py", "")
     assert command.main([*words, "--site", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("another_lacked: not")
+
+
+def test_noise_in_a_cache_of_codes_has_the_size_of_other_noise() -> None:
+    kv = FullKV(KVShape(2, 3, 16, torch.int8, torch.device("cpu"), apart=True), 50)
+    noisy(kv)
+    assert kv.numbers(1, 1, slice(None)).std().item() == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.slow

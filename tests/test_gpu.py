@@ -18,6 +18,7 @@ import tswift
 from tests.attention.oracle import by, case, dense, error, odd_nodes, tree_of
 from tests.helpers import METHODS, decode_steps, random_prompt, tiny_heads, tiny_llama, tokens_of
 from tswift.attention.sdpa import AttentionSpec, Layout
+from tswift.caches import FullKV, KVShape
 from tswift.decoding.audit import audit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
@@ -105,7 +106,9 @@ def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
     assert "exact" not in model.target.fallbacks
     plain = demo_text(model, "ar", TEXT)
     other = [
-        name for name, method in METHODS.items() if not method.draft and name != "ar-reference"
+        name
+        for name, method in METHODS.items()
+        if "draft_model" not in method.needs and name != "ar-reference"
     ]
     differ = [name for name in other if demo_text(model, name, TEXT) != plain]
     assert not differ
@@ -257,6 +260,66 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
         error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
         < TRITON_TOLERANCE[dtype]
     )
+
+
+def codes_of(keys: torch.Tensor, values: torch.Tensor) -> FullKV:
+    """A cache of 8 bits that holds them, as PyTorch makes codes."""
+    heads, slots, size = keys.shape
+    kv = FullKV(KVShape(1, heads, size, torch.int8, keys.device, apart=True), slots)
+    kv.write(0, keys, values)
+    return kv
+
+
+@pytest.mark.parametrize(("prefix", "nodes"), [(20_000, 1), (100_000, 32)])
+def test_triton_over_codes_against_float64(triton_attention, prefix, nodes) -> None:
+    """And the kernel that stores them makes PyTorch's, to the bit."""
+    shape = (1, 4, 16) if DRY else LAYOUTS["llama3.1-8b"]
+    prefix, nodes = (prefix // 500, min(nodes, 9)) if DRY else (prefix, nodes)
+    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=torch.bfloat16)
+    kv, stored = codes_of(keys, values), codes_of(keys * 0, values * 0)
+    length = torch.zeros((), dtype=torch.int32, device=DEVICE)
+    attention = triton_attention.TritonAttention
+    attention.store(*stored.parts[0][:2], keys, values, length)
+    assert all(map(torch.equal, kv.buffers, stored.buffers))
+    run = attention(Layout(*shape[:2], query.dtype, query.device), prefix, nodes, ancestors)
+    numbers = [kv.numbers(part, 0, slice(None)) for part in (0, 1)]
+    assert (
+        error(run(query, kv.keys[0], kv.values[0], scale), dense(query, *numbers, ancestors, scale))
+        < TRITON_TOLERANCE[torch.bfloat16]
+    )
+
+
+@cuda_only
+def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attention) -> None:
+    """Alone, with its path committed, and in trees."""
+    for start, nodes in ((510, 4), (4094, 33), (20_000, 64)):
+        query, keys, values, _, scale = on_device(2, 4, 128, start, nodes, dtype=torch.bfloat16)
+        ancestors = tree_of(nodes, 3, nodes)
+        layout = Layout(2, 4, query.dtype, query.device)
+        attention = triton_attention.TritonAttention
+        kept = codes_of(keys, values).parts[0][:2]
+        found = attention(layout, start, nodes, ancestors.to(DEVICE))(query, *kept, scale)
+        for node in range(0, nodes, 8):
+            path = torch.cat([torch.arange(start), start + ancestors[node].nonzero().flatten()])
+            path = path.to(DEVICE)
+            alone = codes_of(keys[:, path], values[:, path]).parts[0][:2]
+            one = attention(layout, len(path) - 1, 1, None)(
+                query[:, node : node + 1], *alone, scale
+            )
+            assert torch.equal(one, found[:, node : node + 1]), (start, nodes, node)
+
+
+@cuda_only
+def test_every_method_writes_the_text_of_plain_decoding_over_codes() -> None:
+    model = tswift.load("demo", device=DEVICE, dtype="bfloat16", kv_dtype="int8")
+    assert not core_missing(model)
+    assert (model.about()["kv_dtype"], model.target.kv_shape.apart) == ("int8", True)
+    plain = demo_text(model, "ar", TEXT // 2)
+    assert plain != demo_text(bundled("bfloat16"), "ar", TEXT // 2)
+    for name in ("tokenswift", "cascade", "recall", "magicdec", "auto"):
+        assert demo_text(model, name, TEXT // 2) == plain, name
+    params = SamplingParams(banned=model.eos_ids)
+    assert audit(model.target, demo_prompt(model), plain, params, 1).exact == len(plain)
 
 
 @cuda_only

@@ -52,7 +52,7 @@ def passes(run: Run) -> None:
     for kv, limit in ((full, max(run.scale.nodes)), (part, 1)):
         noisy(kv)
         target.prepare(kv, limit)
-    shape = shape_of(target.model, target.dtype.itemsize)
+    shape = shape_of(target.model, target.dtype.itemsize, target.kv_shape.dtype.itemsize)
     for context in contexts:
         if run.late():
             return

@@ -193,4 +193,9 @@ def _words(model: LoadedModel) -> int:
 def noisy(kv: KVBuffer) -> None:
     """Fill a cache with noise."""
     for buffer in kv.buffers:
-        buffer.normal_()
+        if not kv.shape.apart:
+            buffer.normal_()
+        elif buffer.dtype == torch.int8:
+            buffer.random_(-127, 128)
+        else:  # steps, of codes that spread by 73
+            buffer.fill_(1 / 73)

@@ -43,7 +43,8 @@ def compare(run: Run, model: LoadedModel, drafter: str | None) -> bool:
         names = ["ar", "eagle"]
     else:
         takes = possible(model.target, model.heads, draft=model.draft is not None)
-        names = [name for name in takes if name != "ar-reference" and not METHODS[name].draft]
+        names = [name for name in takes if name != "ar-reference"]
+        names = [name for name in names if "draft_model" not in METHODS[name].needs]
         names = ["ar", *(name for name in names if name != "ar")]
     plain = None
     same = True
