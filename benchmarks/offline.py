@@ -59,6 +59,8 @@ _TYPES = {
     int: "i32",
     float: "fp32",
 }
+# what makes floats of codes
+_OF_CODES = ("cvt.rn.f32.s8", "cvt.rn.f16.s16", "sub.bf16x2")
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -217,7 +219,7 @@ def arithmetic(ptx: str) -> str:
     what makes floats of codes, exactly: eight warps share them as four do.
     """
     operators = re.findall(r"^\s*(?:@%p\d+ )?(\w+[\w.:]*)\s.*;", ptx, re.MULTILINE)
-    operators = [name for name in operators if name not in ("cvt.rn.f32.s8", "sub.bf16x2")]
+    operators = [name for name in operators if name not in _OF_CODES]
     kept = [name for name in operators if re.search(r"\.(f|bf)(16|32)|shfl\.sync\.bfly", name)]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 

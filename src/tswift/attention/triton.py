@@ -582,20 +582,19 @@ def configuration(rows: int, width: int, generation: int, codes: bool = False) -
     of 128 rows, which differ by the number of warps alone.
 
     ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size,
-    ``generation`` the major compute capability. Of keys that are ``codes`` one more tile is under
-    way, as it has half the bytes. On 9 every warp multiplies
+    ``generation`` the major compute capability. Keys that are ``codes`` are made floats in registers,
+    which are bounded where more programs fit then. On 9 every warp multiplies
     rows of its own; on 8 and 12 only where a head is no wider than 64, and otherwise 4 warps share
     rows and 8 would do it differently. Others were not looked at.
     """
     keys = min(64, max(16, 4096 // width))
     widest = {8: 64, 9: 256, 12: 64}.get(generation, 0)
-    stages = 4 if codes else 3
-    if width > 128 and generation != 9:
-        return Configuration(32, keys, warps=4, stages=stages)
-    if rows <= 64 or width > widest:
-        return Configuration(64, keys, warps=4, stages=stages)
     most = 128 if generation == 9 and width <= 128 else None
-    return Configuration(128, keys, warps=8, stages=stages, registers=most)
+    if width > 128 and generation != 9:
+        return Configuration(32, keys, warps=4, stages=3)
+    if rows <= 64 or width > widest:
+        return Configuration(64, keys, warps=4, stages=3, registers=most if codes else None)
+    return Configuration(128, keys, warps=8, stages=4 if codes else 3, registers=most)
 
 
 def chunk_size(kv_heads: int) -> int:
