@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from benchmarks.architectures import ARCHITECTURES
 from tswift.forward.target import Target
 from tswift.models.checkpoint import Checkpoint
-from tswift.speculators.formats import native_head
+from tswift.speculators.mtp_files import native_head
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCAB, LAYERS = 32, 4, 2, 16, 48, 97, 8  # of the target
 TAPS = (1, 4)

@@ -68,7 +68,7 @@ WAITS = frozenset(
         "sampling/rule.py:draw_with_runner_up",
         "drafting/heads.py:_candidates",
         "drafting/heads.py:propose",
-        "drafting/speculators.py:propose",
+        "drafting/networks.py:propose",
     }
 )
 # beside those places: by a copy that is waited for later
@@ -80,7 +80,7 @@ SENT = frozenset(
         "sampling/rule.py:extend",
         "decoding/loop.py:_walk",
         "drafting/heads.py:guess",
-        "drafting/speculators.py:committed",
+        "drafting/networks.py:committed",
         "drafting/chains.py:cache",
         "caches.py:commit",
         "caches.py:append",

@@ -28,6 +28,7 @@ from tswift.drafting.dynamic_tree import DynamicTreeDrafter, TreeBudget
 from tswift.drafting.fixed_tree import FixedTreeDrafter
 from tswift.drafting.heads import WIDTH, HeadSource, HeadTreeSource
 from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
+from tswift.drafting.networks import BEAM, NetworkSource
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
     AUTO,
@@ -41,7 +42,6 @@ from tswift.drafting.options import (
     used,
     varies,
 )
-from tswift.drafting.speculators import BEAM, NetworkSource
 from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads

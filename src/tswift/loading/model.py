@@ -69,13 +69,13 @@ from tswift.models.config import (
 from tswift.models.devices import dtype_name, dtype_note
 from tswift.native_build import Unbuilt
 from tswift.remembered import NO_CHECKS, Checks
-from tswift.speculators.formats import NATIVE, native_head
 from tswift.speculators.heads import Heads
 from tswift.speculators.heads_files import (
     ON_HUB,
     heads_of_source,
     heads_source,
 )
+from tswift.speculators.mtp_files import NATIVE, native_head
 from tswift.stages import tell
 
 if TYPE_CHECKING:

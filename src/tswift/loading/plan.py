@@ -32,8 +32,9 @@ from tswift.models.checkpoint import Checkpoint
 from tswift.models.config import FP8, IF_QUICKER, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
 from tswift.native_build import Unbuilt
-from tswift.speculators.formats import SpeculatorFile, drafter_of, native_head
+from tswift.speculators.formats import SpeculatorFile, drafter_of
 from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
+from tswift.speculators.mtp_files import native_head
 from tswift.speculators.networks import weights_of
 
 if TYPE_CHECKING:

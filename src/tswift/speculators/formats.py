@@ -11,9 +11,8 @@ Gemma 4's assistants are Google's; Muse-Glimmer's, a DFlash, is Meta's.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from tswift.forward.cpu.products import holds_codes, library
 from tswift.forward.cpu.program import rounded_linear
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.target import Target
-from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import (
     CONFIG,
     Checkpoint,
@@ -47,7 +45,7 @@ from tswift.native_build import Unbuilt
 from tswift.speculators.draft_network import DraftNetwork
 from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.networks import build, weights_of
-from tswift.speculators.spec import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE3, MTP, SpeculatorSpec
+from tswift.speculators.spec import ASSISTANT, DFLASH, DFLASH2, DSPARK, EAGLE3, SpeculatorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -65,19 +63,6 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # whose rates are the same at 
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 _COMPARED = 64  # rows of a copy that are compared with the target's own
 
-NATIVE = "the model's own"
-# how Qwen and Mellum name its parts; DeepSeek and GLM have it as a layer behind the model's last
-_OF_QWEN = {
-    "enorm": "mtp.pre_fc_norm_embedding",
-    "hnorm": "mtp.pre_fc_norm_hidden",
-    "eh_proj": "mtp.fc",
-    "norm": "mtp.norm",
-    "layer": "mtp.layers.0",
-}
-# of single experts, which are one tensor in a model
-_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PREDICTED = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # how many there are
-_DRAFTED = 32_768  # tokens that it drafts from: the first rows of the LM head
 _DEEPSPEC, _ZLAB, _SAFEAI = "DeepSpec", "DFlash", "SafeAILab"
 _SPECULATORS, _DEEPSPEC_EAGLE = "speculators", "DeepSpec EAGLE-3"
 _SPECULATORS_BLOCK = "speculators, blocks"
@@ -263,125 +248,7 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
     return found
 
 
-def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
-    """The head for multi-token prediction in a model's own checkpoint;
-    None if it has none that is served.
-
-    Of a hub id, whose weights may not be here yet, and of a shape, the configuration alone says so.
-    """
-    text = checkpoint.config.get_text_config()
-    if not has_mtp_head(checkpoint.config) or checkpoint.gguf is not None:
-        return None
-    layer = _own_layer(text)
-    windowed = "sliding_attention" in (getattr(layer, "layer_types", None) or ())
-    spec = SpeculatorSpec(
-        kind=MTP,
-        hidden_size=text.hidden_size,
-        inner_size=getattr(text, "intermediate_size", 0),  # a mixture of experts may have none
-        layers=1,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=_head_size(text),
-        vocab_size=text.vocab_size,
-        eps=text.rms_norm_eps,
-        rope={},
-        tap_size=text.hidden_size,
-        tap_count=1,
-        draft_vocab=min(_DRAFTED, text.vocab_size),
-        text=layer,
-        window=text.sliding_window if windowed else 0,
-    )
-    folder = checkpoint.folder
-    if folder is None:
-        said = any(getattr(text, name, 0) for name in _PREDICTED)
-        return SpeculatorFile(Path(checkpoint.name), NATIVE, spec, {}, {}, ()) if said else None
-    behind = f"model.layers.{text.num_hidden_layers}."
-    stored = {
-        name: each for name, each in checkpoint.tensors.items() if name.startswith(("mtp.", behind))
-    }
-    if not stored:
-        return None
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
-    of_qwen = next(iter(stored)).startswith("mtp.")
-    parts = {
-        name: _native_parts(name, shapes[name], behind * (not of_qwen), stored) for name in shapes
-    }
-    wanted = {each: size for part in parts.values() for each, size in part.items()}
-    # copies of the model's own
-    copies = dict.fromkeys(
-        (f"{behind}embed_tokens.weight", f"{behind}shared_head.head.weight"),
-        (spec.vocab_size, spec.hidden_size),
-    )
-    owner = "MTP head of the configuration"
-    check_tensors(folder, stored, wanted | copies, copies, owner, "model")
-    tensors = {
-        name: _stacked(shapes[name], [stored[each] for each in part])
-        for name, part in parts.items()
-    }
-    return SpeculatorFile(folder, NATIVE, spec, tensors, {}, ())
-
-
-def _own_layer(text: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a model that is one layer, as an MTP head's is one of the model's."""
-    made = copy(text)
-    made.num_hidden_layers = 1
-    made.vocab_size = 1  # nothing reads its embeddings
-    made.pad_token_id = None
-    usual = "sliding_attention" if text.model_type == "mellum" else "full_attention"
-    kinds = {
-        "layer_types": getattr(text, "mtp_layer_types", None) or [usual],
-        "mlp_layer_types": ["sparse"],
-        "first_k_dense_replace": 0,
-    }
-    for name, value in kinds.items():
-        if hasattr(text, name):
-            setattr(made, name, value)
-    return made
-
-
-def _native_parts(
-    name: str, shape: tuple[int, ...], behind: str, stored: Mapping[str, StoredTensor]
-) -> _Shapes:
-    """The tensors in a model's checkpoint that a parameter of its MTP head is made of.
-
-    ``behind`` is what their names begin with in DeepSeek's layout, empty in Qwen's.
-    """
-    part, _, rest = name.partition(".")
-    if behind:
-        own = {"norm": "shared_head.norm.", "layer": ""}.get(part, f"{part}.")
-        known = behind + own + rest
-    else:
-        known = f"{_OF_QWEN[part]}.{rest}"
-    experts, _, kind = known.rpartition(".")
-    if known in stored or kind not in _EXPERTS or not experts.endswith(".experts"):
-        return {known: shape}
-    joined = _EXPERTS[kind]
-    return {
-        f"{experts}.{expert}.{each}.weight": (shape[1] // len(joined), shape[2])
-        for expert in range(shape[0])
-        for each in joined
-    }
-
-
-@dataclass(frozen=True)
-class _Stacked(StoredTensor):
-    """Matrices of single experts, which are one tensor in a model."""
-
-    parts: Sequence[StoredTensor] = ()
-
-    def read(self) -> torch.Tensor:
-        """The values."""
-        return torch.cat([part.read() for part in self.parts]).view(self.shape)
-
-
-def _stacked(shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Tensors behind each other as one of a shape; or the only one."""
-    first = parts[0]
-    return first if len(parts) == 1 else _Stacked(first.path, first.name, first.dtype, shape, parts)
-
-
-_Shapes = dict[str, tuple[int, ...]]  # by name
+Shapes = dict[str, tuple[int, ...]]  # by name
 
 
 def is_drafter(folder: Path) -> bool:
@@ -442,14 +309,14 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
 
 def _beside(
     config: Mapping[str, object], layout: str, spec: SpeculatorSpec, maps: bool
-) -> tuple[_Shapes, _Shapes]:
+) -> tuple[Shapes, Shapes]:
     """Tensors that may be stored beside a drafter's own, with their shapes: copies of the target's,
     and what is not used.
 
     ``maps``: its own have the target's ids of its draft vocabulary.
     """
-    copies: _Shapes = {}
-    unused: _Shapes = {}
+    copies: Shapes = {}
+    unused: Shapes = {}
     if spec.kind == EAGLE3:
         unused = {
             "t2d": (spec.vocab_size,),
@@ -716,7 +583,8 @@ def _rope(path: Path, said: _Said) -> dict[str, object]:
     return rope
 
 
-def _head_size(config: PreTrainedConfig) -> int:
+def head_size(config: PreTrainedConfig) -> int:
+    """Numbers of a head's keys, by a model's configuration."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -755,7 +623,7 @@ def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
         inner_size=config.intermediate_size,
         heads=heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=_head_size(config),
+        head_dim=head_size(config),
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
         rope={"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
