@@ -52,7 +52,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("nodes", [1, 7])
 def test_it_does_what_operators_do(sizes: tuple[int, int, int, int, bool], nodes: int) -> None:
-    assert not any(check.differ(nodes, sizes, Random(seed), CPU) for seed in range(3))
+    tried = 1 if sizes[2] * sizes[3] > 1000 else 3  # the interpreter is slow
+    assert not any(check.differ(nodes, sizes, Random(seed), CPU) for seed in range(tried))
 
 
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) -> None:
