@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _PARAMS = SamplingParams()
 _OPTIONS = DraftOptions()
 _RULES = TextRules()
-_KNOWN = 64  # tokens before a step that its text may depend on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,7 @@ class Request:
     ignore_eos: bool = False
     written: Sequence[int] = ()
     rules: TextRules = _RULES  # those of its ends are added to these
+    texts: bool = False  # whether steps have their texts
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -99,17 +99,21 @@ class Request:
         if self.logprobs is not None and not 0 <= self.logprobs <= most:
             raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
 
-    def text(self, tokenizer: PreTrainedTokenizerBase, rules: TextRules) -> TextStream | None:
-        """The text so far, in which stop strings and loops are looked for; None where none is."""
-        if not rules.stop and rules.loop is None:
-            return None
+    def text(
+        self, tokenizer: PreTrainedTokenizerBase, rules: TextRules, ranks: Dist
+    ) -> tuple[TextStream | None, str]:
+        """What makes text of tokens, and finds stop strings and loops in it; and what it gave of
+        those written so far. None where nobody wants it.
+        """
+        if not (rules.stop or rules.loop is not None or (self.texts and ranks.first)):
+            return None, ""
         text = TextStream(tokenizer, rules)
-        text.add(self.written)
+        before = text.add(self.written)
         if text.looped:
             raise InputError("the text so far ends in a loop already", "stop_on_loop")
         if text.stopped is not None:
             raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
-        return text
+        return text, before
 
     def demand(self, options: DraftOptions) -> Demand:
         """What says how much memory it needs, with its options resolved."""
@@ -136,7 +140,9 @@ class Generation:
     need: MemoryEstimate  # of a rank, for its own part
     costs: PassCosts = NOMINAL  # by which it chooses, where its method does
     ranks: Dist = ALONE  # those that decode together
-    text: TextStream | None = None  # the text so far and its stop strings; None without any
+    # makes text of tokens, and finds stop strings and loops in it; None where nobody wants it
+    text: TextStream | None = None
+    before: str = ""  # the text of the tokens that were written before
 
     def steps(self) -> Iterator[Step]:
         """The steps of the decode; prefills first unless that was done (by
@@ -175,7 +181,7 @@ def begin(
             request.params, model.eos_ids, request.stop_at_eos, request.ignore_eos
         )
         rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
-        text = request.text(model.tokenizer, rules)
+        text = request.text(model.tokenizer, rules, ranks)
         if model.target.device.type == "cuda":
             try_steps(model.target, params)
             warn_of_fallbacks(model.target)
@@ -214,7 +220,7 @@ def begin(
             request.logprobs,
             kept,
         )
-    return Generation(decoding, drafter.depth, rules, params, resolved, need, costs, ranks, text)
+    return Generation(decoding, drafter.depth, rules, params, resolved, need, costs, ranks, *text)
 
 
 @wraps(loading.load)
@@ -298,28 +304,8 @@ def generate(
             include_stop=include_stop_str_in_output,
             include_end=include_stop_str_in_output,
         ),
+        texts=hasattr(model.tokenizer, "backend_tokenizer"),  # random weights have none
         logprobs=logprobs,
     )
     refuse_unused([method], request.options.changed())
-    run = begin(model, request)
-    if not hasattr(model.tokenizer, "backend_tokenizer"):  # random weights have no texts
-        return run.steps()
-    # of what is there already it knows the end alone
-    least = run.rules.least - max(0, len(written) - _KNOWN)
-    rules = replace(run.rules, loop=None, least=least)
-    return _with_text(run, length, written, TextStream(model.tokenizer, rules))
-
-
-def _with_text(
-    run: Generation, length: int, written: Sequence[int], stream: TextStream
-) -> Iterator[Step]:
-    """The steps of a decode, each with its text; the last one's includes what was held back."""
-    stream.add(written[-_KNOWN:])
-    count = len(written)
-    for step in run.steps():
-        count += len(step.tokens)
-        text = stream.add(step.tokens)
-        ended = stream.ended or (run.text is not None and run.text.ended)
-        if count >= length or ended:
-            text += stream.finish()  # nothing is to come that could complete it
-        yield replace(step, text=text)
+    return begin(model, request).steps()

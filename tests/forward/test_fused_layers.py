@@ -311,7 +311,9 @@ def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", first(1, HALVES))
-@pytest.mark.parametrize(("inputs", "outputs", "rows"), first(1, [(128, 128, 160), (256, 128, 512), (64, 256, 130)]))
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows"), first(1, [(128, 128, 160), (256, 128, 512), (64, 256, 130)])
+)
 def test_rows_among_many_have_the_bits_that_they_have_among_few(
     as_on_a_device, inputs: int, outputs: int, rows: int, dtype: torch.dtype
 ) -> None:

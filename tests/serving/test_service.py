@@ -448,7 +448,11 @@ def test_what_is_shown_of_a_text(
 ) -> None:
     run = Run(Path("run"), RunConfig())
     job: Any = SimpleNamespace(
-        config=RunConfig(), stats=DecodeStats(0), before="", tokens=[], state=RUNNING
+        config=RunConfig(),
+        stats=DecodeStats(0),
+        generation=SimpleNamespace(before=""),
+        tokens=[],
+        state=RUNNING,
     )
     job.end = lambda: {"reason": end}
     job.rows = b""

@@ -134,7 +134,7 @@ class Step:
             for.
         drafted: most tokens drafted along a path, where that varies; None where it is always the
             method's depth.
-        text: of ``tswift.generate``: the characters that the tokens complete; joined, those of
+        text: the characters that the tokens complete, if they were asked for; joined, those of
             all steps are the text.
     """
 

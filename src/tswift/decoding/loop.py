@@ -243,7 +243,8 @@ class Decoding:
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.
 
-        Tokens of ``stop`` end it, and what ends ``text``, to which what is generated is added.
+        Tokens of ``stop`` end it, and stop strings and loops of ``text``, to which what is
+        generated is added; with that, steps have their texts, the last one what was held back, too.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds
@@ -255,13 +256,15 @@ class Decoding:
         if not left:
             raise RuntimeError("the steps of a decode can be taken once")
         ended = False
+        pieces: list[str] = []
 
         def truncate(tokens: Sequence[int]) -> int:
             nonlocal ended
             for count, token in enumerate(tokens, start=1):
+                ended = token in stop
                 if text is not None:
-                    text.add((token,))
-                ended = token in stop or (text is not None and text.ended)
+                    pieces.append(text.add((token,)))
+                    ended = ended or text.looped or text.stopped is not None
                 if ended:
                     return count
             return len(tokens)
@@ -271,6 +274,11 @@ class Decoding:
             with self._finite(self._context):
                 step = self._stepper.step(left, truncate)
             left -= len(step.tokens)
+            if text is not None:
+                if ended or left <= 0:  # nothing is to come that could complete it
+                    pieces.append(text.finish())
+                step = replace(step, text="".join(pieces))
+                pieces.clear()
             yield step
 
     def settle(self) -> float:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
-from tswift.decoding.text import TextStream
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run, with_sampling
 from tswift.loading.model import LoadedModel
@@ -52,14 +51,11 @@ class Chat:
         self.kept = run.decoding.kept
         self._last = run.decoding
         self.stats = DecodeStats(run.depth)
-        text = TextStream(model.tokenizer, run.rules)
         given: list[str] = []
         try:
             for step in run.steps():
-                given.append(text.add(step.tokens))
+                given.append(step.text)
                 self.stats.add(step)
-                yield given[-1]
-            given.append(text.finish())
-            yield given[-1]
+                yield step.text
         finally:
             self._said = [*messages, {"role": "assistant", "content": "".join(given)}]

@@ -142,16 +142,20 @@ class Job:
     config: RunConfig
     about: Record  # what ``run.json`` says of the command, its options, the prompt and the machine
     prompt: Sequence[int]  # token ids
-    text: TextStream  # turns tokens into the text
     stats: DecodeStats  # figures so far
     tokens: list[int] = field(default_factory=list)  # token ids so far
     # each time that the run was resumed, this one last
     resumed: list[Object] = field(default_factory=list)
     notes: Sequence[str] = ()  # lines for people
-    before: str = ""  # the text of the tokens that were made before this session
     rows: bytes = b""  # log-probabilities of the last step's tokens, as in ``logprobs.bin``
     state: str = RUNNING  # or finished, interrupted, failed
     reason: str = ""  # why it failed
+
+    @property
+    def text(self) -> TextStream:
+        """What turns tokens into the text."""
+        assert self.generation.text is not None
+        return self.generation.text
 
     @property
     def length(self) -> int:
@@ -222,12 +226,11 @@ class Job:
         on_step("", self.stats)
         signals.patience = 1
         for step in self.generation.steps():
-            piece = self.text.add(step.tokens)
             self.tokens += step.tokens
             self.stats.add(step)
             self.rows = b"" if step.logprobs is None else step.logprobs.tobytes()
-            self.folder.append(step.tokens, piece, self.stats.counters, self.rows)
-            on_step(piece, self.stats)
+            self.folder.append(step.tokens, step.text, self.stats.counters, self.rows)
+            on_step(step.text, self.stats)
             if signals.number:
                 raise Stopped(signals.number)
 
@@ -437,8 +440,7 @@ def start(
             "positions"
         )
     stats = DecodeStats(generation.depth)
-    text_stream = TextStream(model.tokenizer, generation.rules)
-    return Job(model, generation, folder, config, about, prompt, text_stream, stats, notes=notes)
+    return Job(model, generation, folder, config, about, prompt, stats, notes=notes)
 
 
 def with_sampling(config: RunConfig, model: LoadedModel) -> tuple[RunConfig, SamplingParams]:
@@ -542,21 +544,9 @@ def _continued(
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:
         raise InputError(f"the journal of {run.path} is broken: {error}", OPTION) from None
-    text = TextStream(model.tokenizer, generation.rules)
-    before = text.add(tokens)
+    before = generation.before
     folder = RunFolder.reopen(run.path, lock, run.record, checkpoint, before, row_bytes(config))
-    return Job(
-        model,
-        generation,
-        folder,
-        config,
-        run.record,
-        run.prompt,
-        text,
-        stats,
-        tokens,
-        before=before,
-    )
+    return Job(model, generation, folder, config, run.record, run.prompt, stats, tokens)
 
 
 def _in_use(path: Path) -> str:
@@ -615,6 +605,7 @@ def begin_run(
         ignore_eos=config.ignore_eos,
         written=written,
         rules=config.text_rules(params),
+        texts=True,
         logprobs=config.logprobs,
     )
     return begin(model, request, kept=kept)

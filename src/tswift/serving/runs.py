@@ -183,7 +183,7 @@ class Run:
         if wanted and job.tokens:
             self.rows += read_own(self.path / LOGPROBS)
             self.ids.extend(job.tokens)
-        self.grow(job.before, job.stats.tokens)
+        self.grow(job.generation.before, job.stats.tokens)
 
         def show(piece: str, stats: DecodeStats) -> None:
             if job.state == FINISHED:
