@@ -146,7 +146,7 @@ def _text(source: Path) -> str:
     """A C file's text, and that of the files of ours that it includes."""
     text = source.read_text()
     included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    return "\0".join([text, *(source.with_name(name).read_text() for name in included)])
+    return "\0".join([text, *(_text(source.parent / name) for name in included)])
 
 
 def _load(file: Path) -> ctypes.CDLL | None:

@@ -5,16 +5,12 @@
    no helper takes, so a core that is busy elsewhere slows it by its share. A helper looks for work for some microseconds
    after it has had some, and sleeps then. */
 
-#define _GNU_SOURCE
-#include <immintrin.h>
-#include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdint.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "vectors.h"
 
 enum {
     MOST = 64,                /* helpers */
@@ -25,13 +21,15 @@ enum {
 static struct {
     void (*work)(void *);
     void *given;
-    uint32_t number;          /* of the job; also what helpers sleep on */
+    uint32_t number;          /* of the job */
     uint32_t open;            /* how many more helpers may join it */
     uint32_t inside;          /* helpers at work, or about to see whether they may */
     uint32_t asleep;
     uint32_t busy;            /* whether somebody's work is under way */
     uint32_t helpers;
     pid_t process;
+    pthread_mutex_t lock;
+    pthread_cond_t begun;     /* what helpers sleep on */
 } pool;
 
 static int64_t now(void) {
@@ -44,12 +42,13 @@ static void wait_for_job(uint32_t seen) {
     for (const int64_t until = now() + AWAKE; now() < until;)
         for (int look = 0; look < LOOKS; look++) {
             if (__atomic_load_n(&pool.number, __ATOMIC_ACQUIRE) != seen) return;
-            _mm_pause();
+            relax();
         }
+    pthread_mutex_lock(&pool.lock);
     __atomic_fetch_add(&pool.asleep, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&pool.number, __ATOMIC_SEQ_CST) == seen)
-        syscall(SYS_futex, &pool.number, FUTEX_WAIT_PRIVATE, seen, 0, 0, 0);
+    while (__atomic_load_n(&pool.number, __ATOMIC_SEQ_CST) == seen) pthread_cond_wait(&pool.begun, &pool.lock);
     __atomic_fetch_sub(&pool.asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool.lock);
 }
 
 /* Take one of the places of a job, if it has any left. */
@@ -77,6 +76,8 @@ static void recruit(uint32_t wanted) {
     if (pool.process != getpid()) { /* after a fork the helpers are the parent's */
         pool.process = getpid();
         pool.helpers = pool.asleep = pool.inside = 0;
+        pthread_mutex_init(&pool.lock, 0);
+        pthread_cond_init(&pool.begun, 0);
     }
     for (; pool.helpers < wanted && pool.helpers < MOST; pool.helpers++) {
         pthread_t thread;
@@ -101,12 +102,15 @@ void tswift_parallel(void (*work)(void *), void *given, unsigned threads, unsign
     pool.work = work, pool.given = given;
     __atomic_store_n(&pool.open, threads - 1, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&pool.number, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool.asleep, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, &pool.number, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0);
+    if (__atomic_load_n(&pool.asleep, __ATOMIC_SEQ_CST)) {
+        pthread_mutex_lock(&pool.lock); /* whoever is about to sleep does so now, and hears */
+        pthread_mutex_unlock(&pool.lock);
+        pthread_cond_broadcast(&pool.begun);
+    }
     work(given);
     __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
     for (int look = 0; __atomic_load_n(&pool.inside, __ATOMIC_SEQ_CST); look++)
-        if (look < 2000) _mm_pause();
+        if (look < 2000) relax();
         else sched_yield(); /* a helper has lost its core amid its work */
     __atomic_store_n(&pool.busy, 0, __ATOMIC_SEQ_CST);
 }

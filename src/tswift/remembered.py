@@ -138,6 +138,6 @@ def _processor() -> str:
 
 @cache
 def _sources() -> str:
-    files = sorted(Path(tswift.__file__).parent.rglob("*.[pc]*"))
-    texts = (file.read_bytes() for file in files if file.suffix in (".py", ".c"))
+    files = sorted(Path(tswift.__file__).parent.rglob("*.[pch]*"))
+    texts = (file.read_bytes() for file in files if file.suffix in (".py", ".c", ".h"))
     return sha256(b"\0".join(texts)).hexdigest()

@@ -1,5 +1,4 @@
-/* Attention of a few rows to many keys, computed in float32, on x86 processors with AVX2, FMA and F16C, or with
-   AVX-512, with the same bits.
+/* Attention of a few rows to many keys, computed in float32.
 
    A row is one query head at one node; the rows of a KV head read its keys and values together. Scores are powers of
    two: the caller's scale holds log2(e).
@@ -35,17 +34,10 @@
    may be drafted. Whoever compiles this gives them; native.py does. */
 
 #include <float.h>
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define FLOAT32 0
-#define BFLOAT16 1
-#define FLOAT16 2
-#define INT16 3
-#define INT8 4
+#include "../vectors.h"
+
 #define INTEGERS (KIND >= INT16)
 
 #if KIND == FLOAT32
@@ -59,170 +51,13 @@ typedef int8_t rounded_query;
 typedef uint16_t stored;
 #endif
 
-#ifdef __AVX512F__
-typedef __m512 vector;
-enum { LANES = 16, HELD = 16 };
-INLINE vector spread(float x) { return _mm512_set1_ps(x); }
-INLINE vector load(const float *from) { return _mm512_loadu_ps(from); }
-INLINE void store(float *to, vector x) { _mm512_storeu_ps(to, x); }
-INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
-INLINE vector higher(vector x, vector y) { return _mm512_max_ps(x, y); } /* y if one is NaN */
-INLINE vector lower(vector x, vector y) { return _mm512_min_ps(x, y); } /* y if one is NaN */
-INLINE int differ(vector x, vector y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_OQ) != 0; }
-INLINE vector unless_less(vector y, vector x, float least) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, spread(least), _CMP_NLT_UQ), y);
-}
-INLINE vector times_power(vector y, vector shifted) {
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), exponent));
-}
-INLINE vector swap_pairs(vector x) { return _mm512_permute_ps(x, 0x4e); }
-INLINE vector swap_neighbours(vector x) { return _mm512_permute_ps(x, 0xb1); }
-INLINE vector repeat_two(double x) { return _mm512_castpd_ps(_mm512_set1_pd(x)); }
-INLINE vector repeat_four(__m128 x) { return _mm512_broadcast_f32x4(x); }
-INLINE vector put(vector into, vector x, int lane, int dims) {
-    return _mm512_mask_mov_ps(into, (dims == 2 ? 0x5555 : 0x1111) << lane, x);
-}
-typedef __m512i integers; /* 32 bits each, or PACKED that are narrower */
-INLINE integers nothing(void) { return _mm512_setzero_si512(); }
-INLINE integers load_integers(const void *from) { return _mm512_loadu_si512(from); }
-INLINE void store_integers(void *to, integers x) { _mm512_storeu_si512(to, x); }
-INLINE integers one_pack(int32_t x) { return _mm512_set1_epi32(x); }
-INLINE integers two_packs(int64_t x) { return _mm512_set1_epi64(x); }
-INLINE integers four_packs(const void *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128(from)); }
-/* GCC 12 copies the sums of these products to and fro */
-#if KIND == INT8 && defined __AVX512VNNI__
-INLINE integers plus_packs(integers sum, integers x, integers y) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-    return sum;
-}
-#elif KIND == INT8
-INLINE integers fours(integers x, integers y) {
-    return _mm512_madd_epi16(_mm512_maddubs_epi16(x, y), _mm512_set1_epi16(1));
-}
-INLINE integers bits_of(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
-#elif defined __AVX512VNNI__
-INLINE integers plus_packs(integers sum, integers x, integers y) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
-    return sum;
-}
-#else
-INLINE integers plus_packs(integers sum, integers x, integers y) {
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(x, y));
-}
-#endif
-INLINE integers both(integers x, integers y) { return _mm512_add_epi32(x, y); }
-INLINE integers pairs_swapped(integers x) { return _mm512_shuffle_epi32(x, 0x4e); }
-INLINE integers neighbours_swapped(integers x) { return _mm512_shuffle_epi32(x, 0xb1); }
-INLINE integers firsts(integers x, integers y) { return _mm512_unpacklo_epi32(x, y); }
-INLINE integers lasts(integers x, integers y) { return _mm512_unpackhi_epi32(x, y); }
-INLINE integers first_pairs(integers x, integers y) { return _mm512_unpacklo_epi64(x, y); }
-INLINE integers last_pairs(integers x, integers y) { return _mm512_unpackhi_epi64(x, y); }
-INLINE integers evens(integers x, integers y) { return _mm512_mask_shuffle_epi32(x, 0xaaaa, y, 0xa0); }
-INLINE integers odds(integers x, integers y) { return _mm512_mask_shuffle_epi32(y, 0x5555, x, 0xf5); }
-INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
-INLINE integers rounded(vector x) { return _mm512_cvtps_epi32(x); }
-INLINE integers joined(integers low, integers high, int bits) {
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, bits));
-}
-#if KIND == FLOAT32
-INLINE vector widened(const stored *from) { return load(from); }
-#elif INTEGERS
-INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
-#elif KIND == BFLOAT16
-INLINE vector widened(const stored *from) {
-    const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
-}
-#else
-INLINE vector widened(const stored *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
-#endif
-#else
-typedef __m256 vector;
-enum { LANES = 8, HELD = 8 };
-INLINE vector spread(float x) { return _mm256_set1_ps(x); }
-INLINE vector load(const float *from) { return _mm256_loadu_ps(from); }
-INLINE void store(float *to, vector x) { _mm256_storeu_ps(to, x); }
-INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
-INLINE vector higher(vector x, vector y) { return _mm256_max_ps(x, y); } /* y if one is NaN */
-INLINE vector lower(vector x, vector y) { return _mm256_min_ps(x, y); } /* y if one is NaN */
-INLINE int differ(vector x, vector y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_NEQ_OQ)); }
-INLINE vector unless_less(vector y, vector x, float least) {
-    return _mm256_andnot_ps(_mm256_cmp_ps(x, spread(least), _CMP_LT_OQ), y);
-}
-INLINE vector times_power(vector y, vector shifted) {
-    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent));
-}
-INLINE vector swap_pairs(vector x) { return _mm256_permute_ps(x, 0x4e); }
-INLINE vector swap_neighbours(vector x) { return _mm256_permute_ps(x, 0xb1); }
-INLINE vector repeat_two(double x) { return _mm256_castpd_ps(_mm256_set1_pd(x)); }
-INLINE vector repeat_four(__m128 x) { return _mm256_set_m128(x, x); }
-INLINE vector put(vector into, vector x, int lane, int dims) {
-    const __m256i lanes = _mm256_and_si256(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(dims - 1));
-    return _mm256_blendv_ps(into, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
-}
-typedef __m256i integers;
-INLINE integers nothing(void) { return _mm256_setzero_si256(); }
-INLINE integers load_integers(const void *from) { return _mm256_loadu_si256(from); }
-INLINE void store_integers(void *to, integers x) { _mm256_storeu_si256(to, x); }
-INLINE integers one_pack(int32_t x) { return _mm256_set1_epi32(x); }
-INLINE integers two_packs(int64_t x) { return _mm256_set1_epi64x(x); }
-INLINE integers four_packs(const void *from) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(from)); }
-#if KIND == INT8 && defined __AVXVNNI__
-INLINE integers plus_packs(integers sum, integers x, integers y) { return _mm256_dpbusd_avx_epi32(sum, x, y); }
-#elif KIND == INT8
-INLINE integers fours(integers x, integers y) {
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), _mm256_set1_epi16(1));
-}
-INLINE integers bits_of(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8(mask)); }
-#else
-INLINE integers plus_packs(integers sum, integers x, integers y) { /* told how, or GCC runs out of registers */
-    __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm256_madd_epi16(x, y)));
-    return sum;
-}
-#endif
-INLINE integers both(integers x, integers y) { return _mm256_add_epi32(x, y); }
-INLINE integers pairs_swapped(integers x) { return _mm256_shuffle_epi32(x, 0x4e); }
-INLINE integers neighbours_swapped(integers x) { return _mm256_shuffle_epi32(x, 0xb1); }
-INLINE integers firsts(integers x, integers y) { return _mm256_unpacklo_epi32(x, y); }
-INLINE integers lasts(integers x, integers y) { return _mm256_unpackhi_epi32(x, y); }
-INLINE integers first_pairs(integers x, integers y) { return _mm256_unpacklo_epi64(x, y); }
-INLINE integers last_pairs(integers x, integers y) { return _mm256_unpackhi_epi64(x, y); }
-INLINE integers evens(integers x, integers y) { return _mm256_blend_epi32(x, _mm256_shuffle_epi32(y, 0xa0), 0xaa); }
-INLINE integers odds(integers x, integers y) { return _mm256_blend_epi32(y, _mm256_shuffle_epi32(x, 0xf5), 0x55); }
-INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
-INLINE integers rounded(vector x) { return _mm256_cvtps_epi32(x); }
-INLINE integers joined(integers low, integers high, int bits) {
-    return _mm256_or_si256(low, _mm256_slli_epi32(high, bits));
-}
-#if KIND == FLOAT32
-INLINE vector widened(const stored *from) { return load(from); }
-#elif INTEGERS
-INLINE vector widened(const stored *from) { return spread(*from); } /* not called */
-#elif KIND == BFLOAT16
-INLINE vector widened(const stored *from) {
-    const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(halves, 16));
-}
-#else
-INLINE vector widened(const stored *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
-#endif
-#endif
-
-#if KIND == INT8 && !defined __AVX512VNNI__ && (defined __AVX512F__ || !defined __AVXVNNI__)
-/* Two products are added up in 16 bits first, which two of 8 bits do not fit in: the highest bits are taken apart. */
-INLINE integers plus_packs(integers sum, integers x, integers y) {
-    return both(both(sum, fours(bits_of(x, 0x7f), y)), fours(bits_of(x, 0x80), y));
-}
-#endif
-
 enum {
     SUMS = 4,    /* of a score, and of a block's weights */
     SOME = 12,   /* most keys that are scored together */
     BLOCK = 120, /* keys of a block */
     TAIL = (DRAFTED + BLOCK + 128) / SOME * SOME + SOME, /* most keys: so many before the prefix ends, and 128 nodes */
     TILE = 16,   /* what numbers of rows are rounded up to */
+    HELD = REGISTERS / 2 / (INTEGERS ? sizeof(partial) / sizeof(integers) : 1), /* most vectors of sums in registers */
     MIXED = 4,   /* most rows whose weighted values are held in registers */
     WIDENED = 24, /* values that are turned into float32 at a time, to be used while they are in the nearest cache */
     ROW = WIDTH + (KIND == INT8 ? sizeof(float) : 0), /* numbers of a key or a value, and its step */
@@ -306,13 +141,13 @@ INLINE vector power(vector x) {
     y = plus(spread(0.24022648f), y, rest);
     y = plus(spread(0.6931472f), y, rest);
     y = plus(spread(1.0f), y, rest);
-    return unless_less(times_power(y, shifted), x, -126);
+    return unless_less((vector)((integers)y + ((integers)shifted << 23)), x, -126);
 }
 
 /* Two blocks of integers, this one and the next, fit the nearest cache; of floats they do not. */
 INLINE void fetch(Ahead *a, int computed) {
     for (a->due += computed; a->due >= a->apart; a->due -= a->apart, a->line += LINE)
-        _mm_prefetch((const char *)a->line, INTEGERS ? _MM_HINT_T0 : _MM_HINT_T1);
+        __builtin_prefetch(a->line, 0, INTEGERS ? 3 : 2);
 }
 
 INLINE int64_t depth(const Call *c, int64_t node) { return c->depths ? c->depths[node] : node; }
@@ -368,13 +203,6 @@ INLINE void shrink(float *out, float by) {
     for (int d = 0; d < WIDTH; d++) out[d] *= by;
 }
 
-/* A piece of a key for every row of a tile. */
-INLINE vector repeat(const float *from, const int dims) {
-    double two;
-    memcpy(&two, from, sizeof two);
-    return dims == 1 ? spread(*from) : dims == 2 ? repeat_two(two) : repeat_four(_mm_loadu_ps(from));
-}
-
 /* Add up the lanes of a row. */
 INLINE vector folded(vector x, const int dims) {
     if (dims == 4) x = x + swap_pairs(x);
@@ -383,7 +211,12 @@ INLINE vector folded(vector x, const int dims) {
 }
 
 /* How many keys are scored together, so that their sums fill the registers. */
-INLINE int together(const int dims) { return LANES == 16 || INTEGERS ? SOME : dims == 4 ? 8 : 6; }
+INLINE int together(const int dims) { return REGISTERS == 32 || INTEGERS ? SOME : dims == 4 ? 8 : 6; }
+
+INLINE vector widened(const stored *from) {
+    const uint16_t *halves = (const uint16_t *)from;
+    return KIND == BFLOAT16 ? load_bfloats(halves) : KIND == FLOAT16 ? load_halves(halves) : load(from);
+}
 
 /* Keys or values as they are multiplied; they stay where they are if that is what they are. */
 #if INTEGERS
@@ -399,21 +232,21 @@ INLINE const scored *widen(const stored *from, scored *to, int count) {
 #endif
 
 #if INTEGERS
-INLINE integers repeat_packs(const stored *from, const int dims) {
-    int32_t one;
-    int64_t two;
-    memcpy(&one, from, sizeof one);
-    memcpy(&two, from, sizeof two);
-    return dims == 1 ? one_pack(one) : dims == 2 ? two_packs(two) : four_packs(from);
+INLINE partial plus_packs(partial sum, integers x, integers y) {
+    return KIND == INT8 ? plus_fours(sum, x, y) : plus_pairs(sum, x, y);
 }
 
+INLINE integers total_of_packs(partial sum) { return KIND == INT8 ? total_of_fours(sum) : total_of_pairs(sum); }
+
 /* Add up the lanes of each row, of as many keys as it has lanes; their sums take the lanes' places. */
-INLINE integers gathered(const integers *sum, const int dims) {
-    if (dims == 1) return sum[0];
-    if (dims == 2) return both(evens(sum[0], sum[1]), odds(sum[0], sum[1]));
-    const integers low = both(firsts(sum[0], sum[1]), lasts(sum[0], sum[1]));
-    const integers high = both(firsts(sum[2], sum[3]), lasts(sum[2], sum[3]));
-    return both(first_pairs(low, high), last_pairs(low, high));
+INLINE integers gathered(const partial *sum, const int dims) {
+    integers own[4];
+    for (int k = 0; k < dims; k++) own[k] = total_of_packs(sum[k]);
+    if (dims == 1) return own[0];
+    const integers first = firsts(own[0], own[1]), last = lasts(own[0], own[1]);
+    if (dims == 2) return first_pairs(first, last) + last_pairs(first, last);
+    const integers low = first + last, high = firsts(own[2], own[3]) + lasts(own[2], own[3]);
+    return first_pairs(low, high) + last_pairs(low, high);
 }
 
 /* The scores of some keys. The query is [WIDTH / PACKED / dims, rows of a tile, dims] of packs, and then for every lane
@@ -422,10 +255,10 @@ INLINE void score_some(Block *b, const stored *keys, float *scores, int key, con
     const int some = together(dims);
     const float *back = b->query + WIDTH / PACKED / dims * LANES;
     Ahead next = b->next_keys;
-    integers sum[SOME];
+    partial sum[SOME];
     float steps[SOME];
     for (int k = 0; k < some; k++) {
-        sum[k] = KIND == INT8 ? load_integers(back + LANES) : nothing();
+        sum[k] = begun(KIND == INT8 ? load_integers(back + LANES) : (integers){0});
         if (KIND == INT8) memcpy(steps + k, keys + k * ROW + WIDTH, sizeof *steps);
     }
     for (int u = 0; u < WIDTH / PACKED; u += dims) {
@@ -433,7 +266,7 @@ INLINE void score_some(Block *b, const stored *keys, float *scores, int key, con
         const integers of_rows = load_integers(b->query + u / dims * LANES);
 #pragma GCC unroll 12
         for (int k = 0; k < some; k++)
-            sum[k] = plus_packs(sum[k], repeat_packs(keys + k * ROW + PACKED * u, dims), of_rows);
+            sum[k] = plus_packs(sum[k], (integers)repeat(keys + k * ROW + PACKED * u, dims), of_rows);
     }
     for (int k = 0; k < some; k += dims) {
         vector score = as_float(gathered(sum + k, dims)) * load(back);
@@ -583,9 +416,9 @@ INLINE void mix_rows(
     while (WIDTH % (vectors * LANES)) vectors /= 2;
     Ahead next = b->next_values;
     for (int d = 0; d < WIDTH; d += vectors * LANES) {
-        integers sum[MIXED][HELD];
+        partial sum[MIXED][HELD];
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < vectors; v++) sum[r][v] = nothing();
+            for (int v = 0; v < vectors; v++) sum[r][v] = (partial){0};
         for (int key = 0; key < b->count; key += PACKED) {
             const int32_t *weight = weights + at(key, row, dims);
             integers value[HELD];
@@ -593,14 +426,14 @@ INLINE void mix_rows(
             for (int v = 0; v < vectors; v++)
                 value[v] = load_integers(b->packs + key / PACKED * WIDTH + d + v * LANES);
             for (int r = 0; r < rows; r++) {
-                const integers own = one_pack(weight[r * dims]);
+                const integers own = spread_integer(weight[r * dims]);
                 for (int v = 0; v < vectors; v++) sum[r][v] = plus_packs(sum[r][v], own, value[v]);
             }
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++) {
                 float *to = out + r * WIDTH + d + v * LANES;
-                store(to, plus(load(to), as_float(sum[r][v]), spread(inverse[(row + r) * dims])));
+                store(to, plus(load(to), as_float(total_of_packs(sum[r][v])), spread(inverse[(row + r) * dims])));
             }
     }
     b->next_values = next;
@@ -617,27 +450,9 @@ static void pack_values(const Block *b, int32_t *packs, float *steps) {
             memcpy(&step, from[k] + WIDTH, sizeof step);
             steps[key + k] = step == step && key + k < b->count ? step : 0;
         }
-        for (int d = 0; d < WIDTH; d += 16) {
-#if KIND == INT8
-            __m128i x[PACKED];
-            for (int k = 0; k < PACKED; k++) x[k] = _mm_loadu_si128((const __m128i *)(from[k] + d));
-            const __m128i signs = _mm_set1_epi8(ZERO - 256);
-            const __m128i first = _mm_unpacklo_epi8(x[0], x[1]), second = _mm_unpacklo_epi8(x[2], x[3]);
-            const __m128i third = _mm_unpackhi_epi8(x[0], x[1]), fourth = _mm_unpackhi_epi8(x[2], x[3]);
-            const __m128i made[] = {
-                _mm_unpacklo_epi16(first, second), _mm_unpackhi_epi16(first, second),
-                _mm_unpacklo_epi16(third, fourth), _mm_unpackhi_epi16(third, fourth),
-            };
-            for (int i = 0; i < PACKED; i++)
-                _mm_storeu_si128((__m128i *)(packs + d + 4 * i), _mm_xor_si128(made[i], signs));
-#else
-            __m256i x[PACKED]; /* their second and third quarters change places, as halves are interleaved apart */
-            for (int k = 0; k < PACKED; k++)
-                x[k] = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)(from[k] + d)), 0xd8);
-            _mm256_storeu_si256((__m256i *)(packs + d), _mm256_unpacklo_epi16(x[0], x[1]));
-            _mm256_storeu_si256((__m256i *)(packs + d + 8), _mm256_unpackhi_epi16(x[0], x[1]));
-#endif
-        }
+        for (int d = 0; d < WIDTH; d += 16)
+            if (KIND == INT8) interleave_bytes(packs + d, (const uint8_t *const *)from, d);
+            else interleave_shorts(packs + d, (const int16_t *const *)from, d);
     }
 }
 
@@ -648,23 +463,23 @@ INLINE void mix(Block *b, const float *weights, const float *by, const int dims)
     const vector factor = load(by), unit = spread(1) / factor;
     store(inverse, unit);
     const int vectors = (b->count + SUMS - 1) / SUMS * SUMS / dims, held = dims < PACKED ? PACKED / dims : 1;
-    integers sum = nothing();
+    integers sum = {0};
     for (int v = 0; v < vectors; v += held) {
-        integers all = nothing();
+        integers all = {0};
         for (int i = 0; i < held; i++) {
             vector weight = load(weights + (v + i) * LANES);
             if (KIND == INT8) weight = weight * repeat(b->value_steps + (v + i) * dims, dims);
             const integers own = rounded(weight * factor);
-            if (KIND == INT16) sum = both(sum, own);
-            all = joined(all, own, i * dims * BITS);
+            if (KIND == INT16) sum += own;
+            all |= own << i * dims * BITS;
         }
-        if (dims > 1) all = joined(all, neighbours_swapped(all), BITS);
-        if (dims == 4 && PACKED == 4) all = joined(all, pairs_swapped(all), 2 * BITS);
+        if (dims > 1) all |= (integers)swap_neighbours((vector)all) << BITS;
+        if (dims == 4 && KIND == INT8) all |= (integers)swap_pairs((vector)all) << BITS * PACKED / 2;
         store_integers(shares + v * LANES, all);
     }
     if (KIND == INT16) {
-        if (dims == 4) sum = both(sum, pairs_swapped(sum));
-        if (dims > 1) sum = both(sum, neighbours_swapped(sum));
+        if (dims == 4) sum += (integers)swap_pairs((vector)sum);
+        if (dims > 1) sum += (integers)swap_neighbours((vector)sum);
         store(total, as_float(sum) * unit);
         for (int r = 0; r < LANES / dims; r++) b->total[r] += total[r * dims];
     }

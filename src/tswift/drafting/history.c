@@ -1,9 +1,8 @@
 /* Where a text stood like this before, and the mean of what was likely there; history.py has the same structures. */
 
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "../vectors.h"
 
 enum {
     PLACES = 16,  /* most places that are found */
@@ -147,7 +146,7 @@ static void think(const Logits *l, const float *logits, int64_t position) {
     const float scale = sum > 0 ? high + logf(sum) : 0;
     l->scales[position] = scale;
     for (int64_t i = 0; i < l->kept; i++) {
-        logs[i] = _cvtss_sh(best[i] - scale, 0);
+        logs[i] = float_to_half(best[i] - scale);
         if (l->wide) ((int32_t *)l->ids)[position * l->kept + i] = tokens[i];
         else ((uint16_t *)l->ids)[position * l->kept + i] = tokens[i];
     }
@@ -168,7 +167,7 @@ static int64_t average(
         const int64_t row = places[i] * l->kept;
         scale += shares[i] * l->scales[places[i]];
         for (int64_t j = 0; j < l->kept; j++) {
-            const float weight = (float)shares[i] * power(_cvtsh_ss(l->logs[row + j]));
+            const float weight = (float)shares[i] * power(half_to_float(l->logs[row + j]));
             if (!(weight > 0)) continue;
             const int32_t id = l->wide ? ((const int32_t *)l->ids)[row + j] : ((const uint16_t *)l->ids)[row + j];
             const int32_t slot = l->slots[id];

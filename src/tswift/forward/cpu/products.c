@@ -1,4 +1,4 @@
-/* Products of a few rows and the weights of linear layers, on x86 processors with AVX2, FMA and F16C.
+/* Products of a few rows and the weights of linear layers.
 
    A row has the same bits whatever other rows are multiplied with it: every sum of a row is taken in an order that
    depends on nothing but the layer's sizes.
@@ -8,81 +8,22 @@
    same. In bfloat16 the weights of two neighbouring vectors take turns, so that one load and two operators widen both.
 
    Weights that are codes lie as integers.py says, which also defines their product. Rows are rounded to integers, which
-   are multiplied as numbers of 16 bits in tiles of up to TILE rows, two neighbours of a vector at a time. As a code has
-   8 bits or 4, what is widened to 16 is every second of four inputs: the first and the third, then the second and the
-   fourth. Of a tile there are, for every block of inputs: these pairs, of all rows the first, then the next; a step for
-   each row; and for each row the step times the sum of its integers.
+   are multiplied as numbers of 16 bits in tiles of up to TILE rows, four inputs at a time, as vectors.h says. Of a tile
+   there are, for every block of inputs: the words of its fours, of all rows the first, then the next; a step for each
+   row; and for each row the step times the sum of its integers.
 
    program.c includes this file. */
 
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
-#ifdef __AVX512F__
-typedef __m512 vector;
-typedef __m512i integers;
-enum { LANES = 16, ROWS = 12, TILE = 8 }; /* most rows of floats, and of integers: so many sums stay in registers */
-INLINE vector zero(void) { return _mm512_setzero_ps(); }
-INLINE vector spread(float x) { return _mm512_set1_ps(x); }
-INLINE vector plus(vector sum, vector x, vector y) { return _mm512_fmadd_ps(x, y, sum); }
-INLINE void store(float *to, vector x) { _mm512_storeu_ps(to, x); }
-INLINE vector load(const float *from) { return _mm512_loadu_ps(from); }
-INLINE vector load_half(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
-INLINE void load_pair(const uint16_t *from, vector pair[2]) {
-    const __m512i both = _mm512_loadu_si512(from);
-    pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    pair[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
-}
-INLINE integers no_integers(void) { return _mm512_setzero_si512(); }
-INLINE integers load_bytes(const void *from) { return _mm512_loadu_si512(from); }
-INLINE integers low_bits(integers x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi16(mask)); }
-INLINE integers shifted_by(integers x, int bits) { return _mm512_srli_epi16(x, bits); }
-INLINE vector as_float(integers x) { return _mm512_cvtepi32_ps(x); }
-#else
-typedef __m256 vector;
-typedef __m256i integers;
-enum { LANES = 8, ROWS = 6, TILE = 4 };
-INLINE vector zero(void) { return _mm256_setzero_ps(); }
-INLINE vector spread(float x) { return _mm256_set1_ps(x); }
-INLINE vector plus(vector sum, vector x, vector y) { return _mm256_fmadd_ps(x, y, sum); }
-INLINE void store(float *to, vector x) { _mm256_storeu_ps(to, x); }
-INLINE vector load(const float *from) { return _mm256_loadu_ps(from); }
-INLINE vector load_half(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
-INLINE void load_pair(const uint16_t *from, vector pair[2]) {
-    const __m256i both = _mm256_loadu_si256((const __m256i *)from);
-    pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    pair[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
-}
-INLINE integers no_integers(void) { return _mm256_setzero_si256(); }
-INLINE integers load_bytes(const void *from) { return _mm256_loadu_si256(from); }
-INLINE integers low_bits(integers x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi16(mask)); }
-INLINE integers shifted_by(integers x, int bits) { return _mm256_srli_epi16(x, bits); }
-INLINE vector as_float(integers x) { return _mm256_cvtepi32_ps(x); }
-#endif
-
-/* Add to each sum the products of two codes and a pair of rounded inputs of a row. GCC would add products to each other
-   before the sum, and run out of registers, were it not told which instruction adds. */
-INLINE integers plus_pairs(integers sum, integers codes, const int32_t *row) {
-#if defined __AVX512VNNI__
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*row));
-#elif defined __AVX512F__
-    __asm__("vpaddd %1, %2, %0" : "=v"(sum) : "v"(_mm512_madd_epi16(codes, _mm512_set1_epi32(*row))), "v"(sum));
-#elif defined __AVXVNNI__
-    sum = _mm256_dpwssd_avx_epi32(sum, codes, _mm256_set1_epi32(*row));
-#else
-    __asm__("vpaddd %1, %2, %0" : "=v"(sum) : "v"(_mm256_madd_epi16(codes, _mm256_set1_epi32(*row))), "v"(sum));
-#endif
-    return sum;
-}
+#include "../../vectors.h"
 
 enum {
-    VECTORS = 2,
+    VECTORS = LANES < 8 ? 4 : 2,
     BLOCK = LANES * VECTORS, /* outputs of a block of floats */
+    ROWS = REGISTERS * 3 / 4 / VECTORS, /* most rows of floats: so many sums stay in registers */
+    TILE = CODED,            /* most rows of integers */
     GROUP = 16,              /* outputs of a group of codes */
     HALVES = GROUP / LANES,  /* vectors of a group */
     MOST = 4,                /* blocks that are multiplied together, for few rows: so many sums are under way */
@@ -99,8 +40,6 @@ enum {
 #ifndef FAR_AHEAD
 #define FAR_AHEAD 8192 /* and codes; products.py knows where less is better */
 #endif
-
-enum { FLOAT32, BFLOAT16, FLOAT16, INT16, INT8 }; /* kinds of keys and values, as in native.c; and of weights */
 
 static const float LEAST = 0x1p-100f; /* a block of inputs none of which is larger counts as zeros */
 
@@ -189,18 +128,17 @@ INLINE void multiply(
     const int64_t inputs = l->inputs, apart = inputs * BLOCK * size;
     vector sum[ROWS][MOST * VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = zero();
+        for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = spread(0);
     for (int64_t i = 0; i < inputs; i++) {
         vector weight[MOST * VECTORS];
         for (int b = 0; b < blocks; b++) {
             const char *pair = at + b * apart + i * BLOCK * size;
             vector *to = weight + b * VECTORS;
-            for (int line = 0; line < BLOCK * size; line += LINE) _mm_prefetch(pair + AHEAD + line, _MM_HINT_T0);
-            if (kind == BFLOAT16) load_pair((const uint16_t *)pair, to);
-            else
-                for (int v = 0; v < VECTORS; v++)
-                    if (kind == FLOAT32) to[v] = load((const float *)pair + v * LANES);
-                    else to[v] = load_half((const uint16_t *)pair + v * LANES);
+            for (int line = 0; line < BLOCK * size; line += LINE) __builtin_prefetch(pair + AHEAD + line);
+            for (int v = 0; v < VECTORS; v++)
+                if (kind == FLOAT32) to[v] = load((const float *)pair + v * LANES);
+                else if (kind == FLOAT16) to[v] = load_halves((const uint16_t *)pair + v * LANES);
+                else if (v % 2 == 0) load_pair((const uint16_t *)pair + v * LANES, to + v);
         }
         for (int r = 0; r < rows; r++) {
             const vector x = spread(input[r * inputs + i]);
@@ -220,17 +158,14 @@ INLINE int together(int64_t rows) { return rows == 1 ? MOST : rows <= ROWS / 2 ?
 
 #define CASE(n, kind) \
     case n: \
+        if (n > ROWS) break; \
         if (wide && together(n) > 1) multiply(l, input, output, width, block, together(n), n, kind); \
         else multiply(l, input, output, width, block, 1, n, kind); \
         break;
-#ifdef __AVX512F__
-#define MORE(kind) CASE(7, kind) CASE(8, kind) CASE(9, kind) CASE(10, kind) CASE(11, kind) CASE(12, kind)
-#else
-#define MORE(kind)
-#endif
 #define CASES(kind) \
     switch (rows) { \
-        CASE(1, kind) CASE(2, kind) CASE(3, kind) CASE(4, kind) CASE(5, kind) CASE(6, kind) MORE(kind) \
+        CASE(1, kind) CASE(2, kind) CASE(3, kind) CASE(4, kind) CASE(5, kind) CASE(6, kind) \
+        CASE(7, kind) CASE(8, kind) CASE(9, kind) CASE(10, kind) CASE(11, kind) CASE(12, kind) \
     }
 
 static void few_rows(
@@ -286,12 +221,9 @@ INLINE void round_block(const float *from, char *to, int64_t row, int64_t rows, 
         counts[i] -= shift;
         sum += counts[i];
     }
-    uint32_t pairs[16];
-    for (int i = 0; i < block / 2; i++) {
-        const int first = i / 2 * 4 + i % 2;
-        pairs[i] = (counts[first] & 0xffff) | (uint32_t)counts[first + 2] << 16;
-    }
-    for (int i = 0; i < block / 2; i++) ((uint32_t *)to)[i * rows + row] = pairs[i];
+    uint32_t words[16];
+    for (int i = 0; i < block / 2; i++) words[i] = word_of_four(counts + i / 2 * 4, i % 2);
+    for (int i = 0; i < block / 2; i++) ((uint32_t *)to)[i * rows + row] = words[i];
     to += rows * block * (int64_t)sizeof(int16_t);
     ((float *)to)[row] = step;
     ((float *)to)[rows + row] = (float)sum * step;
@@ -312,25 +244,25 @@ static void round_tile(const Linear *l, const float *input, char *to, int64_t ro
 /* Add the products of a block's codes and a tile of rounded rows. What is loaded of a row serves all vectors of a
    group. */
 INLINE void add_block(
-    integers exact[HALVES][TILE], const char *codes, const int32_t *x, const int rows, const int bits, int64_t block
+    partial exact[HALVES][TILE], partial offset[TILE], const char *codes, const int32_t *x, const int rows,
+    const int bits, int64_t block
 ) {
-    const int mask = (1 << bits) - 1;
     for (int64_t i = 0; i < block / 4; i += 8 / bits, codes += LINE) {
         integers own[HALVES], wide[HALVES];
-        for (int h = 0; h < HALVES; h++) own[h] = load_bytes(codes + h * LANES * 4);
+        for (int h = 0; h < HALVES; h++) own[h] = load_integers(codes + h * LANES * 4);
         for (int four = 0; four < 8 / bits; four++)
-            for (int half = 0; half < 2; half++, x += rows) {
-                const int at = four * bits + half * 8;
-                for (int h = 0; h < HALVES; h++)
-                    wide[h] = at + bits == 16 ? shifted_by(own[h], at) : low_bits(shifted_by(own[h], at), mask);
-                for (int r = 0; r < rows; r++)
-                    for (int h = 0; h < HALVES; h++) exact[h][r] = plus_pairs(exact[h][r], wide[h], x + r);
+            for (int part = 0; part < 2; part++, x += rows) {
+                for (int h = 0; h < HALVES; h++) wide[h] = part_of_codes(own[h], four, part, bits);
+                for (int r = 0; r < rows; r++) {
+                    offset[r] = plus_offset(offset[r], x + r, part, bits);
+                    for (int h = 0; h < HALVES; h++) exact[h][r] = plus_codes(exact[h][r], wide[h], x + r, part);
+                }
             }
     }
 }
 
 INLINE vector load_as(const char *from, int64_t kind) {
-    return kind == FLOAT16 ? load_half((const uint16_t *)from) : load((const float *)from);
+    return kind == FLOAT16 ? load_halves((const uint16_t *)from) : load((const float *)from);
 }
 
 /* A tile of rows and a group of outputs. */
@@ -345,20 +277,22 @@ INLINE void multiply_codes(
     const char *at = (const char *)l->weight + group * blocks * size;
     vector total[HALVES][TILE];
     for (int h = 0; h < HALVES; h++)
-        for (int r = 0; r < rows; r++) total[h][r] = zero();
+        for (int r = 0; r < rows; r++) total[h][r] = spread(0);
     for (int64_t b = 0; b < blocks; b++, at += size) {
         const float *steps = (const float *)(tile + rows * block * 2), *sums = steps + rows;
-        for (int64_t line = 0; line < size; line += LINE) _mm_prefetch(at + FAR_AHEAD + line, _MM_HINT_T0);
-        integers exact[HALVES][TILE];
+        for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(at + FAR_AHEAD + line);
+        partial exact[HALVES][TILE], offset[TILE];
+        for (int r = 0; r < rows; r++) offset[r] = (partial){0};
         for (int h = 0; h < HALVES; h++)
-            for (int r = 0; r < rows; r++) exact[h][r] = no_integers();
-        add_block(exact, at, (const int32_t *)tile, rows, bits, block);
+            for (int r = 0; r < rows; r++) exact[h][r] = (partial){0};
+        add_block(exact, offset, at, (const int32_t *)tile, rows, bits, block);
         for (int h = 0; h < HALVES; h++) {
             const char *factors = at + coded + h * tail / HALVES;
             const vector scale = load_as(factors, l->kind);
-            const vector minimum = l->centre ? (vector)(scale * centre) : load_as(factors + tail, l->kind);
+            const vector minimum = l->centre ? scale * centre : load_as(factors + tail, l->kind);
             for (int r = 0; r < rows; r++) {
-                total[h][r] = plus(total[h][r], scale * spread(steps[r]), as_float(exact[h][r]));
+                const vector found = as_float(total_of_codes(exact[h][r], offset[r]));
+                total[h][r] = plus(total[h][r], scale * spread(steps[r]), found);
                 total[h][r] = plus(total[h][r], minimum, spread(sums[r]));
             }
         }
@@ -373,6 +307,7 @@ INLINE void multiply_codes(
 
 #define CODES_OF(n) \
     case n: \
+        if (n > TILE) break; \
         if (l->block == 16) multiply_codes(l, tile, output, width, group, n, l->bits, 16); \
         else if (l->bits == 4) multiply_codes(l, tile, output, width, group, n, 4, 32); \
         else multiply_codes(l, tile, output, width, group, n, 8, 32); \
@@ -380,10 +315,7 @@ INLINE void multiply_codes(
 
 static void one_tile(const Linear *l, const char *tile, float *output, int64_t width, int64_t group, int64_t rows) {
     switch (rows) {
-        CODES_OF(1) CODES_OF(2) CODES_OF(3) CODES_OF(4)
-#ifdef __AVX512F__
-        CODES_OF(5) CODES_OF(6) CODES_OF(7) CODES_OF(8)
-#endif
+        CODES_OF(1) CODES_OF(2) CODES_OF(3) CODES_OF(4) CODES_OF(5) CODES_OF(6) CODES_OF(7) CODES_OF(8)
     }
 }
 

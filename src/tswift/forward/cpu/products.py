@@ -133,7 +133,8 @@ class PackedFloats(Packed):
         """The weights of some outputs, ``[..., inputs]`` float32."""
         own = outputs % self._block
         if self.kind == torch.bfloat16:
-            own = own % self._lanes * 2 + own // self._lanes
+            pair = own % (2 * self._lanes)
+            own = own - pair + pair % self._lanes * 2 + pair // self._lanes
         return self.bytes.view(self.kind)[outputs // self._block, :, own].float()
 
 

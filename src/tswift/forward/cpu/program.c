@@ -1,4 +1,4 @@
-/* A pass of a decoder over a few tokens, which has the parts that program.py reads, on x86 processors with AVX2 and FMA.
+/* A pass of a decoder over a few tokens, which has the parts that program.py reads.
 
    A row is one token. Whatever other rows are in the pass, a row has the same bits: every sum of a row is taken in an
    order that depends on nothing but the layer's sizes. Attention is that of native.c, whose rows are exact, too; the
@@ -87,7 +87,7 @@ typedef struct {
 INLINE float number(const void *from, int64_t at, int64_t kind) {
     const uint16_t *halves = from;
     if (kind == FLOAT32) return ((const float *)from)[at];
-    if (kind == FLOAT16) return _cvtsh_ss(halves[at]);
+    if (kind == FLOAT16) return half_to_float(halves[at]);
     const uint32_t bits = (uint32_t)halves[at] << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -98,7 +98,8 @@ INLINE float number(const void *from, int64_t at, int64_t kind) {
 static void embed(const Linear *e, int64_t token, float *out) {
     const int64_t inputs = e->inputs, group = token / GROUP, own = token % GROUP;
     if (!e->bits) {
-        const int64_t place = token % BLOCK, pair = place % LANES * 2 + place / LANES;
+        const int64_t place = token % BLOCK, both = place % (2 * LANES);
+        const int64_t pair = place - both + both % LANES * 2 + both / LANES;
         const int64_t first = e->block ? token * inputs : token / BLOCK * inputs * BLOCK + (e->kind == BFLOAT16 ? pair : place);
         for (int64_t i = 0; i < inputs; i++) out[i] = number(e->weight, first + i * (e->block ? 1 : BLOCK), e->kind);
         return;
@@ -164,21 +165,14 @@ INLINE void rotate(float *head, const float *cosines, const float *sines, int64_
 /* Of a number of the cache. */
 INLINE int64_t bytes(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
 
-/* Eight numbers as integers, of 16 bits, how often they hold their steps. */
-INLINE __m128i counts(const float *from, __m256 steps) {
-    const __m256i found = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_loadu_ps(from), steps));
-    return _mm_packs_epi32(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1));
-}
-
-/* Put a head's keys or values, whose count is a multiple of 8, into the cache, rounded to the nearest. */
+/* Put a head's keys or values, whose count is a multiple of 16, into the cache, rounded to the nearest. */
 INLINE void keep(void *cache, const float *from, const float *steps, int64_t count, int64_t kind) {
     if (kind == FLOAT32) memcpy(cache, from, count * sizeof *from);
     else if (kind == FLOAT16)
-        for (int64_t i = 0; i < count; i += 8)
-            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+        for (int64_t i = 0; i < count; i += LANES) store_halves((uint16_t *)cache + i, load(from + i));
     else if (kind == INT16)
-        for (int64_t i = 0; i < count; i += 8) /* NaN becomes the least integer, as in caches.py */
-            _mm_storeu_si128((__m128i *)((uint16_t *)cache + i), counts(from + i, _mm256_loadu_ps(steps + i)));
+        for (int64_t i = 0; i < count; i += LANES) /* NaN becomes the least integer, as in caches.py */
+            store_shorts((int16_t *)cache + i, rounded(load(from + i) / load(steps + i)));
     else if (kind == INT8) {
         float largest = 0, broken = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -186,11 +180,8 @@ INLINE void keep(void *cache, const float *from, const float *steps, int64_t cou
             broken += from[i] * 0; /* NaN if one is not finite */
         }
         const float step = largest / 127 + broken;
-        for (int64_t i = 0; i < count; i += 8) {
-            const __m128i halves = step > 0 ? counts(from + i, _mm256_set1_ps(step)) : _mm_setzero_si128();
-            const __m128i bytes = _mm_xor_si128(_mm_packs_epi16(halves, halves), _mm_set1_epi8(-128));
-            _mm_storel_epi64((__m128i *)((uint8_t *)cache + i), bytes);
-        }
+        for (int64_t i = 0; i < count; i += LANES)
+            store_bytes((uint8_t *)cache + i, step > 0 ? rounded(load(from + i) / spread(step)) : (integers){0});
         memcpy((uint8_t *)cache + count, &step, sizeof step);
     }
     else

@@ -6,8 +6,7 @@
    whatever the number of nodes. Every sum goes over the keys in their order, so a node's bits depend on its path alone.
    program.c includes this file. */
 
-#include <stdint.h>
-#include <string.h>
+#include "../../vectors.h"
 
 enum { COLUMNS = 64 };
 
@@ -31,23 +30,21 @@ typedef struct {
     int64_t taken, workers;                  /* 0 */
 } Steps;
 
-/* Sums stay in registers: WIDE numbers each. */
-enum { WIDE = 16, PARTS = COLUMNS / WIDE };
-typedef float wide __attribute__((vector_size(WIDE * sizeof(float)), aligned(sizeof(float)), may_alias));
+enum { PARTS = COLUMNS / LANES };
 
 static void step(
     const float *before, float *after, const float *key, const float *query, const float *content, float decay, float rate,
     float *out, int64_t keys, int64_t corrects
 ) {
-    const wide *from = (const wide *)before, *given = (const wide *)content;
-    wide *to = (wide *)after, known[PARTS] = {0}, change[PARTS], read[PARTS] = {0};
+    vector known[PARTS] = {0}, change[PARTS], read[PARTS] = {0};
     for (int64_t k = 0; k < (corrects ? keys : 0); k++)
-        for (int c = 0; c < PARTS; c++) known[c] += from[k * PARTS + c] * key[k];
-    for (int c = 0; c < PARTS; c++) change[c] = (given[c] - known[c] * decay) * rate;
+        for (int c = 0; c < PARTS; c++) known[c] += load(before + k * COLUMNS + c * LANES) * key[k];
+    for (int c = 0; c < PARTS; c++) change[c] = (load(content + c * LANES) - known[c] * decay) * rate;
     for (int64_t k = 0; k < keys; k++)
         for (int c = 0; c < PARTS; c++) {
-            const wide now = from[k * PARTS + c] * decay + change[c] * key[k];
-            to[k * PARTS + c] = now;
+            const int64_t at = k * COLUMNS + c * LANES;
+            const vector now = load(before + at) * decay + change[c] * key[k];
+            store(after + at, now);
             read[c] += now * query[k];
         }
     memcpy(out, read, sizeof read);
