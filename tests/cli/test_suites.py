@@ -60,7 +60,7 @@ def small(suite, monkeypatch):
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SUITES],
 )
 def test_a_suite_from_end_to_end(small, small_model, name):
-    drafted = any(METHODS[method].draft for method in SUITES[name].methods)
+    drafted = any("draft_model" in METHODS[method].needs for method in SUITES[name].methods)
     words = ["--draft-model", small_model] * drafted + ["--no-plots"] * (name not in DRAWN)
     result = small(name, "--out", "s", *words)
     assert result.code == 0, result.err
