@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tswift.attention.sdpa import Attention, Layout
+from tswift.caches import steps_of
 from tswift.forward.recurrence import Rows, step_plainly
 
 WAITS = (
@@ -55,6 +57,7 @@ class Log:
 
 
 LOG = Log()
+_CARD = SimpleNamespace(name="simulated", major=9, minor=0, multi_processor_count=1)
 # by address: page-locked memory, whose copies do not wait for the host
 PINNED: dict[int, Tensor] = {}
 _UNDER_WAY: list[Callable[[], object]] = []  # copies; each says what is to be done when it is over
@@ -234,6 +237,7 @@ def emulate(put: Callable[[Any, str, object], object]) -> None:
         "get_sync_debug_mode": lambda: _SYNC_DEBUG[-1],
         "set_sync_debug_mode": _SYNC_DEBUG.append,
         "is_current_stream_capturing": lambda: _Recorder.now is not None,
+        "get_device_properties": lambda device=None: _CARD,
     }.items():
         put(torch.cuda, name, value)
     put(torch.Tensor, "pin_memory", _pin)
@@ -374,6 +378,7 @@ class StaticAttention:
     STATIC = True
     MAX_NODES = 128
     EXACT = False
+    APART = False
     PADDED = False
     append = staticmethod(Attention.append)
 
@@ -406,6 +411,31 @@ class StaticAttention:
         slots = torch.arange(new_keys.shape[1], device=keys.device) + length
         keys.index_copy_(1, slots, new_keys)
         values.index_copy_(1, slots, new_values)
+
+
+class CodesAttention(StaticAttention):
+    """As :class:`StaticAttention`, over a cache of codes, as Triton's reads it."""
+
+    APART = True
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend; shapes as for every attention."""
+        if keys.dtype == torch.int8:
+            keys, values = (each * steps_of(each).unsqueeze(-1) for each in (keys, values))
+        return super().__call__(query, keys, values, scale)
+
+    @staticmethod
+    def store(
+        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
+    ) -> None:
+        """As :meth:`StaticAttention.store`."""
+        made = []
+        for new in (new_keys, new_values):
+            steps = new.abs().amax(-1, keepdim=True) / 127
+            made.append(((new / steps).round().to(torch.int8), steps[..., 0]))
+        (key_codes, key_steps), (value_codes, value_steps) = made
+        StaticAttention.store(keys, values, key_codes, value_codes, length)
+        StaticAttention.store(steps_of(keys), steps_of(values), key_steps, value_steps, length)
 
 
 class StaticStates:

@@ -22,7 +22,7 @@ import torch
 
 import tests.helpers as helpers
 from benchmarks.architectures import ARCHITECTURES
-from tests.cuda.capture import LOG, StaticAttention, StaticStates
+from tests.cuda.capture import LOG, CodesAttention, StaticAttention, StaticStates
 from tests.drafters import (
     LAYOUTS,
     RECURRENT,
@@ -54,6 +54,8 @@ CASES = [
 ]
 COUNTED = "chained, counted"  # heads, where it matters how often tokens were generated
 CASES += [("medusa", COUNTED)]
+CODES = "chained, int8 cache"
+CASES += [(name, CODES) for name in ("ar", "tokenswift", "magicdec")]
 CASES += [(name, layout) for name, layouts in _NETWORKS.items() for layout in layouts]
 _STATES = "states"  # of a model with recurrent layers, whose heads are chained
 if ARCHITECTURES[RECURRENT].there:
@@ -80,7 +82,9 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
     else:
         recurrent = kind == _STATES
         model = qwen35(dtype) if recurrent else helpers.tiny_llama("gqa", dtype)
-        target = Target(put(model), StaticAttention)
+        target = Target(put(model), CodesAttention if kind == CODES else StaticAttention)
+        if kind == CODES:
+            target.set_kv_dtype(torch.int8)
         if method == "mtp":
             load_own_head(target)
             if simulated:

@@ -22,6 +22,8 @@ from tests.helpers import (
     tiny_heads,
     tiny_llama,
 )
+from tswift.benchmarking.config import RooflineQuery
+from tswift.benchmarking.roofline import roofline_tables
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
@@ -138,6 +140,11 @@ def test_memory_counts_its_bytes() -> None:
     in_bytes = plan_model(ModelConfig(model="demo", device="cpu", kv_dtype="int8")).kv_shape
     assert 4 * (in_bytes.bytes_per_token - 4 * rows) == wide.kv_shape.bytes_per_token  # a step each
     assert FullKV(in_bytes, 3).nbytes == 3 * in_bytes.bytes_per_token
+    asked = {"model": "shape:llama3.1-8b", "device": "h100"}
+    _, floor = roofline_tables(RooflineQuery(**asked, kv_dtype="int8"))
+    assert floor["shape"]["kv_bytes"] == 2 * 32 * 8 * (128 + 4)
+    with pytest.raises(InputError, match=r"^kv_dtype: is the model's own on cuda, bfloat16, or"):
+        roofline_tables(RooflineQuery(**asked, kv_dtype="int16"))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
