@@ -280,7 +280,10 @@ def _counted_8(numbers: Tensor) -> tuple[Tensor, Tensor]:
     A row that is not finite has NaN for a step.
     """
     numbers = numbers.float()
-    step = numbers.abs().amax(-1, keepdim=True) / torch.tensor(float(_MOST_8))
+    largest = numbers.abs().amax(-1, keepdim=True)
+    # by a tensor of the device: PyTorch would multiply by the reciprocal of one of the host, which
+    # is not the kernels' quotient in some rows (an H200 said so)
+    step = largest / torch.full_like(largest, _MOST_8)
     step = step.where(step.isfinite(), torch.nan)
     counts = (numbers / step).round().clamp(-_MOST_8 - 1, _MOST_8).where(step > 0, 0)
     return counts.to(torch.int8), step
