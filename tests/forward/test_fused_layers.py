@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import ARCHITECTURES
 from tests.fuzzing import few
 from tests.helpers import first, random_tree
-from tswift.attention import sdpa
+from tswift.attention import backends_check, sdpa
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
@@ -60,6 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "STEP", 8)
     monkeypatch.setattr(kernels, "_PROGRAMS", 12)
     monkeypatch.setattr(adapting, "_TRIED", 6)
+    monkeypatch.setattr(backends_check, "_TRIED", ((1, 3, True),))
     monkeypatch.setattr(layers_check, "_REPEATS", 2)
 
 
