@@ -479,14 +479,14 @@ def _assistant_spec(config: Mapping[str, Any]) -> SpeculatorSpec:
 
 def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[str, Any]:
     """The fields of a block drafter's spec that EAGLE-3 has otherwise, or not at all."""
-    ours = layout == _SPECULATORS_BLOCK
-    theirs = layout == _ZLAB
-    muse = layout == _MUSE
-    second = said.get("speculators_model_type") == DFLASH2 or _SECOND in (
+    by_speculators = layout == _SPECULATORS_BLOCK
+    by_zlab = layout == _ZLAB
+    by_muse = layout == _MUSE
+    dflash2 = said.get("speculators_model_type") == DFLASH2 or _SECOND in (
         said.get("architectures") or ()
     )
-    sparks = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
-    rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if sparks else 0
+    dspark = layout == _DEEPSPEC or said.get("speculators_model_type") == DSPARK
+    rank = said.get("markov_rank", 0 if layout == _DEEPSPEC else 256) if dspark else 0
     markov = said.get("markov_head_type", "vanilla")
     layers = said["num_hidden_layers"]
     vocab = said["vocab_size"]
@@ -498,10 +498,10 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
     said.refuse(causal and len(sliding) < layers, f"says {causal}, which tswift does not serve")
     mask = said["mask_token_id"]
     said.refuse(
-        mask >= vocab and not muse, f"has mask_token_id {mask}, the vocabulary has {vocab:,}"
+        mask >= vocab and not by_muse, f"has mask_token_id {mask}, the vocabulary has {vocab:,}"
     )
     own: dict[str, Any] = {"kind": DSPARK if rank else DFLASH, "rank": rank}
-    if second:
+    if dflash2:
         taps = said.get("conv_kernel_size", 2)
         group = said.get("conv_group_size", 16)
         chosen = said.get("selector_top_k", 16)
@@ -513,13 +513,13 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
         said.refuse(said.get("draft_vocab_size", vocab) != vocab, "has a draft vocabulary")
         own = {"kind": DFLASH2, "rank": said.get("selector_rank", 256), "chosen": chosen}
         own["conv"] = taps, group
-    if theirs:
+    if by_zlab:
         own["embed_scale"] = float(said.get("input_embedding_scale", 1))
         factor, cap = (
             float(said.get(name, 0)) for name in ("output_multiplier", "final_logit_softcapping")
         )
         own["output"] = 0.0 if factor == 1 else factor, max(cap, 0.0)
-    elif muse:
+    elif by_muse:
         own["embed_scale"] = 1.0
     return {
         **own,
@@ -527,13 +527,15 @@ def _block_fields(said: _Said, layout: str, sliding: tuple[int, ...]) -> dict[st
         "tap_size": said["hidden_size"],
         "block": said["block_size"],
         "mask": mask,
-        "in_place": theirs or muse or (ours and not said.get("sample_from_anchor", sparks)),
+        "in_place": by_zlab
+        or by_muse
+        or (by_speculators and not said.get("sample_from_anchor", dspark)),
         "sliding": sliding,
-        "window": said["sliding_window"] - theirs if sliding else 0,  # z-lab's counts the slot
-        "moving": theirs or muse,
-        "causal": not said.get("sliding_window_non_causal", muse or (second and ours))
+        "window": said["sliding_window"] - by_zlab if sliding else 0,  # z-lab's counts the slot
+        "moving": by_zlab or by_muse,
+        "causal": not said.get("sliding_window_non_causal", by_muse or (dflash2 and by_speculators))
         and False not in (said.get(name) for name in _CAUSAL),
-        "draft_vocab": said.get("draft_vocab_size", vocab) % vocab if ours else 0,
+        "draft_vocab": said.get("draft_vocab_size", vocab) % vocab if by_speculators else 0,
     }
 
 
