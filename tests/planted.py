@@ -533,6 +533,8 @@ FAULTS = [
           "prefix + tl.minimum((first + ROWS - 1) // GROUPS, nodes - 1)", "prefix + (first + ROWS - 1) // GROUPS"),
     Fault("a value's step is left out", "attention/triton.py", CODES,
           "weights * _held_steps(value_steps + slots, held)[None, :]", "weights * 1.0"),
+    Fault("a step is a product on a device", "caches.py", f"{CODES}::test_steps_are_quotients_on_a_device_too",
+          "largest / torch.full_like(largest, _MOST_8)", "largest / torch.tensor(float(_MOST_8))"),
     Fault("codes are cut off", "attention/triton.py", CODES, "counts + 12582912.0 - 12582912.0", "counts"),
     Fault("an accepted node's steps stay where they were", "caches.py", f"{CODES}::test_every_method_writes_the_text_of_plain_decoding",
           "list(zip(self.buffers[::2], self.buffers[1::2], strict=True))", "list(zip(self.buffers[:2:2], self.buffers[1:2], strict=True))"),

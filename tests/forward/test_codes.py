@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention.oracle import NOTHING, dense, error
 from tests.forward.test_fused_layers import network as small_network
@@ -102,6 +104,29 @@ def test_what_is_broken_is_broken() -> None:
         broken = [kv.shape.broken(each[0]).any(-1).any(0).tolist() for each in kv.buffers]
         assert broken == [[False] * 5, [False] * 5, [at == 3 for at in range(5)], [False] * 5]
         assert kv.numbers(0, 0, slice(5))[1, 3].isnan().all()
+
+
+class Divisors(TorchDispatchMode):
+    """Notes by how many numbers PyTorch divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__.startswith("div"):
+            self.sizes.append(args[1].dim() if isinstance(args[1], Tensor) else 0)
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_are_quotients_on_a_device_too() -> None:
+    """By a number of the host's PyTorch multiplies with the reciprocal there, which is another
+    step in every 20th row.
+    """
+    with Divisors() as found:
+        cache(2, 8, 5).write(0, *new_rows(2, 5, 8, torch.float32))
+    assert len(found.sizes) == 4
+    assert 0 not in found.sizes
 
 
 # -------------------------------------------------------------------------------------------------
