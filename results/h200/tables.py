@@ -67,6 +67,22 @@ def texts() -> str:
     return markdown("ms a step, tokens | 4,096 | 100,000 | 100,000 tokens | x", rows)
 
 
+def tokens() -> str:
+    """What a token takes, for the README."""
+    plain = of(4, "integrated", method="ar", **FLOATS)[0]["seconds"]
+    rows = []
+    for words, call, method, held in (*TEXTS[:4], TEXTS[8]):
+        made = {row["context"]: row for row in of(call, "steps", method=method, **held)}
+        (whole,) = of(call, "integrated", method=method, **held)
+        cells = [f"{made[at]['ms'] / made[at]['tokens']:.2f}" for at in CONTEXTS]
+        x = "" if method == "ar" else f"{plain / whole['seconds']:.1f}"
+        rows.append([words, *cells, f"{whole['seconds']:.0f} s", x])
+    ours, theirs = of(1, "generate")
+    words = f"transformers' `generate`, after 8,192 (plain decoding: {ours['ms']:.1f})"
+    rows.append([words, f"{theirs['ms']:.1f}", "", "", f"{ours['ms'] / theirs['ms']:.2f}"])
+    return markdown("ms a token | after 4,096 | after 100,000 | 100,000 tokens | x", rows)
+
+
 def passes() -> str:
     """Passes by weights and nodes, and the floor at the rate that was measured."""
     rows = []
@@ -105,7 +121,7 @@ def products() -> str:
     return markdown("design | us | TB/s", cells)
 
 
-TABLES = (texts, passes, products)
+TABLES = (texts, passes, products, tokens)
 
 if __name__ == "__main__":
     print("\n\n".join(table() for table in TABLES))
