@@ -103,6 +103,17 @@ def test_noise_in_a_cache_of_codes_has_the_size_of_other_noise() -> None:
 
 
 @pytest.mark.slow
+def test_layouts_of_attention_give_the_same(tmp_path: Path) -> None:
+    layouts = pytest.importorskip("benchmarks.gpu.layouts", reason="triton is not installed")
+    env = {**lacking(tmp_path / "site", *LACKED), "TRITON_INTERPRET": "1"}
+    done = python(env, "-m", "benchmarks.gpu.layouts", "--dry")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 1 + len(layouts.LAYOUTS)
+    assert all(float(row[-2]) < 0.02 for row in rows)
+
+
+@pytest.mark.slow
 @needs_program
 def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     """In one test, as it takes most of two minutes."""
