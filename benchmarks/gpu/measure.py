@@ -10,7 +10,7 @@ import faulthandler
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ _PER_STEP = 40  # tokens for which there is room, per timed step
 _PEER_TOKENS = 32
 
 
-def passes(run: Run) -> None:
+def passes(run: Run, **how: str) -> None:
     """Milliseconds of a pass and its logits beside its floor,
     and of the draft pass over a partial cache.
     """
@@ -64,7 +64,7 @@ def passes(run: Run) -> None:
             runs["draft", run.scale.budget, 1] = probe.one_pass(target, part, 1, run.scale.budget)
         for (kind, held, count), seconds in interleaved(runs, run.scale.rounds, run.device).items():
             floor = float(pass_seconds(shape, run.machine, held, 1))
-            about = {"kind": kind, "context": held, "nodes": count}
+            about = {"kind": kind, "context": held, "nodes": count, **how}
             run.note("passes", **about, ms=1e3 * seconds, floor=1e3 * floor, x=seconds / floor)
 
 
@@ -73,7 +73,8 @@ def steps(run: Run) -> None:
     contexts = run.scale.contexts
     for written in (False, True):
         _prompt(run, run.model.target, min(contexts), written)
-    for method, nodes, exact, some in (
+    _steps(
+        run,
         ("ar", None, True, contexts),
         ("tokenswift", None, True, contexts),
         ("medusa", None, True, contexts[:2]),
@@ -81,9 +82,41 @@ def steps(run: Run) -> None:
         ("cascade", None, True, contexts[:2]),
         ("tokenswift", run.scale.tree // 2, True, contexts),
         ("ar", None, False, contexts[:1]),
-    ):
+    )
+
+
+def codes(run: Run) -> None:
+    """Passes and steps with weights of 4 and of 8 bits, and with drafts from such a copy."""
+    contexts = run.scale.contexts[:2]
+    for how in _HELD if run.device.type == "cuda" else _HELD[1:2]:
+        run.drop_model()
+        if run.late():
+            return
+        run.take(**how)
+        if "weights" in how:
+            for written in (False, True):
+                _prompt(run, run.model.target, min(contexts), written)
+            passes(run, **how)
+        drafts = how.get("draft_weights", "none") != "none"
+        methods = ("tokenswift",) if drafts else ("ar", "tokenswift", "auto")
+        _steps(run, *((method, None, True, contexts) for method in methods), **how)
+
+
+_HELD: tuple[dict[str, str], ...] = (
+    {"draft_weights": "none"},
+    {"weights": "int4"},
+    {"draft_weights": "int4"},
+    {"weights": "int8"},
+    {"draft_weights": "int8"},
+)
+
+
+def _steps(run: Run, *kinds: tuple[str, int | None, bool, Sequence[int]], **how: str) -> None:
+    """Steps of methods, with so many nodes, exact or not, after so many tokens."""
+    contexts = run.scale.contexts
+    for method, nodes, exact, some in kinds:
         per_token: dict[int, float] = {}
-        about = {"method": method, "nodes": nodes, "exact": exact}
+        about = {"method": method, "nodes": nodes, "exact": exact, **how}
         about["simulated alpha"] = None if method == "ar" else ALPHA
         for context in some:
             if run.late():
@@ -110,7 +143,8 @@ def _prompt(run: Run, target: Target, tokens: int, written: bool) -> None:
         prefill(target, ids, kv, 0 if written else None)
         synchronize(target.device)
         seconds = time.perf_counter() - started
-    run.note("prompt", tokens=tokens, written=written, wide=target.chunked_text, seconds=seconds)
+    wide = target.chunked_text is True
+    run.note("prompt", tokens=tokens, written=written, wide=wide, seconds=seconds)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:
@@ -203,7 +237,7 @@ def parts(run: Run) -> None:
         run.tidy()
 
 
-_SECTIONS = {each.__name__: each for each in (steps, passes, parts, generate, simulated)}
+_SECTIONS = {each.__name__: each for each in (steps, passes, parts, generate, simulated, codes)}
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from tswift.benchmarking.run import SimulatedWalk
 from tswift.caches import FullKV, KVBuffer
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, Request, begin
+from tswift.forward.cuda import coded, draft_weights
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
@@ -71,11 +72,13 @@ DRY = Scale(
 
 
 def add_tiny_shape() -> None:
-    """Make the shape of a dry run known."""
+    """Make the shape of a dry run known, and let codes be what they are on a device."""
+    coded.by_kernels = lambda device: True
+    draft_weights._DEVICES = ("cuda", "cpu")
     SHAPES[DRY.main] = LlamaConfig(
         vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,
+        intermediate_size=128,
         max_position_embeddings=4096,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -129,11 +132,18 @@ class Run:
     def model(self) -> LoadedModel:
         """The shape that is measured, with random weights that draw few tokens."""
         if self._model is None:
-            self._model = model = self.load(SHAPE_PREFIX + self.scale.main)
-            rows = model.target.model.get_output_embeddings().weight[: _words(model)]
-            with torch.inference_mode():  # hidden states are as long as the root of their size
-                rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
+            self.take()
+        assert self._model is not None
         return self._model
+
+    def take(self, **how: Any) -> None:
+        """Measure that shape from now on, loaded with options."""
+        self._model = model = self.load(SHAPE_PREFIX + self.scale.main, **how)
+        if "weights" in how:  # codes, whose logits are what they are
+            return
+        rows = model.target.model.get_output_embeddings().weight[: _words(model)]
+        with torch.inference_mode():  # hidden states are as long as the root of their size
+            rows.mul_(_SPREAD / float(rows.double().std()) / model.target.hidden_size**0.5)
 
     def drop_model(self) -> None:
         """Let go of the model."""

@@ -50,6 +50,7 @@ def compare(run: Run, model: LoadedModel, drafter: str | None) -> bool:
     same = True
     for name in names:
         row: dict[str, Any] = {"model": model.name, "drafter": drafter, "method": name}
+        row |= {"weights": model.quantization, "draft_weights": model.draft_weights}
         try:
             row |= _written(model, Request(prompt=ids, length=length, method=name, seed=_SEED))
             plain = plain or row["text"]
@@ -87,15 +88,18 @@ def main() -> int:
     parser.add_argument("--drafter")
     parser.add_argument("--bits", action="store_true")
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--weights", help="as of tswift.load")
+    parser.add_argument("--draft-weights", help="as of tswift.load")
     parser.add_argument("model")
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry else "cuda")
     run = Run(args.folder, DRY if args.dry else Scale(), device, EQUALITY)
-    shape = args.bits or args.drafter is not None
+    shape = args.bits or args.drafter or args.weights or args.draft_weights
     name = args.model
     if shape:
         name = SHAPE_PREFIX + (run.scale.main if args.dry else name)
-    model = run.load(name, drafter=args.drafter)
+    how = {"weights": args.weights, "draft_weights": args.draft_weights}
+    model = run.load(name, drafter=args.drafter, **how)
     if args.bits:
         run.note("bits", bits=model.exact)
         return 0

@@ -24,7 +24,6 @@ from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.decoding.prices import STEADY
 from tswift.errors import InputError, did_you_mean
-from tswift.forward.cpu.products import holds_codes
 from tswift.forward.cpu.program import may_serve
 from tswift.forward.packing import gguf_bytes
 from tswift.machine import ask_for_huge_pages, available_bytes, environment
@@ -35,6 +34,7 @@ from tswift.models.architecture import (
     refuse_routed,
 )
 from tswift.models.checkpoint import Checkpoint, as_input_error, silence
+from tswift.models.codes import holds_codes
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import find_device, find_dtype, kv_dtype_for, own_dtype
 from tswift.models.shapes import Shape, shape_of

@@ -30,6 +30,7 @@ from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.target import Target
 from tswift.machine import available_bytes
 from tswift.models.checkpoint import config_hash
+from tswift.models.codes import read_bytes
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
@@ -216,6 +217,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         target.attention,
         target.runner.program is not None,
         multiplies_integers(target.model),
+        read_bytes(target.model),
         target.width,
         heads and heads.about(),
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),

@@ -29,7 +29,7 @@ from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
 from tswift.errors import InputError, NoFault, cause_of, fault_of
 from tswift.forward.cpu.parts import Unfit
-from tswift.forward.cpu.products import finely_rounded, holds_codes, multiplies_integers
+from tswift.forward.cpu.products import finely_rounded, multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel, watched
@@ -39,6 +39,7 @@ from tswift.forward.target import Target
 from tswift.forward.text import chunks, first_broken, forward_wide
 from tswift.machine import synchronize
 from tswift.models.architecture import heads_of, is_moe, max_positions
+from tswift.models.codes import holds_codes
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
 from tswift.native_build import Unbuilt

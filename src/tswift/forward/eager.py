@@ -56,14 +56,11 @@ class EagerRunner:
 
     Attributes:
         replays: whether passes over a full cache can be replayed while the text grows.
-        most_exact: most nodes of passes whose rows are exact by themselves; None where they have to
-            be padded to one width.
         passes: those that are prepared, by their cache.
         program: the C program that makes passes; None where PyTorch does.
     """
 
     replays: bool = False
-    most_exact: int | None = None
     passes: Mapping[KVBuffer, Sequence[Any]] = {}
     program: Any = None
 
@@ -74,6 +71,13 @@ class EagerRunner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerRunner:
         return type(self)(memo[id(self.target)])  # a copied target's
+
+    @property
+    def most_exact(self) -> int | None:
+        """Most nodes of passes whose rows are exact by themselves;
+        None where they have to be padded to one width.
+        """
+        return None
 
     @property
     def target(self) -> Owner:
@@ -123,7 +127,7 @@ class EagerRunner:
         if width is None:
             return output(hidden)
         parts = hidden.split(width)
-        if len(parts[-1]) < width:
+        if len(parts[-1]) < width and self.most_exact is None:
             parts = (*parts[:-1], F.pad(parts[-1], (0, 0, 0, width - len(parts[-1]))))
         logits = [output(part) for part in parts]
         logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * width]

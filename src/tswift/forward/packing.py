@@ -17,7 +17,7 @@ from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,11 +29,12 @@ from transformers.initialization import no_init_weights
 from tswift.errors import InputError
 from tswift.files import cache_folder, put
 from tswift.forward.cpu.products import PackedEmbedding, PackedFloats, PackedLinear, as_packed
+from tswift.forward.cuda import coded
 from tswift.machine import return_free_memory
 from tswift.models import codes
 from tswift.models.architecture import class_of
 from tswift.models.checkpoint import Checkpoint, StoredTensor
-from tswift.models.codes import BLOCK, Codes, Packed, PackedCodes, quantize
+from tswift.models.codes import BLOCK, Codes, CodesOnDevice, Packed, PackedCodes, quantize
 from tswift.models.shapes import Noise
 
 if TYPE_CHECKING:
@@ -46,38 +47,55 @@ _END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them 
 _FLOAT = torch.float32.itemsize
 _PIECE = 1 << 24  # weights that are rounded at a time
 _APART = 1e-3  # most that products in C may be from PyTorch's, in units of the largest
+_CPU = torch.device("cpu")
 _KEPT = "weights"  # how the files of codes in the cache folder begin
 
 Matrix = Codes | Packed | Tensor
 
 
+def packed_on(given: Codes, device: torch.device) -> Packed:
+    """Codes as what multiplies them on a device reads them."""
+    if not coded.by_kernels(device):
+        return PackedCodes(given)
+    codes, scale, minimum = (part.to(device) for part in (given.codes, given.scale, given.minimum))
+    return CodesOnDevice(Codes(codes, scale, minimum, given.bits))
+
+
 def _filled(
-    config: PreTrainedConfig, dtype: torch.dtype, read: Callable[[str], Matrix]
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    read: Callable[[str], Matrix],
+    device: torch.device = _CPU,
 ) -> PreTrainedModel:
-    """A network with the weights that a function reads by name; matrices may be codes."""
+    """A network with the weights that a function reads by name; matrices may be codes.
+
+    Those are packed for the C program, or for the kernels of a device, where all other weights go,
+    too.
+    """
     with no_init_weights():  # memory that is never written takes none
         network = class_of(config)._from_config(deepcopy(config), dtype=dtype)
     network.tie_weights()  # left out with the initialisation
     embeddings = network.get_input_embeddings()
     tied = embeddings.weight is network.get_output_embeddings().weight
+    layer: type[Any] = coded.CodedLinear if coded.by_kernels(device) else PackedLinear
     for name, _ in [*network.named_parameters()]:
         path, _, kind = name.rpartition(".")
         owner = network.get_submodule(path)
         weight = read(name)
         if isinstance(weight, Tensor):
-            setattr(owner, kind, nn.Parameter(weight.to(dtype), requires_grad=False))
+            setattr(owner, kind, nn.Parameter(weight.to(device, dtype), requires_grad=False))
         elif owner is embeddings and (
             type(owner) is nn.Embedding or hasattr(owner, "scalar_embed_scale")
         ):
-            linear = PackedLinear(weight)
+            linear = layer(weight)
             scale = float(getattr(owner, "scalar_embed_scale", 1))
-            network.set_submodule(path, PackedEmbedding(linear.packed, scale))
+            network.set_submodule(path, PackedEmbedding(linear.packed, scale, dtype))
             if tied:
                 network.set_output_embeddings(linear)
         elif type(owner) is nn.Linear:
-            network.set_submodule(path, PackedLinear(weight, owner.bias))
+            network.set_submodule(path, layer(weight, owner.bias))
         else:
-            plain = as_packed(weight).whole().to(dtype)
+            plain = as_packed(weight).whole().to(device, dtype)
             owner.weight = nn.Parameter(plain, requires_grad=False)
     if tied and type(network.get_input_embeddings()) is not PackedEmbedding:
         network.tie_weights()
@@ -85,23 +103,30 @@ def _filled(
     return network.eval().requires_grad_(False)
 
 
-def gguf_bytes(file: GGUFFile) -> int:
-    """Bytes of a file's weights in memory, but for the padding of its matrices."""
-    return sum(
-        _packed_bytes(prod(stored.shape), *file.form(stored))
-        if stored.quantised
-        else prod(stored.shape) * _FLOAT
-        for stored in file.tensors.values()
-    )
+def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a file's weights in memory, but for the padding of its matrices;
+    those that are no codes become a dtype: one of 16 bits on a device, where scales are float32.
+    """
+    total = 0
+    for stored in file.tensors.values():
+        count = prod(stored.shape)
+        if stored.quantised:
+            bits, block, numbers, size = file.form(stored)
+            each = size if dtype == torch.float32 else _FLOAT
+            total += _packed_bytes(count, bits, block, numbers * each)
+        else:
+            total += count * dtype.itemsize
+    return total
 
 
-def rounded_bytes(network: PreTrainedModel, kind: str) -> int:
+def rounded_bytes(network: PreTrainedModel, kind: str, dtype: torch.dtype = torch.float32) -> int:
     """As :func:`gguf_bytes`, of a checkpoint that is rounded; its network may have no weights."""
     bits = rounded_bits(network, kind)
+    factors = 2 * (2 if dtype == torch.float32 else _FLOAT)
     return sum(
-        _packed_bytes(weight.numel(), bits[name], BLOCK, 4)
+        _packed_bytes(weight.numel(), bits[name], BLOCK, factors)
         if name in bits
-        else weight.numel() * _FLOAT
+        else weight.numel() * dtype.itemsize
         for name, weight in network.named_parameters()
     )
 
@@ -111,8 +136,10 @@ def _packed_bytes(weights: int, bits: int, block: int, factors: int) -> int:
     return weights * bits // 8 + weights // block * factors
 
 
-def load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The network of a GGUF file."""
+def load_gguf(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = _CPU
+) -> PreTrainedModel:
+    """The network of a GGUF file; its matrices on a device."""
     file, config = checkpoint.gguf, checkpoint.config
     assert file is not None
     stored = file.names(dict(checkpoint.skeleton.named_parameters()))
@@ -120,11 +147,11 @@ def load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
     def read(name: str) -> Matrix:
         weight = file.read(stored[name], heads.get(name.split(".")[-2]))
-        return as_packed(weight) if isinstance(weight, Codes) else weight
+        return packed_on(weight, device) if isinstance(weight, Codes) else weight
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         weights = dict(zip(stored, pool.map(read, stored), strict=True))
-    network = _filled(config, dtype, weights.pop)
+    network = _filled(config, dtype, weights.pop, device)
     factors = file.rope_factors()
     if factors is not None:
         rotary = network.get_decoder().rotary_emb
@@ -188,14 +215,18 @@ def load_rounded(
     stored: Mapping[str, StoredTensor],
     kind: str,
     by_transformers: Callable[[], PreTrainedModel],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
-    """The network of a checkpoint, its matrices rounded to codes.
+    """The network of a checkpoint, its matrices rounded to codes, on a device.
 
     Args:
         checkpoint: where it lies.
         stored: its tensors, by name.
         kind: a key of :data:`BITS`.
         by_transformers: reads the network as it is, where the checkpoint has other names for some.
+        dtype: of what is not rounded.
+        device: on which it is rounded, and stays.
 
     Raises:
         InputError: the checkpoint lacks a weight, or has a matrix without whole blocks.
@@ -207,10 +238,10 @@ def load_rounded(
         return dict(by_transformers().named_parameters())
 
     def plain(name: str) -> Tensor:
-        return whole()[name].data if renamed else stored[name].read()
+        return (whole()[name].data if renamed else stored[name].read()).to(device)
 
     read = _rounding(checkpoint, plain, kind)
-    path = _kept_path(stored, kind)
+    path = None if coded.by_kernels(device) else _kept_path(stored, kind)
     known = {} if path is None else _read_kept(path)
     made: dict[str, PackedCodes] = {}
 
@@ -218,12 +249,12 @@ def load_rounded(
         if name in known:
             return known[name]
         weight = read(name)
-        if isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) or path is None:
             return weight
         made[name] = PackedCodes(weight)
         return made[name]
 
-    network = _filled(checkpoint.config, torch.float32, fetch)
+    network = _filled(checkpoint.config, dtype, fetch, device)
     if made and path is not None:
         _keep(path, made)
     return network
@@ -268,17 +299,19 @@ def _keep(path: Path, made: Mapping[str, PackedCodes]) -> None:
         put(path, lambda beside: save_file(held, beside, {"forms": forms}))
 
 
-def random_rounded(checkpoint: Checkpoint, kind: str) -> PreTrainedModel:
-    """The network of a shape, its random matrices rounded to codes."""
+def random_rounded(
+    checkpoint: Checkpoint, kind: str, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The network of a shape, its random matrices rounded to codes, on a device."""
     shapes = {name: weight.shape for name, weight in checkpoint.skeleton.named_parameters()}
-    noise = Noise(torch.device("cpu"), torch.float32)
+    noise = Noise(device, torch.float32)
 
     def draw(name: str) -> Tensor:
-        weight = torch.empty(shapes[name])
+        weight = torch.empty(shapes[name], device=device)
         noise.fill(name, weight)
         return weight
 
-    return _filled(checkpoint.config, torch.float32, _rounding(checkpoint, draw, kind))
+    return _filled(checkpoint.config, dtype, _rounding(checkpoint, draw, kind), device)
 
 
 def _rounding(

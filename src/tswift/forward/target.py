@@ -292,7 +292,7 @@ class Target:
             rows = nodes
             attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
         else:
-            rows = rows_of(self.width, kv, nodes)
+            rows = nodes if self.runner.most_exact else rows_of(self.width, kv, nodes)
             attend = _each(self._layouts, self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         states = None
@@ -438,9 +438,9 @@ class Target:
         layer = self._embeddings
         if scale is None:
             return layer(tokens)
-        packed = isinstance(layer, PackedEmbedding)
-        stored = layer.packed.rows(tokens) if packed else F.embedding(tokens, layer.weight)
-        return stored * scale
+        if isinstance(layer, PackedEmbedding):
+            return layer.scaled(tokens, scale)
+        return F.embedding(tokens, layer.weight) * scale
 
 
 def _each(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.cpu.products import holds_codes
 from tswift.forward.text import OnProgress
 from tswift.jobs.config import AuditConfig, first_tokens
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
@@ -18,6 +17,7 @@ from tswift.jobs.job import load_exact_or_not, refuse_other_products, refuse_oth
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
 from tswift.models.checkpoint import config_hash, weights_hash
+from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
 from tswift.options import Values, changed, given_options

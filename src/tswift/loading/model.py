@@ -35,12 +35,12 @@ from tswift.forward.adapting import (
     try_graphs,
     wrap_model,
 )
-from tswift.forward.cpu.products import holds_codes, library, multiplies_integers
+from tswift.forward.cpu.products import library, multiplies_integers
 from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
-    refuse_nonsense,
 )
+from tswift.forward.cuda.layers_check import try_codes
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over
@@ -62,6 +62,7 @@ from tswift.models.checkpoint import (
     tokenizer_hash,
     weights_hash,
 )
+from tswift.models.codes import holds_codes
 from tswift.models.config import (
     DEMO,
     ModelConfig,
@@ -114,7 +115,7 @@ class LoadedModel:
     drafting: Target | None = None
     # the published drafter at ``target.speculator``, as the user named it
     drafter_name: str | None = None
-    draft_weights: str | None = None  # its kind: ``fp8``
+    draft_weights: str | None = None  # its kind: ``int4`` or ``int8``
     yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
     # 16 bits in which a CPU's program reads matrices; all else is float32
@@ -420,19 +421,20 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
     target = loaded.target
     if if_quicker:
         longest = target.max_positions * target.kv_shape.bytes_per_token
-        if copy_bytes(target.model) + longest > _MEMORY_SHARE * (
+        if copy_bytes(target.model, kind) + longest > _MEMORY_SHARE * (
             available_bytes(target.device) or 0
         ):
             return loaded
     try:
         with silence():
-            drafting = Target(cheaper_copy(target.model), BACKENDS[loaded.attention](), target)
+            copy = cheaper_copy(target.model, kind)
+            drafting = Target(copy, BACKENDS[loaded.attention](), target)
         if loaded.heads is not None and loaded.heads.pre_norm:
             drafting.tap()
         try_graphs(drafting)
-        seconds, hidden = measured_pass(drafting)
-        usual, expected = measured_pass(target)
-        refuse_nonsense(hidden, expected)
+        try_codes(copy)
+        seconds, _ = measured_pass(drafting)
+        usual, _ = measured_pass(target)
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
         if not if_quicker:
             raise

@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 from tswift.distributed import RANKS, Dist
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
+from tswift.forward.cuda import coded
 from tswift.forward.packing import (
     load_floats,
     load_gguf,
@@ -37,7 +38,7 @@ def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> Pre
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
     network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
-    if plan.coded and not multiplies_integers(network):
+    if plan.coded and not coded.by_kernels(plan.device) and not multiplies_integers(network):
         hold_floats(network)
     return network if options else network.to(plan.device)
 
@@ -45,7 +46,8 @@ def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> Pre
 def _random_network(plan: ModelPlan) -> PreTrainedModel:
     """A model of a shape with random weights."""
     if plan.asked.weights is not None:
-        return random_rounded(plan.checkpoint, plan.asked.weights)
+        kind = plan.asked.weights
+        return random_rounded(plan.checkpoint, kind, plan.dtype, plan.device)
     network = random_weights(plan.config, plan.held or plan.dtype, plan.device, plan.name)
     if plan.packed:
         pack(network)
@@ -56,7 +58,7 @@ def _stored_network(plan: ModelPlan, options: dict[str, object]) -> PreTrainedMo
     """The model of a checkpoint; ``options`` are more of transformers' own."""
     checkpoint = plan.checkpoint
     if checkpoint.gguf is not None:
-        network = load_gguf(checkpoint, plan.held or plan.dtype)
+        network = load_gguf(checkpoint, plan.held or plan.dtype, plan.device)
         network.generation_config.update(**checkpoint.gguf.sampling())
     elif plan.asked.weights is not None or plan.packed:
         network = _packed_network(plan)
@@ -77,7 +79,7 @@ def _packed_network(plan: ModelPlan) -> PreTrainedModel:
         stored = checkpoint.tensors
     by_transformers = partial(_from_safetensors, plan, {})
     if kind is not None:
-        network = load_rounded(checkpoint, stored, kind, by_transformers)
+        network = load_rounded(checkpoint, stored, kind, by_transformers, plan.dtype, plan.device)
     elif missing_names(checkpoint, stored):  # transformers knows other names for some
         network = by_transformers()
         pack(network)

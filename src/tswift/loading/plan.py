@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.caches import KVShape
@@ -16,6 +17,7 @@ from tswift.distributed import ALONE, RANKS, Dist
 from tswift.errors import InputError, renaming
 from tswift.forward.cpu.products import HALVES, library
 from tswift.forward.cpu.program import may_serve
+from tswift.forward.cuda import coded as coded_layers
 from tswift.forward.cuda.draft_weights import copy_bytes, refuse_draft_weights
 from tswift.forward.packing import gguf_bytes, rounded_bytes
 from tswift.models.architecture import (
@@ -23,13 +25,15 @@ from tswift.models.architecture import (
     by_layer,
     has_mtp_head,
     heads_of,
+    is_moe,
     is_recurrent,
     max_positions,
     own_quantization,
     state_shape,
 )
 from tswift.models.checkpoint import Checkpoint
-from tswift.models.config import FP8, IF_QUICKER, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.codes import UNIT
+from tswift.models.config import CHEAPEST, IF_QUICKER, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.speculators.formats import SpeculatorFile, drafter_of
@@ -172,12 +176,12 @@ class ModelPlan:
     @cached_property
     def loaded_bytes(self) -> dict[str, int]:
         """Bytes by what is to be loaded; 0 where it is not known."""
-        copied = self.asked.draft_weights is not None and not self.if_quicker
+        copied = None if self.if_quicker else self.asked.draft_weights
         size = self.dtype.itemsize
         loaded = {
             "weights": self._weight_bytes,
             "heads": self._heads[1] * size,
-            "draft weights": copy_bytes(self.checkpoint.skeleton) if copied else 0,
+            "draft weights": copy_bytes(self.checkpoint.skeleton, copied) if copied else 0,
         }
         if self.drafter is not None:
             loaded["drafter"] = sum(weights_of(self.drafter.spec).values()) * size
@@ -188,9 +192,9 @@ class ModelPlan:
         """Bytes of the model's weights in memory; 0 for those of a quantised checkpoint."""
         network, file = self.checkpoint.skeleton, self.checkpoint.gguf
         if self.asked.weights is not None:
-            return rounded_bytes(network, self.asked.weights)
+            return rounded_bytes(network, self.asked.weights, self.dtype)
         if file is not None and self.coded:
-            return gguf_bytes(file)
+            return gguf_bytes(file, self.dtype)
         if own_quantization(self.config) is not None:
             return 0
         return (
@@ -211,7 +215,7 @@ def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
     if asked.draft_weights != IF_QUICKER:
         return _planned(asked, checkpoint, device, ranks)
     try:
-        made = _planned(replace(asked, draft_weights=FP8), checkpoint, device, ranks)
+        made = _planned(replace(asked, draft_weights=CHEAPEST), checkpoint, device, ranks)
         return replace(made, if_quicker=True)
     except InputError as error:
         if error.field != "draft_weights":
@@ -224,9 +228,12 @@ def _planned(
 ) -> ModelPlan:
     config = checkpoint.config
     dtype = dtype_for(asked.dtype, device, config, checkpoint.simulated)
-    if asked.weights is not None and asked.dtype == "auto":
-        dtype = torch.float32
     on_cpu = device.type == "cpu"
+    if asked.dtype == "auto" and _coded(asked, checkpoint):
+        if not coded_layers.by_kernels(device):
+            dtype = torch.float32
+        elif dtype not in HALVES:
+            dtype = torch.bfloat16
     serves = on_cpu and may_serve(checkpoint.skeleton)
     held = None
     packed = False
@@ -312,8 +319,10 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
     recurrent = is_recurrent(config)
     reduced = asked.draft_weights is not None
     own = own_quantization(config)
+    odd = 0
     kind = own or ("GGUF" if plan.checkpoint.gguf is not None else "")
     integers = "weights" if asked.weights is not None else "model"
+    kernels = coded_layers.by_kernels(plan.device)
     many = f"{asked.model} has recurrent layers, which cannot be"
     for wrong, option, reason in (
         (
@@ -341,14 +350,26 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
             f"is for checkpoints in safetensors with plain weights; {asked.model} is {kind}",
         ),
         (
-            coded and plan.device.type != "cpu",
+            coded and kernels and is_moe(config),
             integers,
-            f"integers are multiplied on a CPU only; the device is {plan.device.type}",
+            f"{asked.model} has experts, whose integers are multiplied on a CPU only",
         ),
         (
-            coded and plan.dtype != torch.float32,
+            coded and kernels and why_not("triton", torch.bfloat16, plan.device, 64),
+            integers,
+            "integers are multiplied by Triton's kernels on CUDA: "
+            f"{why_not('triton', torch.bfloat16, plan.device, 64)}",
+        ),
+        (
+            coded and kernels and (odd := _odd_inputs(plan.checkpoint.skeleton)),
+            integers,
+            f"{asked.model} has rows of {odd:,}; kernels of integers take multiples of {UNIT}",
+        ),
+        (
+            coded and plan.dtype not in (HALVES if kernels else (torch.float32,)),
             "dtype",
-            f"is float32 with weights of integers ({coded}); got {dtype_name(plan.dtype)}",
+            f"is {'bfloat16 or float16' if kernels else 'float32'} with weights of integers "
+            f"({coded}) on {plan.device.type}; got {dtype_name(plan.dtype)}",
         ),
         (
             coded and reduced,
@@ -358,6 +379,12 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
     ):
         if wrong:
             raise InputError(reason, option)
+
+
+def _odd_inputs(network: nn.Module) -> int:
+    """Inputs of a linear layer that kernels of integers do not take; 0 if they take all."""
+    linears = (module for module in network.modules() if isinstance(module, nn.Linear))
+    return next((each.in_features for each in linears if each.in_features % UNIT), 0)
 
 
 def _refuse_other_size(name: str, size: int, model: str, model_size: int) -> None:

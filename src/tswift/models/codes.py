@@ -1,4 +1,5 @@
-"""Matrices of weights as integer codes of 4 or 8 bits, and the form in which they are packed.
+"""Matrices of weights as integer codes of 4 or 8 bits, and the forms in which they are packed:
+one for a C program, one for kernels on a device.
 
 A weight is ``scale * code + minimum``, with a scale and a minimum for every block of 32 (or 16)
 inputs of an output.
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 BLOCK = 32  # inputs with one scale, unless a file says 16
 LEAST_BLOCK = 16
 _UNPACKED = 256  # rows that are unpacked at a time
+_AT_A_TIME = 1 << 13  # rows that become floats at a time, on a device
 _GROUP = 16  # outputs that lie together in the packed form
 _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
+UNIT = 64  # inputs whose codes lie together on a device
+LINES = 64  # outputs whose units lie together there
+_MIDDLE = {4: 8, 8: 128}  # what is taken from a code there, by its bits
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
 
 
 class Packed(nn.Module):
-    """Weights in a form of the C product: bytes that are no parameters.
+    """Weights in a form of a product: bytes that are no parameters.
 
     Attributes:
         bytes: in whatever shape.
@@ -203,6 +208,77 @@ class PackedCodes(Packed):
         return Codes(codes.flatten(1), scale.contiguous(), minimum.contiguous(), self.bits)
 
 
+class CodesOnDevice(Packed):
+    """Codes as the kernels of a device read them.
+
+    A unit is 64 inputs of 64 outputs, one output after the other; units lie in the order of inputs,
+    then of outputs, and missing outputs are filled up. With 4 bits, a byte has the code of one of
+    the first 32 inputs and that of the input 32 places on. A middle is taken from all codes, so
+    that most stand near 0: with 8 bits, bytes are signed numbers. Blocks have float32 scales,
+    and minima where the middle does not stand for 0.
+
+    Args:
+        codes: on the device where they stay.
+
+    Raises:
+        ValueError: the inputs are no multiple of a unit.
+    """
+
+    bytes: Tensor  # [outputs / 64, inputs / 64, 64, 64 * bits / 8] uint8
+    scale: Tensor  # [inputs / block, outputs, filled up] float32
+    minimum: Tensor | None
+
+    def __init__(self, codes: Codes) -> None:
+        super().__init__()
+        self.outputs, self.inputs = codes.codes.shape
+        self.bits, self.block = codes.bits, codes.block
+        if self.inputs % UNIT:
+            raise ValueError(f"{self.inputs:,} inputs are no multiple of {UNIT}")
+        if self.bits not in _MIDDLE or self.block not in (LEAST_BLOCK, BLOCK):
+            raise ValueError(f"no kernel takes {self.bits} bits in blocks of {self.block}")
+        zeros = (code for code in _CENTRES if torch.equal(codes.minimum, -code * codes.scale))
+        self.centre = next(zeros, _MIDDLE[self.bits]) if self.bits == 8 else _MIDDLE[4]
+        minimum = codes.minimum + self.centre * codes.scale
+        bytes = codes.codes
+        if self.bits == 4:
+            low, high = bytes.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
+            bytes = (low | high << 4).flatten(1)
+        else:
+            bytes = bytes - self.centre  # uint8, which wraps around as signed numbers do
+        bytes, scale, minimum = (
+            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES))
+            for each in (bytes, codes.scale, minimum)
+        )
+        units = bytes.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 8))
+        self.register_buffer("bytes", units.transpose(1, 2).contiguous())
+        self.register_buffer("scale", scale.t().contiguous())
+        self.register_buffer("minimum", minimum.t().contiguous() if minimum.any() else None)
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Of the scales and minima."""
+        return torch.float32
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, ``[..., inputs]`` float32."""
+        wanted = outputs.flatten()
+        lines = self.bytes[wanted // LINES, :, wanted % LINES]  # [n, inputs / 64, bytes]
+        if self.bits == 4:
+            numbers = torch.stack([lines & 15, lines >> 4], 2).float() - self.centre
+        else:
+            numbers = lines.view(torch.int8).float()
+        blocks = numbers.view(len(wanted), -1, self.block)
+        weights = blocks * self.scale[:, wanted].t().unsqueeze(2)
+        if self.minimum is not None:
+            weights += self.minimum[:, wanted].t().unsqueeze(2)
+        return weights.view(*outputs.shape, self.inputs)
+
+    def whole(self) -> Tensor:
+        """All weights, ``[outputs, inputs]`` float32."""
+        every = torch.arange(self.outputs, device=self.bytes.device)
+        return torch.cat([self.rows(some) for some in every.split(_AT_A_TIME)])
+
+
 def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
     """``[groups, blocks, bytes]`` uint8, of codes, and scales or scales and minima:
     see :class:`PackedCodes`.
@@ -225,6 +301,11 @@ def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
     return torch.cat([fours.contiguous().view(torch.uint8).flatten(2), *tails], 2).contiguous()
 
 
+def holds_codes(network: nn.Module) -> bool:
+    """Whether any matrix of a network is codes."""
+    return any(isinstance(module, Packed) and module.bits > 0 for module in network.modules())
+
+
 def holds_packed(network: nn.Module) -> bool:
     """Whether any matrix of a network is packed, so that its weights are no parameters."""
     return any(isinstance(module, Packed) for module in network.modules())
@@ -243,5 +324,6 @@ def read_bytes(network: nn.Module) -> int:
     for module in network.modules():
         packed = getattr(module, "packed", None)
         if isinstance(packed, Packed) and hasattr(module, "in_features"):
-            read += (packed.bytes if packed.floats is None else packed.floats).nbytes
+            held = [packed.floats] if packed.floats is not None else packed.buffers()
+            read += sum(each.nbytes for each in held)
     return read

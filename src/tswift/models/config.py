@@ -24,10 +24,10 @@ KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-FP8 = "fp8"
-BITS = {FP8: 8}  # of a drafting weight, by kind, without its scale
+BITS = {"int4": 4, "int8": 8}  # of a drafting weight, by kind, without its scale
+CHEAPEST = "int4"
 UNQUANTISED = "none"  # drafting passes run on the model as it is
-IF_QUICKER = "auto"  # on a copy in FP8, if there is room for it and its passes are quicker
+IF_QUICKER = "auto"  # if there is room for a copy of the fewest bits, and its passes are quicker
 
 _PANEL = "Model"
 _ALIASES = {
@@ -113,8 +113,8 @@ class ModelConfig:
     )
     draft_weights: str | None = option(
         None,
-        "fp8 (CUDA, bfloat16): drafting passes run on a copy of such weights; auto: if they are "
-        "quicker. Never changes the text.",
+        "int4 or int8 (CUDA): drafting passes run on a copy of such weights; auto: int4, if they "
+        "are quicker. Never changes the text.",
         panel=DRAFTING,
         shown=IF_QUICKER,
         choices=(IF_QUICKER, UNQUANTISED, *BITS),

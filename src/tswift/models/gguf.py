@@ -319,15 +319,15 @@ class GGUFFile:
             weight.codes[:, order], weight.scale[:, whole], weight.minimum[:, whole], weight.bits
         )
 
-    def form(self, stored: StoredWeight) -> tuple[int, int, int]:
-        """Of the codes of a quantised tensor: their bits, inputs per block,
-        and bytes of what scales a block.
+    def form(self, stored: StoredWeight) -> tuple[int, int, int, int]:
+        """Of the codes of a quantised tensor: their bits, inputs per block, how many numbers scale
+        a block, and bytes of each.
         """
         kind = stored.kind.name
         block = 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
         # a minimum, unless one code stands for 0
         numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
-        return _DECODERS[stored.kind][0], block, numbers * (4 if kind.endswith("K") else 2)
+        return _DECODERS[stored.kind][0], block, numbers, 4 if kind.endswith("K") else 2
 
     def beginning(self, stored: StoredWeight, most: int) -> bytes:
         """The first bytes of a tensor."""

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from tswift.caches import LayerKV
 from tswift.errors import InputError, renaming
-from tswift.forward.cpu.products import holds_codes, library
+from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import rounded_linear
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.target import Target
@@ -40,6 +40,7 @@ from tswift.models.checkpoint import (
     read_object,
     stored_tensors,
 )
+from tswift.models.codes import holds_codes
 from tswift.models.shapes import fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.draft_network import DraftNetwork

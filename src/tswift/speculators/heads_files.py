@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tswift.errors import DecodeError, InputError, close_name, find_path, parse_json, renaming
 from tswift.files import cache_folder, put
-from tswift.forward.cpu.products import holds_codes
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.target import Target
 from tswift.models.checkpoint import (
@@ -35,6 +34,7 @@ from tswift.models.checkpoint import (
     read_object,
     stored_tensors,
 )
+from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS
 from tswift.models.shapes import HEADS
 from tswift.speculators.formats import describe_drafter, is_drafter

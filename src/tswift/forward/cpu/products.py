@@ -198,19 +198,23 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Embeddings of packed weights, of which rows are made float32 when they are looked up.
+    """Embeddings of packed weights, of which rows are made numbers when they are looked up.
 
     Args:
         packed: as of a linear layer (a tied LM head), a row for every token.
         scale: a factor of all.
+        dtype: of the rows.
     """
 
-    def __init__(self, packed: Packed, scale: float = 1.0) -> None:
+    def __init__(
+        self, packed: Packed, scale: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.packed = packed
         self.num_embeddings = self.packed.outputs
         self.embedding_dim = self.packed.inputs
         self.scalar_embed_scale = scale
+        self.dtype = dtype
 
     @property
     def c(self) -> ctypes.Structure:
@@ -218,8 +222,12 @@ class PackedEmbedding(nn.Module):
         return _structure(self.packed)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``[..., H]`` float32 of tokens ``[...]``."""
-        return self.packed.rows(tokens) * self.scalar_embed_scale
+        """``[..., H]`` of tokens ``[...]``."""
+        return self.scaled(tokens, self.scalar_embed_scale)
+
+    def scaled(self, tokens: Tensor, scale: float) -> Tensor:
+        """As :meth:`forward`, with another factor."""
+        return (self.packed.rows(tokens) * scale).to(self.dtype)
 
 
 def as_packed(weight: Tensor | Codes | Packed) -> Packed:
@@ -266,17 +274,13 @@ def pack(network: PreTrainedModel) -> None:
     network.float()
 
 
-def holds_codes(network: nn.Module) -> bool:
-    """Whether any matrix of a network is codes."""
-    return any(isinstance(module, PackedCodes) for module in network.modules())
-
-
 def multiplies_integers(network: nn.Module) -> bool:
     """Whether any matrix of a network is codes that are multiplied as such, which takes a C
     program.
     """
     with suppress(Unbuilt):
-        return holds_codes(network) and library() is not None
+        codes = any(isinstance(module, PackedCodes) for module in network.modules())
+        return codes and library() is not None
     return False
 
 

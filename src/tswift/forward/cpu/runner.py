@@ -29,7 +29,11 @@ class CompiledRunner(EagerRunner):
     def __init__(self, target: Owner) -> None:
         super().__init__(target)
         self.program = PassProgram(target.model, target.kv_shape.dtype, target.layer_specs)
-        self.most_exact = self.program.most_nodes
+
+    @property
+    def most_exact(self) -> int | None:
+        """As :attr:`EagerRunner.most_exact`."""
+        return self.program.most_nodes
 
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:
         """As :meth:`EagerRunner.takes`."""

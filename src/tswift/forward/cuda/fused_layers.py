@@ -19,20 +19,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tswift.errors import NoFault
-from tswift.forward.cuda.draft_weights import Float8Linear
+from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.hf import UnsupportedModel, final_norm
 from tswift.forward.passes import Pass
 from tswift.models.architecture import max_positions
 from tswift.models.devices import dtype_name
 
 if TYPE_CHECKING:  # triton may not be installed
+    from tswift.forward.cuda.code_kernels import CodedProduct
     from tswift.forward.cuda.layer_kernels import Heads, Hidden, Product
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
 _WIDEST_HEAD = 128  # that one program can multiply
 _DTYPES = (torch.bfloat16, torch.float16)
-_PRODUCTS = (nn.Linear, Float8Linear)
 # rotary embeddings that a text's length does not change
 _STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
@@ -98,6 +98,8 @@ class FusedLayer(nn.Module):
         )
 
         attention, mlp = self.self_attn, self.mlp
+        if type(mlp.down_proj) is CodedLinear:
+            return self._few_coded(given[0], angles, run)
         rows = given[0]
         known, squares = run.squares or (None, None)
         if squares is None or known is not given:  # the first layer, or a hook's own states
@@ -114,6 +116,22 @@ class FusedLayer(nn.Module):
         out = rows.unsqueeze(0)
         run.squares = out, squares
         return out
+
+    def _few_coded(self, rows: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
+        """As :meth:`_few`, of codes: rows are normalised by a kernel of its own."""
+        from tswift.forward.cuda.code_kernels import add_product, multiply_silu, project_heads
+
+        attention, mlp = self.self_attn, self.mlp
+        three = [
+            coded_product(each) for each in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        project = partial(project_heads, _normed(self.input_layernorm, rows), three)
+        mixed = _attended(attention, project, rows, angles, run)
+        (rows,) = add_product(mixed, coded_product(attention.o_proj), rows)
+        normed = _normed(self.post_attention_layernorm, rows)
+        active = multiply_silu(normed, coded_product(mlp.gate_proj), coded_product(mlp.up_proj))
+        (rows,) = add_product(active, coded_product(mlp.down_proj), rows)
+        return rows.unsqueeze(0)
 
     def _prompt(self, given: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
         """A pass over many rows, whose products are PyTorch's."""
@@ -146,8 +164,14 @@ def product_of(layer: Any) -> Product:
     """What a linear layer multiplies by."""
     from tswift.forward.cuda.layer_kernels import Product
 
-    scales = layer.scale[0] if type(layer) is Float8Linear else None
-    return Product(layer.weight, scales, layer.bias)
+    return Product(layer.weight, layer.bias)
+
+
+def coded_product(layer: CodedLinear) -> CodedProduct:
+    """What a linear layer of codes multiplies by."""
+    from tswift.forward.cuda.code_kernels import CodedProduct
+
+    return CodedProduct(layer.packed, layer.bias)
 
 
 def _attended(
@@ -242,6 +266,15 @@ def is_fused(network: nn.Module) -> bool:
     return next(_fused(network), None) is not None
 
 
+def rows_stand_alone(network: PreTrainedModel) -> bool:
+    """Whether all products of a pass of few rows are kernels', whose rows do not depend on how many
+    there are.
+    """
+    layers = getattr(network.get_decoder(), "layers", [])
+    fused = len(layers) > 0 and isinstance(layers[0], FusedLayer)
+    return fused and type(network.get_output_embeddings()) is CodedLinear
+
+
 def _fused(network: nn.Module) -> Iterator[nn.Module]:
     return (
         module
@@ -281,7 +314,8 @@ def _unfit(network: PreTrainedModel) -> str | None:
         f"heads of {head} have no halves": head % 2 != 0,
         f"they are in {dtype_name(network.dtype)}": network.dtype not in _DTYPES,
         "norms are in another dtype": layers[0].input_layernorm.weight.dtype != network.dtype,
-        "their weights are quantised": not all(type(each) in _PRODUCTS for each in linears),
+        "their weights are quantised": len({type(each) for each in linears}) > 1
+        or type(linears[0]) not in (nn.Linear, CodedLinear),
         "they rotate a part of each head": share != 1.0,
     }.items():
         if wrong:

@@ -20,7 +20,8 @@ from tswift.forward.passes import Forwarded, T
 
 # of passes that are captured; on an H100 one over 32 nodes costs as much as one over 16 after 4,096
 # tokens, and 8% more after 100,000 (results/h100)
-_CAPTURED_SIZES = (1, 8, 32, 64)
+# ; with weights of codes 16 rows are cheaper
+_CAPTURED_SIZES = (1, 8, 16, 32, 64)
 _SPOILED = "; a capture failed, after which this process may be unable to load other models"
 Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]
 Capture = Callable[[Callable[[], T]], Callable[[], T]]

@@ -128,7 +128,7 @@ def _weight(at, wanted, MASKED: tl.constexpr):
 
 @triton.jit
 def _dots(
-    rows, squares, norm, weights, scales, bias, second_weights, second_scales, second_bias, part, outputs, wanted, row,
+    rows, squares, norm, weights, bias, second_weights, second_bias, part, outputs, wanted, row,
     used, rows_row, eps, SIZE, SPAN,
     ADDED: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, LEVELS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -163,10 +163,6 @@ def _dots(
             if second_weights is not None:
                 weight = _weight(second_weights + weights_at + place, wanted, MASKED)
                 second = tl.dot(weight.to(taken.dtype), taken, second, input_precision="ieee")
-        if scales is not None:
-            total = total * tl.load(scales + outputs, mask=wanted, other=0.0)[:, None]
-            if second_scales is not None:
-                second = second * tl.load(second_scales + outputs, mask=wanted, other=0.0)[:, None]
         if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
             if part + index == 0:
                 total += tl.load(bias + outputs, mask=wanted, other=0.0).to(tl.float32)[:, None]
@@ -197,7 +193,9 @@ def _finish_sums(
     SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of products to hidden states, and the squares of what they come to."""
+    """Add a tile of products to hidden states; and the squares of what they come to,
+    where these are asked for.
+    """
     kind: tl.constexpr = total.dtype.element_ty
     outputs = tile * TILE + tl.arange(0, TILE)[None, :]
     some: tl.constexpr = min(ROWS, 32)  # rows at a time: more of them spill registers on sm_80
@@ -213,8 +211,9 @@ def _finish_sums(
         )
         numbers = _rounded(numbers, kind, INTERPRETED)
         tl.store(total + row * SIZE + outputs, numbers.to(kind), mask=exist)
-        found = tree_sum(numbers * numbers, some, LEVELS)
-        tl.store(squares + row * TILES + tile, found[:, None], mask=used)
+        if squares is not None:
+            found = tree_sum(numbers * numbers, some, LEVELS)
+            tl.store(squares + row * TILES + tile, found[:, None], mask=used)
 
 
 @triton.jit
@@ -313,14 +312,14 @@ def _finish_head(
 
 @triton.jit(do_not_specialize=["count"])
 def multiply_add(
-    rows, weights, scales, bias, sums, counters, hidden, total, squares, count, rows_row, hidden_row, part_size,
+    rows, weights, bias, sums, counters, hidden, total, squares, count, rows_row, hidden_row, part_size,
     SIZE, SPAN,  # not fixed: one kernel serves the attention's output and the MLP's
     OUTPUTS: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, TILE_LEVELS: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A product of a block of rows, added to hidden states, and the squares of these by tiles.
 
-    Weights in FP8 have scales. Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read
+    Grid ``(blocks of rows, tiles of outputs, parts)``: blocks that read
     the same weights run side by side.
     """
     tile = tl.program_id(1)
@@ -331,7 +330,7 @@ def multiply_add(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < count
     whole, _ = _dots(
-        rows, None, None, weights, scales, bias, None, None, None, part, outputs, wanted, row, used, rows_row, 0.0, SIZE,
+        rows, None, None, weights, bias, None, None, part, outputs, wanted, row, used, rows_row, 0.0, SIZE,
         SPAN, ADDED, TILE, OUTPUTS % TILE != 0, STEP, ROWS, 0, 0, INTERPRETED,
     )  # fmt: skip
     at = sums + part * part_size + row.to(tl.int64)[None, :] * OUTPUTS + outputs[:, None]
@@ -351,7 +350,7 @@ def _of_three(head, query, key, value, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.c
 
 @triton.jit(do_not_specialize=["count", "nodes", "capacity"])
 def multiply_heads(
-    rows, squares, norm, query, query_scales, query_bias, key, key_scales, key_bias, value, value_scales, value_bias,
+    rows, squares, norm, query, query_bias, key, key_bias, value, value_bias,
     sums, counters, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps, value_steps, length,
     count, rows_row, part_size, eps, keys_head, keys_slot, values_head, values_slot, head_eps, nodes, capacity,
     SIZE: tl.constexpr, SPAN: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
@@ -369,9 +368,6 @@ def multiply_heads(
         head, head, head - QUERY_HEADS, head - QUERY_HEADS - KV_HEADS, QUERY_HEADS, KV_HEADS
     )
     weights = _of_three(head, query, key, value, QUERY_HEADS, KV_HEADS)
-    scales = query_scales
-    if query_scales is not None:
-        scales = _of_three(head, query_scales, key_scales, value_scales, QUERY_HEADS, KV_HEADS)
     bias = query_bias
     if query_bias is not None:
         bias = _of_three(head, query_bias, key_bias, value_bias, QUERY_HEADS, KV_HEADS)
@@ -380,7 +376,7 @@ def multiply_heads(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < count
     whole, _ = _dots(
-        rows, squares, norm, weights, scales, bias, None, None, None, part, own * 2 * HALF + places, wanted, row, used,
+        rows, squares, norm, weights, bias, None, None, part, own * 2 * HALF + places, wanted, row, used,
         rows_row, eps, SIZE, SPAN, ADDED, TILE, 2 * HALF != TILE, STEP, ROWS, TILES, TILES_LEVELS, INTERPRETED,
     )  # fmt: skip
     sums += head * 2 * HALF
@@ -399,7 +395,7 @@ def multiply_heads(
 
 @triton.jit(do_not_specialize=["count"])
 def multiply_silu_rows(
-    rows, squares, norm, gate, gate_scales, gate_bias, up, up_scales, up_bias, out, count, rows_row, eps,
+    rows, squares, norm, gate, gate_bias, up, up_bias, out, count, rows_row, eps,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, TILES_LEVELS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -412,7 +408,7 @@ def multiply_silu_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < count
     first, second = _dots(
-        rows, squares, norm, gate, gate_scales, gate_bias, up, up_scales, up_bias, 0, outputs, wanted, row, used, rows_row,
+        rows, squares, norm, gate, gate_bias, up, up_bias, 0, outputs, wanted, row, used, rows_row,
         eps, SIZE, SIZE, 1, TILE, OUTPUTS % TILE != 0, STEP, ROWS, TILES, TILES_LEVELS, INTERPRETED,
     )  # fmt: skip
     made = _active(
@@ -515,8 +511,7 @@ UNFUSED = {"enable_fp_fusion": False}
 class Product(NamedTuple):
     """What a linear layer multiplies by."""
 
-    weights: Tensor  # ``[out, in]``, in the dtype of rows or in FP8
-    scales: Tensor | None = None  # ``[out]``, float32, of weights in FP8
+    weights: Tensor  # ``[out, in]``, in the dtype of rows
     bias: Tensor | None = None  # ``[out]``
 
 

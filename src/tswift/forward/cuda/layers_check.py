@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.caches import FullKV, KVShape, steps_of
-from tswift.forward.cuda.fused_layers import head_norms, product_of
+from tswift.forward.cuda.coded import CodedLinear
+from tswift.forward.cuda.fused_layers import coded_product, head_norms, product_of
 
 if TYPE_CHECKING:
     from tswift.forward.cuda.layer_kernels import Heads, Hidden
@@ -138,7 +139,11 @@ def try_kernels(layer: Any, dtype: torch.dtype, codes: bool = False) -> None:
     normed = plain_norm(hidden, weight, eps)
     gate, up = random(2, _TRIED, mlp.gate_proj.out_features)
     _compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
-    _try_heads(attention, states, normed, random, codes)
+    if type(mlp.down_proj) is CodedLinear:
+        _try_coded(layer, normed, hidden, random, codes)
+        return
+    parts_of = _try_heads(attention, states, normed, random, kernels, product_of, codes)
+    _compare("norms", parts_of(states), parts_of(normed_already(normed)))
     wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
     active = kernels.multiply_silu(states, product_of(mlp.gate_proj), product_of(mlp.up_proj))
     plain = plain_silu_mul(*wide).double()
@@ -146,7 +151,34 @@ def try_kernels(layer: Any, dtype: torch.dtype, codes: bool = False) -> None:
         raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
     for linear in (attention.o_proj, mlp.down_proj):
         rows = random(_TRIED, linear.in_features)
-        _try_sums(linear, rows, hidden)
+        _, total, squares = _try_sums(linear, rows, hidden, kernels, product_of)
+        _compare("squares", squares, plain_squares(total, kernels.TILE))
+
+
+def _try_coded(
+    layer: Any, normed: Tensor, hidden: Tensor, random: Callable[..., Tensor], codes: bool
+) -> None:
+    """Compare the kernel of products of codes with PyTorch, and a row among others with itself."""
+    from tswift.forward.cuda import code_kernels as kernels
+
+    attention, mlp = layer.self_attn, layer.mlp
+    _try_heads(attention, normed, normed, random, kernels, coded_product, codes)
+    for linear in (attention.o_proj, mlp.down_proj):
+        rows = random(_TRIED, linear.in_features)
+        sums, *_ = _try_sums(linear, rows, hidden, kernels, coded_product)
+        made = added_parts(sums, normed.dtype)
+        for times in (1, 5, 20):  # in passes of few rows, of more, and of a text's
+            again = kernels.multiply_rows(rows[1:].repeat(times, 1), coded_product(linear))
+            _compare("products", again, made[1:].repeat(times, 1))
+    gate, up = coded_product(mlp.gate_proj), coded_product(mlp.up_proj)
+    size = mlp.gate_proj.out_features
+    parts = kernels.product_parts(mlp.gate_proj.in_features, 2 * -(-size // kernels.TILE))
+    sums = normed.new_full((parts, len(normed), 2 * size), torch.nan, dtype=torch.float32)
+    active = kernels.multiply_silu(normed, gate, up, sums)
+    _compare("SiLU", active, plain_silu_mul(*added_parts(sums, normed.dtype).chunk(2, 1)))
+    wide = torch.cat(_wide_products(normed, (mlp.gate_proj, mlp.up_proj)), 1)
+    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
+        raise Wrong("the kernel of products computes something else than PyTorch")
 
 
 def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
@@ -159,33 +191,61 @@ def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _try_sums(linear: Any, rows: Tensor, hidden: Tensor) -> None:
-    from tswift.forward.cuda import layer_kernels as kernels
+@torch.inference_mode()
+def try_codes(network: Any) -> None:
+    """Compare the products of codes of a network's first layer with PyTorch.
 
+    Raises:
+        Wrong: one is far off.
+    """
+    layers = network.get_decoder().layers[0].modules()
+    for linear in (module for module in layers if type(module) is CodedLinear):
+        rows = torch.linspace(-3, 3, _TRIED * linear.in_features, device=linear.packed.bytes.device)
+        rows = rows.cos().view(_TRIED, -1).to(network.dtype)
+        (wide,) = _wide_products(rows, [linear])
+        apart = (linear(rows) - wide).abs().max()
+        if not apart <= torch.finfo(network.dtype).eps * wide.abs().max():
+            raise Wrong("the kernel of products computes something else than PyTorch")
+
+
+def _try_sums(
+    linear: Any, rows: Tensor, hidden: Tensor, kernels: Any, product_of: Callable[[Any], Any]
+) -> tuple[Tensor, ...]:
+    """Parts of a product ``[parts, n, out]``, and what it was added to hidden states to."""
     product = product_of(linear)
-    outputs, inputs = product.weights.shape
+    inputs, outputs = linear.in_features, linear.out_features
     parts = kernels.product_parts(inputs, -(-outputs // kernels.TILE))
     (wide,) = _wide_products(rows, [linear])
     found = []
     for _ in range(_REPEATS):
         sums = hidden.new_full((parts, len(rows), outputs), torch.nan, dtype=torch.float32)
-        total, squares = kernels.add_product(rows, product, hidden, sums)
-        found.append((sums, total, squares))
+        found.append((sums, *kernels.add_product(rows, product, hidden, sums)))
     if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
         raise Wrong("the kernel of products computes something else than PyTorch")
     if not all(torch.equal(*both) for each in found for both in zip(each, found[0], strict=True)):
         raise Wrong("the kernel of products gives other bits the second time")
-    _compare("products", total, hidden + added_parts(sums, hidden.dtype))
-    _compare("squares", squares, plain_squares(total, kernels.TILE))
+    _compare("products", found[0][1], hidden + added_parts(sums, hidden.dtype))
+    return found[0]
+
+
+def _three(attention: Any) -> tuple[Any, ...]:
+    return attention.q_proj, attention.k_proj, attention.v_proj
 
 
 def _try_heads(
-    attention: Any, states: Hidden, normed: Tensor, random: Callable[..., Tensor], codes: bool
-) -> None:
-    from tswift.forward.cuda import layer_kernels as kernels
+    attention: Any,
+    states: Hidden | Tensor,
+    normed: Tensor,
+    random: Callable[..., Tensor],
+    kernels: Any,
+    product_of: Callable[[Any], Any],
+    codes: bool,
+) -> Callable[[Hidden | Tensor], Tensor]:
+    """Compare products of heads with PyTorch; returns a function that makes their parts anew."""
+    from tswift.forward.cuda.layer_kernels import Heads, rotate
 
     head = attention.head_dim
-    three = (attention.q_proj, attention.k_proj, attention.v_proj)
+    three = _three(attention)
     sizes = [each.out_features for each in three]
     count, rows = sum(sizes) // head, len(normed)
     angles = (random(rows, head), random(rows, head))
@@ -212,7 +272,7 @@ def _try_heads(
         keys, values = empty().parts[0][:2]
         length = torch.full((), 3, dtype=torch.int32, device=normed.device)
         heads = (sizes[0] // head, sizes[1] // head)
-        return kernels.Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
+        return Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
 
     def compare(query: Tensor, heads: Heads, sums: Tensor) -> None:
         expected, *made = plain(sums)
@@ -225,19 +285,20 @@ def _try_heads(
             if codes:
                 _compare("codes", steps_of(ours), steps_of(theirs))
 
+    def parts_of(states: Hidden | Tensor) -> Tensor:
+        parts = kernels.product_parts(normed.shape[1], count)
+        sums = normed.new_full((parts, rows, sum(sizes)), torch.nan, dtype=torch.float32)
+        heads = cached()
+        query = kernels.project_heads(states, [product_of(each) for each in three], heads, sums)
+        compare(query, heads, added_parts(sums, normed.dtype))
+        return sums
+
     given = [random(rows, size) for size in sizes]
     heads = cached()
-    compare(kernels.rotate(given, heads), heads, torch.cat(given, 1))
-    parts = kernels.product_parts(normed.shape[1], count)
-    sums = normed.new_empty(parts, rows, sum(sizes), dtype=torch.float32)
+    compare(rotate(given, heads), heads, torch.cat(given, 1))
     wide = torch.cat(_wide_products(normed, three), 1)
-    products = [product_of(each) for each in three]
     for _ in range(_REPEATS):
-        heads = cached()
-        query = kernels.project_heads(states, products, heads, sums)
-        compare(query, heads, added_parts(sums, normed.dtype))
-    plainly = torch.empty_like(sums)
-    kernels.project_heads(normed_already(normed), products, cached(), plainly)
-    _compare("norms", sums, plainly)
+        sums = parts_of(states)
     if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
         raise Wrong("the kernel of products computes something else than PyTorch")
+    return parts_of

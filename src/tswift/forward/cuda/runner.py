@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from tswift.caches import KVBuffer
+from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.graphs import Graphs, StaticPass, sizes
 from tswift.forward.eager import EagerRunner, Owner
 from tswift.forward.passes import Forwarded, T
@@ -34,6 +35,12 @@ class ReplayedRunner(EagerRunner):
         states = target.kv_shape.states
         kernel = states is None or device_kernel(states.device, states.wide) is not None
         return target.serves() and "steps" not in target.fallbacks and kernel
+
+    @property
+    def most_exact(self) -> int | None:
+        """As :attr:`EagerRunner.most_exact`: where kernels make all products of codes."""
+        target = self.target
+        return target.width if rows_stand_alone(target.model) else None
 
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """On CUDA there is a graph for each of a few sizes; elsewhere a static pass is run like any

@@ -1,0 +1,366 @@
+"""Triton kernels that multiply by weights of 4 or 8 bits; :mod:`tswift.models.codes` says what
+these stand for.
+
+A block of 32 (or 16) inputs is multiplied as what it is: small integers, which the 16 bits of rows
+hold exactly, so matrix units take them. The block's sum in float32 is multiplied by its scale, and
+the sum of its inputs by its minimum; blocks are added in their order. So nothing is rounded but
+sums in float32, and a row has the same bits whatever rows stand beside it.
+
+One kernel makes up to three products of the same rows in one launch, and what follows them: the
+rotation of queries and keys, SiLU, or the sum with hidden states, by the functions that the kernels
+of floats use. Rows have been normalised before, as there is enough to do here. As many programs as
+can share the inputs do: a program waits for its own numbers most of the time, and others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tswift.forward.cuda.layer_kernels import (
+    _INTERPRETED,
+    MOST_ROWS,
+    UNFUSED,
+    Heads,
+    _active,
+    _counters,
+    _finish_head,
+    _finish_sums,
+    _is_last,
+    _of_product,
+    _places,
+    _sizes,
+    _strides,
+    _sums,
+)
+from tswift.models.codes import LINES, UNIT, CodesOnDevice
+
+TILE = 64  # outputs of a program, where they are no heads
+_LEAST_ROWS = 16
+_BLOCK_OF_ROWS = 32  # of more; wider ones take more registers than there are
+_PROGRAMS = 520  # that there should be at least: four on each of some 130 processors
+_MOST_PARTS = 16
+_ROWS, _ADD, _SILU, _HEADS = 0, 1, 2, 3  # what follows a product
+
+# Four bytes become the numbers of their low codes and those of their high ones, as 128 (or 1024)
+# and a code are the bits of a number and those of the code in its last places.
+_NIBBLES = """{{
+.reg .b32 first, second;
+prmt.b32 first, $4, 0, 0x4140;
+prmt.b32 second, $4, 0, 0x4342;
+lop3.b32 $0, first, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $1, second, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+shr.u32 first, first, 4;
+shr.u32 second, second, 4;
+lop3.b32 $2, first, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $3, second, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+}}"""
+_ONES = "mov.b32 $0, 0x{0:04X}{0:04X}; mov.b32 $1, 0x{0:04X}{0:04X};"
+_NIBBLES_BFLOAT16 = tl.constexpr(_NIBBLES.format(0x4300))
+_NIBBLES_FLOAT16 = tl.constexpr(_NIBBLES.format(0x6400))
+_ONES_BFLOAT16 = tl.constexpr(_ONES.format(0x3F80))
+_ONES_FLOAT16 = tl.constexpr(_ONES.format(0x3C00))
+_LINES = tl.constexpr(LINES)
+_UNIT = tl.constexpr(UNIT)
+_FOLLOWS_ADD = tl.constexpr(_ADD)
+_FOLLOWS_SILU = tl.constexpr(_SILU)
+_FOLLOWS_HEADS = tl.constexpr(_HEADS)
+
+
+@triton.jit
+def _nibbles(raw, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The low and the high codes of bytes, less 8."""
+    if INTERPRETED:
+        low, high = (raw & 15).to(tl.float32) - 8, (raw >> 4).to(tl.float32) - 8
+    elif kind == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [raw], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+        low, high = (low - 136.0).to(kind), (high - 136.0).to(kind)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [raw], (tl.float16, tl.float16), True, 4
+        )
+        low, high = (low - 1032.0).to(kind), (high - 1032.0).to(kind)
+    return low, high
+
+
+@triton.jit
+def _ones_like(raw, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Ones, which the compiler takes for numbers that come of codes: it would not fetch rows ahead
+    that are multiplied by two kinds of matrices.
+    """
+    if INTERPRETED:
+        ones = tl.full(raw.shape, 1.0, tl.float32)
+    elif kind == tl.bfloat16:
+        ones = tl.inline_asm_elementwise(_ONES_BFLOAT16, "=r,=r,r", [raw], tl.bfloat16, True, 4)
+    else:
+        ones = tl.inline_asm_elementwise(_ONES_FLOAT16, "=r,=r,r", [raw], tl.float16, True, 4)
+    return ones
+
+
+@triton.jit
+def _code_dots(
+    rows, weights, scales, minima, bias, part, outputs, exist, row, used, rows_row, scales_row, SIZE, SPAN,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A part ``[TILE, ROWS]`` of the products of rows and some outputs' weights,
+    or the sum of ``ADDED`` parts.
+    """
+    kind: tl.constexpr = rows.dtype.element_ty
+    per: tl.constexpr = 8 // BITS  # times 32 inputs, of a load of 32 bytes
+    line: tl.constexpr = _UNIT // per  # bytes of an output in a unit
+    inputs = tl.arange(0, 32)
+    row_at = rows + row.to(tl.int64)[None, :] * rows_row + inputs[:, None]
+    at = weights + ((outputs // _LINES).to(tl.int64) * SIZE + outputs % _LINES)[:, None] * line
+    at += inputs[None, :]
+    whole = tl.zeros([TILE, ROWS], tl.float32)
+    for index in range(ADDED):
+        total = tl.zeros([TILE, ROWS], tl.float32)
+        begin = (part * ADDED + index) * SPAN
+        # all that a step reads is fetched ahead, which the compiler does by itself for rows alone
+        for step in tl.range(0, SPAN // _UNIT, num_stages=3):
+            place = begin + step * _UNIT
+            for load in tl.static_range(line // 32):
+                raw = tl.load(at + place.to(tl.int64) * line + load * 32)
+                if per == 2:
+                    low, high = _nibbles(raw, kind, INTERPRETED)
+                for half in tl.static_range(per):
+                    first = (load * per + half) * 32
+                    taken = tl.load(row_at + place + first, mask=used[None, :], other=0.0)
+                    if per == 2:
+                        number = low if half == 0 else high
+                    else:
+                        number = raw.to(tl.int8, bitcast=True).to(tl.float32).to(kind)
+                    if INTERPRETED:  # numpy cannot calculate in bfloat16
+                        number = number.to(tl.float32)
+                        taken = taken.to(tl.float32)
+                    for cut in tl.static_range(32 // BLOCK):
+                        own = taken
+                        if BLOCK < 32:
+                            own = tl.where((inputs // BLOCK == cut)[:, None], taken, 0.0)
+                        block = (place // BLOCK + first // BLOCK + cut).to(tl.int64) * scales_row
+                        found = tl.dot(number, own, input_precision="ieee")
+                        scale = tl.load(scales + block + outputs)
+                        total = tl.fma(found, tl.broadcast_to(scale[:, None], [TILE, ROWS]), total)
+                        if minima is not None:
+                            ones = _ones_like(raw, kind, INTERPRETED)
+                            found = tl.dot(ones, own, input_precision="ieee")
+                            minimum = tl.load(minima + block + outputs)
+                            total = tl.fma(
+                                found, tl.broadcast_to(minimum[:, None], [TILE, ROWS]), total
+                            )
+        if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
+            if part + index == 0:
+                total += tl.load(bias + outputs, mask=exist, other=0.0).to(tl.float32)[:, None]
+        whole = tl.where(index == 0, total, whole + total)
+    return whole
+
+
+@triton.jit
+def _inside(outputs, exist, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Outputs of which there are weights: those of a narrow tile's places behind it have none."""
+    return outputs if WIDTH == TILE else tl.where(exist, outputs, 0)
+
+
+@triton.jit(do_not_specialize=["count", "nodes", "capacity"])
+def multiply_codes(
+    rows, weights, scales, minima, bias, second_weights, second_scales, second_minima, second_bias, third_weights,
+    third_scales, third_minima, third_bias, sums, counters, out, count, rows_row, part_size,
+    hidden, hidden_row, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps, value_steps, length,
+    keys_head, keys_slot, values_head, values_slot, head_eps, nodes, capacity,
+    SIZE, SPAN, OUTPUTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, SECOND_BITS: tl.constexpr, SECOND_BLOCK: tl.constexpr,
+    THIRD_BITS: tl.constexpr, THIRD_BLOCK: tl.constexpr, SCALES: tl.constexpr, SECOND_SCALES: tl.constexpr,
+    THIRD_SCALES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    FOLLOWS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Up to three products of a block of rows and what follows them;
+    grid ``(blocks of rows, tiles of outputs, parts)``.
+
+    A product has ``OUTPUTS`` (``SECOND``, ``THIRD``; 0 for none) of them, ``WIDTH`` a tile.
+    """
+    kind: tl.constexpr = rows.dtype.element_ty
+    tile = tl.program_id(1)
+    part = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = row < count
+    places = tl.arange(0, TILE)
+    tiles: tl.constexpr = (OUTPUTS + WIDTH - 1) // WIDTH
+    second_tiles: tl.constexpr = (SECOND + WIDTH - 1) // WIDTH
+    every: tl.constexpr = OUTPUTS + SECOND + THIRD
+    outputs = tile * WIDTH + places
+    exist = (places < WIDTH) & (outputs < OUTPUTS)
+    column = outputs
+    if SECOND == 0 or tile < tiles:
+        whole = _code_dots(
+            rows, weights, scales, minima, bias, part, _inside(outputs, exist, WIDTH, TILE), exist, row, used, rows_row, SCALES, SIZE,
+            SPAN, BITS, BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+        )  # fmt: skip
+    else:
+        outputs = (tile - tiles) * WIDTH + places
+        exist = (places < WIDTH) & (outputs < SECOND)
+        column = outputs + OUTPUTS
+        if THIRD == 0 or tile < tiles + second_tiles:
+            whole = _code_dots(
+                rows, second_weights, second_scales, second_minima, second_bias, part, _inside(outputs, exist, WIDTH, TILE), exist,
+                row, used, rows_row, SECOND_SCALES, SIZE, SPAN, SECOND_BITS, SECOND_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+            )  # fmt: skip
+        else:
+            outputs = (tile - tiles - second_tiles) * WIDTH + places
+            exist = (places < WIDTH) & (outputs < THIRD)
+            column = outputs + OUTPUTS + SECOND
+            whole = _code_dots(
+                rows, third_weights, third_scales, third_minima, third_bias, part, _inside(outputs, exist, WIDTH, TILE), exist,
+                row, used, rows_row, THIRD_SCALES, SIZE, SPAN, THIRD_BITS, THIRD_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+            )  # fmt: skip
+    at = sums + part * part_size + row.to(tl.int64)[None, :] * every + column[:, None]
+    tl.store(at, whole, mask=used[None, :] & exist[:, None])
+    both: tl.constexpr = 2 if FOLLOWS == _FOLLOWS_SILU else 1
+    unit = tile % tiles if both == 2 else tile
+    units: tl.constexpr = (
+        tiles if both == 2 else tiles + second_tiles + (THIRD + WIDTH - 1) // WIDTH
+    )
+    if _is_last(counters + tl.program_id(0) * units + unit, PARTS * both):
+        first = tl.program_id(0) * ROWS
+        if FOLLOWS == _FOLLOWS_ADD:
+            for begin in range(first, first + ROWS, 16):  # at a time, as registers are few
+                _finish_sums(
+                    sums, hidden, out, None, begin, count, tile, part_size, hidden_row, OUTPUTS, TILE, 1, 1, PARTS, 16,
+                    INTERPRETED,
+                )  # fmt: skip
+        elif FOLLOWS == _FOLLOWS_HEADS:
+            for begin in range(first, first + ROWS, 16):
+                lines = begin + tl.arange(0, 16)
+                _finish_head(
+                    sums + tile * 2 * HALF, every, lines, lines < count, tile, cosines, sines, query_weight, key_weight,
+                    rotated, keys, values, key_steps, value_steps, length, part_size, keys_head, keys_slot, values_head, values_slot, head_eps,
+                    nodes, capacity, QUERY_HEADS, KV_HEADS, HALF, LEVELS, PARTS, 16, INTERPRETED,
+                )  # fmt: skip
+        else:
+            own = unit * WIDTH + places[None, :]
+            line = row.to(tl.int64)[:, None]
+            mask = used[:, None] & (own < OUTPUTS)
+            made = _of_product(sums + line * every + own, mask, part_size, PARTS, kind, INTERPRETED)
+            if FOLLOWS == _FOLLOWS_SILU:
+                behind = sums + line * every + OUTPUTS + own
+                up = _of_product(behind, mask, part_size, PARTS, kind, INTERPRETED)
+                made = _active(made, up, kind, INTERPRETED)
+            tl.store(out + line * OUTPUTS + own, made.to(kind), mask=mask)
+
+
+class CodedProduct(NamedTuple):
+    """What a linear layer multiplies by."""
+
+    weights: CodesOnDevice
+    bias: Tensor | None = None  # ``[out]``
+
+    @property
+    def given(self) -> tuple[Tensor | None, ...]:
+        """What the kernel takes of it."""
+        return self.weights.bytes, self.weights.scale, self.weights.minimum, self.bias
+
+
+def product_parts(inputs: int, tiles: int) -> int:
+    """In how many parts the inputs of a product are summed."""
+    parts = 1
+    while tiles * parts < _PROGRAMS and parts < _MOST_PARTS and inputs % (2 * parts * UNIT) == 0:
+        parts *= 2
+    return parts
+
+
+def _multiply(
+    rows: Tensor,
+    products: Sequence[CodedProduct],
+    follows: int,
+    out: Tensor | None = None,
+    hidden: Tensor | None = None,
+    heads: Heads | None = None,
+    rotated: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
+    """Launch the kernel; ``out``, ``hidden``, ``heads`` and ``rotated`` are of what follows."""
+    count, inputs = rows.shape
+    sizes = [each.weights.outputs for each in products]
+    width = TILE if heads is None else heads.keys.shape[2]
+    tiles = sum(triton.cdiv(size, width) for size in sizes)
+    parts = product_parts(inputs, tiles)
+    many = count > MOST_ROWS
+    layout = {
+        "SIZE": inputs,
+        "SPAN": inputs // parts,
+        "ADDED": parts if many else 1,
+        "PARTS": 1 if many else parts,
+        "ROWS": _LEAST_ROWS if count <= _LEAST_ROWS else _BLOCK_OF_ROWS,
+    }
+    sums = _sums(rows, layout, sum(sizes), sums)
+    absent = [None] * (3 - len(products))
+    forms = {
+        prefix + name: 0 if each is None else value(each.weights)
+        for prefix, each in zip(("", "SECOND_", "THIRD_"), [*products, *absent], strict=True)
+        for name, value in _FORM.items()
+    }
+    of_heads: tuple[object, ...] = (None,) * 10 + (0,) * 4 + (0.0, 0, 0)
+    if heads is not None and rotated is not None:
+        of_heads = (*_places(heads, rotated), *_strides(heads))
+    shape = dict.fromkeys(("QUERY_HEADS", "KV_HEADS", "HALF", "LEVELS"), 1)
+    with torch.cuda.device_of(rows):
+        multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
+            rows, *(part for each in products for part in each.given), *(None,) * (4 * len(absent)), sums,
+            _counters(rows.device), out, count, rows.stride(0), sums.stride(0), hidden,
+            0 if hidden is None else hidden.stride(0), *of_heads,
+            **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, WIDTH=width,
+            TILE=max(16, triton.next_power_of_2(width)), FOLLOWS=follows, **layout,
+            **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=2, num_stages=3, **UNFUSED,
+        )  # fmt: skip
+
+
+_FORM = {
+    "BITS": lambda codes: codes.bits,
+    "BLOCK": lambda codes: codes.block,
+    "SCALES": lambda codes: codes.scale.shape[1],
+}
+
+
+def multiply_rows(rows: Tensor, product: CodedProduct, sums: Tensor | None = None) -> Tensor:
+    """``rows @ weights.T`` ``[n, out]`` of rows ``[n, in]``, contiguous each;
+    a row is the same, to the bit, whatever their number.
+    """
+    out = rows.new_empty(len(rows), product.weights.outputs)
+    _multiply(rows, [product], _ROWS, out, sums=sums)
+    return out
+
+
+def add_product(
+    rows: Tensor, product: CodedProduct, hidden: Tensor, sums: Tensor | None = None
+) -> tuple[Tensor]:
+    """As :func:`tswift.forward.cuda.layer_kernels.add_product`, without squares."""
+    total = hidden.new_empty(len(rows), product.weights.outputs)
+    _multiply(rows, [product], _ADD, total, hidden=hidden, sums=sums)
+    return (total,)
+
+
+def project_heads(
+    rows: Tensor, products: Sequence[CodedProduct], heads: Heads, sums: Tensor | None = None
+) -> Tensor:
+    """As that of floats, of hidden states that have been normalised."""
+    rotated = rows.new_empty(len(rows), heads.heads[0], heads.keys.shape[2])
+    _multiply(rows, products, _HEADS, heads=heads, rotated=rotated, sums=sums)
+    return rotated.transpose(0, 1)
+
+
+def multiply_silu(
+    rows: Tensor, gate: CodedProduct, up: CodedProduct, sums: Tensor | None = None
+) -> Tensor:
+    """As that of floats, of hidden states that have been normalised."""
+    out = rows.new_empty(len(rows), gate.weights.outputs)
+    _multiply(rows, [gate, up], _SILU, out, sums=sums)
+    return out

@@ -1,0 +1,54 @@
+"""Linear layers whose weights are integer codes, on a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tswift.models.codes import Codes, CodesOnDevice
+
+_FEW = 64  # rows that the kernel multiplies; PyTorch multiplies more, a prompt's
+
+
+def by_kernels(device: torch.device) -> bool:
+    """Whether kernels multiply codes on a device, and not the C program."""
+    return device.type != "cpu"
+
+
+class CodedLinear(nn.Module):
+    """A linear layer of codes, which a kernel of ours multiplies: a row has the same bits in
+    every product of few rows.
+
+    Many rows are multiplied by PyTorch, by weights that are made numbers of their dtype for it.
+
+    Args:
+        weight: on the device.
+        bias: ``[out]``, or None.
+    """
+
+    def __init__(self, weight: Codes | CodesOnDevice, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.packed = CodesOnDevice(weight) if isinstance(weight, Codes) else weight
+        self.out_features, self.in_features = self.packed.outputs, self.packed.inputs
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights ``[out, in]`` in float32, made anew."""
+        return self.packed.whole()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``, in bfloat16 or float16."""
+        from tswift.forward.cuda.code_kernels import CodedProduct, multiply_rows
+
+        rows = input.reshape(-1, self.in_features)
+        if len(rows) > _FEW:
+            return F.linear(input, self.packed.whole().to(input.dtype), self.bias)
+        out = multiply_rows(rows, CodedProduct(self.packed, self.bias))
+        return out.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print``."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self.packed.bits} bits"
