@@ -143,7 +143,7 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
     with torch.no_grad():
         model.lm_head.weight.mul_(15)  # or every token would be about equally likely
         model.model.embed_tokens.weight.mul_(20)
-    heads = ChainedHeads(32, 3)
+    heads = ChainedHeads(model.config.hidden_size, 3)
     for head in heads.heads:
         torch.nn.init.normal_(head.linear.weight, std=0.02)
     model.save_pretrained(folder)

@@ -160,14 +160,14 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
     [
         (
             ["--dtype", "bfloat16"],
-            "tswift: error: --dtype: is float32 with weights of integers (Q8_0); got bfloat16",
+            "tswift: error: --dtype: is float32 with weights of integers (Q8_0) on cpu; got bfloat16",
         ),
         (
             ["--weights", "int4"],
             "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
         ),
         (
-            ["--draft-weights", "fp8", "--method", "magicdec"],
+            ["--draft-weights", "int4", "--method", "magicdec"],
             "tswift: error: --draft-weights: the model's weights are",
         ),
     ],

@@ -163,7 +163,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
 def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(device="cpu", dtype="bfloat16")
     model.target.fallbacks.note("features", "a fault")
-    copied = _with_copy(model, "fp8", if_quicker=False)
+    copied = _with_copy(model, "int4", if_quicker=False)
     assert copied.drafting is not None
     assert copied.drafting.fallbacks == {"features": "a fault"}
     assert copied.about()["draft_layers"] == "eager, as a fault"

@@ -24,7 +24,7 @@ from tswift.drafting import costs
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward.adapting import measured_pass
-from tswift.forward.cuda.draft_weights import Float8Linear
+from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.target import Target
 from tswift.jobs.config import to_load
 from tswift.loading import model as loading
@@ -34,6 +34,8 @@ from tswift.memory import Demand, preflight
 from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
 from tswift.speculators.heads import MedusaHeads
+
+pytest.importorskip("triton", reason="triton is not installed")
 
 FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
 OPTIONS = DraftOptions(**FIELDS)
@@ -116,47 +118,44 @@ def test_quantised_weights_count(quantised: str) -> None:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has the products of drafting weights for the CPU, too."""
+    """Such weights on a CPU, where PyTorch multiplies: kernels are slow if they are interpreted."""
     monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(CodedLinear, "forward", multiplied)
 
 
+def multiplied(self: CodedLinear, rows: Tensor) -> Tensor:
+    return nn.functional.linear(rows, self.weight.to(rows.dtype), self.bias)
+
+
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8},
+}
 HALF = {"device": "cpu", "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose rows are whole units of codes."""
+    return make_checkpoint(tmp_path_factory.mktemp("units") / "m", **SIZES)
 
 
 def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, monkeypatch) -> None:
     model = str(checkpoint)
 
-    def refused(match: str, kind: object = "fp8", model: str = model, **options: object) -> None:
+    def refused(match: str, kind: object = "int4", model: str = model, **options: object) -> None:
         refuse(model, match, "draft_weights", **{"draft_weights": kind, **HALF, **options})
 
-    refused("fp8 needs a CUDA device")
+    refused("of fewer bits for drafts need a CUDA device")
     monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu",))
-    refused("must be one of auto, none, fp8, got 'int8'", "int8")
+    refused("must be one of auto, none, int4, int8, got 'fp8'", "fp8")
     refused("must be a text, got 8", 8)
     refused(r"quantised already \(homemade\)", model=quantised)
-    refused("fp8 needs a model in bfloat16", dtype="float32")
+    refused("need a model in bfloat16 or float16", dtype="float32")
+    refused("no linear layer of .* has rows of a multiple of 64")
     with monkeypatch.context() as split:
         split.setattr(Dist, "share", lambda self, asked: asked)
         refused("cannot be split over ranks", ranks=Dist(0, 2))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(
-        "tswift.loading.model._open", None
-    )  # all of it is said before anything is loaded
-    refused("compute capability 8.9")
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_are_near(bias: bool) -> None:
-    torch.manual_seed(3)
-    whole = nn.Linear(256, 48, bias, dtype=torch.bfloat16).requires_grad_(False)
-    cheap = Float8Linear(whole)
-    for shape in ((1, 1), (1, 17), (3, 2)):
-        rows = torch.randn(*shape, 256).bfloat16() * 3
-        expected = whole(rows)
-        found = cheap(rows)
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def pointers(module: nn.Module) -> dict[str, int]:
@@ -165,24 +164,25 @@ def pointers(module: nn.Module) -> dict[str, int]:
 
 @pytest.mark.parametrize("wrong", [30.0, torch.nan])
 def test_products_that_are_wrong_here_are_refused(
-    checkpoint: Path, on_cpu: None, monkeypatch, wrong: float
+    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    right = Float8Linear.forward
-    monkeypatch.setattr(Float8Linear, "forward", lambda self, rows: right(self, rows) * wrong)
+    right = CodedLinear.forward
+    monkeypatch.setattr(CodedLinear, "forward", lambda self, rows: right(self, rows) * wrong)
     refuse(
-        str(checkpoint),
-        "fp8 drafts are off by .*% here",
+        str(units),
+        "the kernel of products computes something else than PyTorch",
         "draft_weights",
-        draft_weights="fp8",
+        draft_weights="int4",
         **HALF,
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(("kind", "changes"), [("int4", {}), ("int8", {"tie_word_embeddings": True})])
 def test_all_but_the_decoders_linear_layers_is_shared(
-    tmp_path: Path, on_cpu: None, changes: dict[str, object]
+    tmp_path: Path, on_cpu: None, kind: str, changes: dict[str, object]
 ) -> None:
-    model = load(str(make_checkpoint(tmp_path / "m", **changes)), draft_weights="fp8", **HALF)
+    folder = make_checkpoint(tmp_path / "m", **SIZES, **changes)
+    model = load(str(folder), draft_weights=kind, **HALF)
     assert model.drafting is not None
     whole = model.target.model
     copied = model.drafting.model
@@ -190,41 +190,43 @@ def test_all_but_the_decoders_linear_layers_is_shared(
     linear = {
         f"model.{name}" for name, each in whole.model.named_modules() if isinstance(each, nn.Linear)
     }
-    assert {name for name in own if own[name] != theirs[name]} == {
+    assert {name for name in own if own[name] != theirs.get(name)} == {
         f"{name}.weight" for name in linear
     }
-    assert theirs.keys() - own.keys() == {f"{name}.scale" for name in linear}
+    assert theirs.keys() - own.keys() == {
+        f"{name}.packed.{part}" for name in linear for part in ("bytes", "scale", "minimum")
+    }
     assert len(linear) == 2 * 7
     assert copied.get_output_embeddings() is whole.get_output_embeddings()
     assert copied.get_input_embeddings() is whole.get_input_embeddings()
     assert model.drafting.kv_shape == model.target.kv_shape
     about = model.about()
     assert (about["draft_weights"], about["draft_layers"], about["quantization"]) == (
-        "fp8",
+        kind,
         "eager",
         None,
     )
-    assert model.remarks().endswith(", drafting passes in fp8")
+    assert model.remarks().endswith(f", drafting passes in {kind}")
     # other passes, other costs
     assert costs._key(model.drafting, None) != costs._key(model.target, None)
-    config = ModelConfig(model=str(tmp_path / "m"), draft_weights="fp8", **HALF)
+    config = ModelConfig(model=str(folder), draft_weights=kind, **HALF)
     foreseen = plan_model(config).loaded_bytes["draft weights"]
-    parts = [each for each in copied.modules() if isinstance(each, Float8Linear)]
-    assert foreseen == sum(part.weight.nbytes + part.scale.nbytes for part in parts)
+    parts = [each for each in copied.modules() if isinstance(each, CodedLinear)]
+    assert foreseen == sum(each.nbytes for part in parts for each in part.packed.buffers())
     assert text(model, "tokenswift") == text(model, "ar")
 
 
 def test_heads_that_start_before_the_final_norm(
-    checkpoint: Path, on_cpu: None, monkeypatch
+    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy gives them its own states, and leaves the model's alone."""
-    heads = MedusaHeads(32, 2, 320).bfloat16()
+    heads = MedusaHeads(64, 2, 320).bfloat16()
     heads.pre_norm = True
     monkeypatch.setattr(
         "tswift.speculators.heads_files.attach_heads",
         lambda path, target, *_: (target.tap(), heads.eval())[1],
     )
-    model = load(str(checkpoint), draft_weights="fp8", **HALF)
+    model = load(str(units), draft_weights="int4", **HALF)
     assert model.drafting is not None
     for target in (model.target, model.drafting):
         norm = target.model.model.norm
@@ -236,44 +238,44 @@ def test_heads_that_start_before_the_final_norm(
 
 
 def test_what_it_takes_is_foreseen(
-    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 64 * 32)  # weights of 2 layers
-    rows = 2 * (2 * 32 + 2 * 16 + 2 * 64 + 32)
-    assert plan_model(ModelConfig(model=str(checkpoint))).loaded_bytes["draft weights"] == 0
-    ask = {"draft_weights": "fp8", **HALF}
+    linear = 2 * (4 * 64 * 64 + 3 * 128 * 64)  # weights of 2 layers
+    held = linear // 2 + linear // 32 * 8  # and a scale and a minimum of every block
+    assert plan_model(ModelConfig(model=str(units))).loaded_bytes["draft weights"] == 0
+    ask = {"draft_weights": "int4", **HALF}
     ahead = preflight(
-        plan_model(ModelConfig(model=str(checkpoint), **ask)), Demand(3, 50, "tokenswift", OPTIONS)
+        plan_model(ModelConfig(model=str(units), **ask)), Demand(3, 50, "tokenswift", OPTIONS)
     )
     plain = preflight(
-        plan_model(ModelConfig(model=str(checkpoint), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
+        plan_model(ModelConfig(model=str(units), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
     )
-    assert ahead.parts["draft weights"] == linear + 4 * rows
-    assert ahead.total_bytes == plain.total_bytes + linear + 4 * rows
+    assert ahead.parts["draft weights"] == held
+    assert ahead.total_bytes == plain.total_bytes + held
     assert "draft weights" in str(ahead)
     assert "draft weights" not in str(plain)
     monkeypatch.setattr(memory, "available_bytes", lambda device: plain.total_bytes)
     preflight(
-        plan_model(ModelConfig(model=str(checkpoint), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
+        plan_model(ModelConfig(model=str(units), **HALF)), Demand(3, 50, "tokenswift", OPTIONS)
     )
     with pytest.raises(InputError, match="draft weights"):
         preflight(
-            plan_model(ModelConfig(model=str(checkpoint), **ask)),
+            plan_model(ModelConfig(model=str(units), **ask)),
             Demand(3, 50, "tokenswift", OPTIONS),
         )
 
 
-def test_a_published_shape_takes_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_shape_takes_three_eighths_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA3.1-8b: 6.98e9 weights in linear layers."""
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
-    config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="fp8")
+    config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="int4")
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
-    assert plan_model(config).loaded_bytes["draft weights"] == pytest.approx(weights, rel=1e-3)
+    assert plan_model(config).loaded_bytes["draft weights"] == weights // 4 * 3
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0])
 def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
-    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, seconds: float
+    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Of methods that draft with the model itself, if there is room for the copy."""
     timed: list[Target] = []
@@ -283,7 +285,7 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
         return (seconds if len(timed) % 2 else 1.0), measured_pass(target)[1]  # the copy's first
 
     monkeypatch.setattr(loading, "measured_pass", took)
-    asked = ModelConfig(model=str(checkpoint), **HALF)
+    asked = ModelConfig(model=str(units), **HALF)
     assert to_load(asked, ["ar", "medusa"]).draft_weights is None
     config = to_load(asked, ["ar", "tokenswift"])
     assert config.draft_weights == "auto"
@@ -291,7 +293,7 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     assert to_load(plain, ["tokenswift"]).draft_weights is None
     model = load_model(config)
     assert len(timed) == 2
-    assert model.about().get("draft_weights") == ("fp8" if seconds < 1 else None)
+    assert model.about().get("draft_weights") == ("int4" if seconds < 1 else None)
     assert (model.drafting is None) == (seconds == 1)
     assert text(model, "tokenswift") == text(model, "ar")
     assert plan_model(config).loaded_bytes["draft weights"] == 0
@@ -302,25 +304,26 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     assert len(timed) == 2
 
 
-def broken(self: Float8Linear, rows: Tensor) -> Tensor:
+def broken(self: CodedLinear, rows: Tensor) -> Tensor:
     raise RuntimeError("no product for this")
+
+
+def nothing(self: CodedLinear, rows: Tensor) -> Tensor:
+    return torch.full_like(rows @ self.weight.to(rows).t(), torch.nan)
 
 
 @pytest.mark.parametrize(
     ("product", "reason"),
-    [
-        (broken, "no product for this"),
-        (lambda self, rows: torch.full_like(rows @ self.weight.to(rows).t(), torch.nan), "off by"),
-    ],
+    [(broken, "no product for this"), (nothing, "the kernel of products computes something else")],
 )
 def test_a_copy_that_nobody_asked_for_stops_nothing(
-    checkpoint: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, product, reason: str
+    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, product: object, reason: str
 ) -> None:
-    monkeypatch.setattr(Float8Linear, "forward", product)
-    config = to_load(ModelConfig(model=str(checkpoint), **HALF), ["tokenswift"])
+    monkeypatch.setattr(CodedLinear, "forward", product)
+    config = to_load(ModelConfig(model=str(units), **HALF), ["tokenswift"])
     model = load_model(config)
     assert model.drafting is None
     assert "drafts by the model's own weights: " in model.layers
     assert reason in model.layers
     with pytest.raises((InputError, RuntimeError), match=reason):
-        load_model(replace(config, draft_weights="fp8"))
+        load_model(replace(config, draft_weights="int4"))

@@ -318,7 +318,7 @@ def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder: str) ->
         ({}, "magicdec", "magicdec drafts by the model itself, whose recurrent layers"),
         ({}, "tokenswift", "tokenswift drafts by the model itself, whose recurrent layers"),
         (
-            {"draft_weights": "fp8"},
+            {"draft_weights": "int4"},
             "ar",
             "has recurrent layers, which cannot be copied in fewer bits yet",
         ),

@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
         "heads": "x",
         "draft_model": "x",
         "kv": "dynamic",
-        "draft_weights": "fp8",
+        "draft_weights": "int4",
     },
     **{"costs": "nominal", "recall": 5, "inner_gamma": 3},
 }
@@ -156,7 +156,7 @@ def test_right(options: dict[str, Any]) -> None:
         ("ar tokenswift", {}, {"draft_model": None, "draft_weights": "auto", "drafter": None}),
         ("ar standalone", {}, {"draft_model": "demo-draft"}),
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
-        ("ar tokenswift", {"draft_weights": "fp8"}, {"draft_weights": "fp8"}),
+        ("ar tokenswift", {"draft_weights": "int4"}, {"draft_weights": "int4"}),
         ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
         (
             "ar standalone",
@@ -184,7 +184,7 @@ def test_right(options: dict[str, Any]) -> None:
         *(
             (
                 method,
-                {"draft_weights": "fp8"},
+                {"draft_weights": "int4"},
                 f"draft_weights: {method} does not draft with the model itself; ",
             )
             for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference")

@@ -156,22 +156,22 @@ def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
     checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
     job = _start(
-        checkpoint, tmp_path, length=20, method="magicdec", draft_weights="fp8", dtype="bfloat16"
+        checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int4", dtype="bfloat16"
     )
-    assert "drafting passes in fp8" in job.statement()[0]
+    assert "drafting passes in int4" in job.statement()[0]
     record = _run(job)
-    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "fp8"
+    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int4"
     assert record["model"]["quantization"] is None
     for length, asked in (
         (30, {"draft_weights": "none"}),
-        (40, {"draft_weights": "fp8"}),
+        (40, {"draft_weights": "int4"}),
         (50, {}),
     ):
         job = _resume(tmp_path, length=length, **asked)
         assert (job.model.drafting is None) is (length == 30)
         record = _run(job)
     # the last goes on as the run was begun
-    assert [session["draft_weights"] for session in record["resumed"]] == [None, "fp8", "fp8"]
+    assert [session["draft_weights"] for session in record["resumed"]] == [None, "int4", "int4"]
     assert job.tokens == _plain(checkpoint, tmp_path, 50, dtype="bfloat16").tokens
 
 
@@ -181,17 +181,17 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
     with pytest.raises(
         InputError, match=r"^draft_weights: reuse does not draft with the model itself; "
     ):
-        _start(checkpoint, tmp_path, method="reuse", draft_weights="fp8")
+        _start(checkpoint, tmp_path, method="reuse", draft_weights="int4")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
     with pytest.raises(
-        InputError, match=r"^draft_weights: must be one of auto, none, fp8, got 'int9'"
+        InputError, match=r"^draft_weights: must be one of auto, none, int4, int8, got 'int9'"
     ):
         _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
         with pytest.raises(
             InputError, match=r"^draft_weights: ar does not draft with the model itself; "
         ):
-            _resume(tmp_path, length=length, draft_weights="fp8")
+            _resume(tmp_path, length=length, draft_weights="int4")
 
 
 @pytest.mark.slow
@@ -201,13 +201,13 @@ def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None
     plan = Plan(prefills=(8,), lens=(20,), warmup=0)
     asked = {"methods": methods, "model": str(checkpoint), "device": "cpu"}
     entry = BenchOptions.of(
-        {}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "fp8"}
+        {}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "int4"}
     )
     plain = BenchOptions.of({}, asked)
     measured, without = (
         begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE)
         for each in (entry, plain)
     )
-    assert measured.workload.draft_weights == "fp8"
+    assert measured.workload.draft_weights == "int4"
     assert "draft_weights" not in to_json(without)["workload"]
     assert typed(json.loads(json.dumps(to_json(measured)))) == measured

@@ -329,14 +329,14 @@ def test_files_of_numbers_are_ordinary_models(kind: Kind, tmp_path: Path) -> Non
 def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
     refuse(
         str(file),
-        r"is float32 with weights of integers \(Q8_0\); got bfloat16",
+        r"is float32 with weights of integers \(Q8_0\) on cpu; got bfloat16",
         "dtype",
         dtype="bfloat16",
     )
     refuse(
         str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4"
     )
-    refuse(str(file), "are integers already", "draft_weights", draft_weights="fp8")
+    refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
 
 
 @pytest.mark.parametrize(("asked", "option"), [({}, "model"), ({"weights": "int4"}, "weights")])

@@ -40,7 +40,7 @@ from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
 )
-from tswift.forward.cuda.layers_check import try_codes
+from tswift.forward.cuda.layers_check import Wrong, try_codes
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over
@@ -263,17 +263,17 @@ def load(
             for its weights; ``none`` takes none. A shape has random heads of either kind, chained
             if nothing is said.
         weights: ``int8`` or ``int4``: round the weights of linear layers and embeddings to
-            integers, on a CPU. What is decoded is the rounded model. None leaves them as they are
+            integers. What is decoded is the rounded model. None leaves them as they are
             in the checkpoint.
         draft_model: a smaller model with the same vocabulary, to draft for it: ``demo-draft`` (the
             bundled one), a folder or a hub id. It comes to the model's device, in its dtype, with
             the same attention.
         drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id;
             for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
-        draft_weights: ``fp8``, on CUDA in bfloat16: let drafting passes of the model run on a copy
-            of it whose linear layers have weights of 8 bits, all but the LM head, and which shares
-            all else. What is decoded is the model as it is. ``auto``: if there is room for it and
-            its passes are quicker. ``none`` is what None is.
+        draft_weights: ``int4`` or ``int8``, on CUDA: let drafting passes of the model run on a copy
+            of it whose linear layers have such weights, all but the LM head, and which shares all
+            else. What is decoded is the model as it is. ``auto``: ``int4``, if there is room
+            for it and its passes are quicker. ``none`` is what None is.
         yarn: how many times the positions that the model was made for it is to serve, by YaRN,
             which turns its rotary embeddings more slowly; above 1. None leaves them as they are.
             What is decoded is that model.
@@ -437,6 +437,8 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
         usual, _ = measured_pass(target)
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
         if not if_quicker:
+            if isinstance(error, Wrong):
+                raise InputError(str(error), "draft_weights") from None
             raise
         target.fallbacks.note("draft weights", NoFault(cause_of(error)))
         return loaded

@@ -16,6 +16,7 @@ from tswift.distributed import RANKS, Dist
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
+from tswift.forward.cuda.layers_check import Wrong, try_codes
 from tswift.forward.packing import (
     load_floats,
     load_gguf,
@@ -38,7 +39,13 @@ def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> Pre
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
     network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
-    if plan.coded and not coded.by_kernels(plan.device) and not multiplies_integers(network):
+    if plan.coded and coded.by_kernels(plan.device):
+        try:
+            try_codes(network.to(plan.device))
+        except Wrong as error:
+            option = "model" if plan.asked.weights is None else "weights"
+            raise InputError(f"{plan.name}: {error}", option) from None
+    elif plan.coded and not multiplies_integers(network):
         hold_floats(network)
     return network if options else network.to(plan.device)
 

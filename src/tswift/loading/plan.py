@@ -258,6 +258,9 @@ def _planned(
     _refuse_unfit(plan, ranks)
     if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
         refuse_draft_weights(config, device, dtype)
+        if not copy_bytes(checkpoint.skeleton, asked.draft_weights):
+            reason = f"no linear layer of {asked.model} has rows of a multiple of {UNIT}"
+            raise InputError(reason, "draft_weights")
     drafter = None
     if ranks.count == 1 and has_mtp_head(config):
         drafter = native_head(checkpoint)

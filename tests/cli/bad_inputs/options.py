@@ -66,7 +66,7 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
 TOGETHER = {
     "generate": """
         --method magicdec --gamma 0 | --gamma
-        --device cpu --draft-weights fp8 | --draft-weights
+        --device cpu --draft-weights int4 | --draft-weights
         --method tokenswift --gamma 4 | --gamma
         --method standalone | --draft-model
         --method medusa --draft-model RUN | --draft-model

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tswift.attention.backends import why_not
 from tswift.errors import InputError
 from tswift.forward.cuda.coded import CodedLinear
 from tswift.models.architecture import own_quantization
@@ -41,6 +42,8 @@ def refuse_draft_weights(
         reason = "weights of fewer bits for drafts need a CUDA device"
     elif dtype not in _DTYPES:
         reason = "weights of fewer bits for drafts need a model in bfloat16 or float16"
+    else:
+        reason = why_not("triton", dtype, device) or ""
     if reason:
         raise InputError(reason, "draft_weights")
 

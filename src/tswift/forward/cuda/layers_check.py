@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _TRIED = 5  # rows that kernels are tried with
 _ROUNDED = 1e-4  # of the largest number, that sums in float32 may be off by
 _REPEATS = 8
+_OUTPUTS = 1024  # of a matrix, that are looked at, at most
 
 
 def tree_sum(numbers: Tensor) -> Tensor:
@@ -193,17 +194,26 @@ def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
 
 @torch.inference_mode()
 def try_codes(network: Any) -> None:
-    """Compare the products of codes of a network's first layer with PyTorch.
+    """Compare products of codes with PyTorch, by a layer of each form and size that a network has.
 
     Raises:
         Wrong: one is far off.
     """
-    layers = network.get_decoder().layers[0].modules()
-    for linear in (module for module in layers if type(module) is CodedLinear):
-        rows = torch.linspace(-3, 3, _TRIED * linear.in_features, device=linear.packed.bytes.device)
-        rows = rows.cos().view(_TRIED, -1).to(network.dtype)
-        (wide,) = _wide_products(rows, [linear])
-        apart = (linear(rows) - wide).abs().max()
+    layers = {}
+    for linear in (module for module in network.modules() if type(module) is CodedLinear):
+        packed = linear.packed
+        shape = (linear.in_features, linear.out_features, linear.bias is None)
+        layers[packed.bits, packed.block, packed.minimum is None, *shape] = linear
+    for linear in layers.values():
+        inputs, outputs = linear.in_features, linear.out_features
+        device = linear.packed.bytes.device
+        rows = torch.linspace(-3, 3, _TRIED * inputs, device=device).cos().view(_TRIED, -1)
+        rows = rows.to(network.dtype)
+        some = torch.arange(0, outputs, 1 + outputs // _OUTPUTS, device=device)
+        weights = linear.packed.rows(some).double()
+        bias = None if linear.bias is None else linear.bias[some].double()
+        wide = F.linear(rows.double(), weights, bias)
+        apart = (linear(rows)[:, some] - wide).abs().max()
         if not apart <= torch.finfo(network.dtype).eps * wide.abs().max():
             raise Wrong("the kernel of products computes something else than PyTorch")
 
