@@ -140,7 +140,9 @@ def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("units") / "m", **SIZES)
 
 
-def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, monkeypatch) -> None:
+def test_drafting_weights_that_cannot_be_had(
+    checkpoint: Path, quantised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(checkpoint)
 
     def refused(match: str, kind: object = "int4", model: str = model, **options: object) -> None:
@@ -152,7 +154,8 @@ def test_drafting_weights_that_cannot_be_had(checkpoint: Path, quantised: str, m
     refused("must be a text, got 8", 8)
     refused(r"quantised already \(homemade\)", model=quantised)
     refused("need a model in bfloat16 or float16", dtype="float32")
-    refused("no linear layer of .* has rows of a multiple of 64")
+    odd = str(make_checkpoint(tmp_path / "odd", intermediate_size=48))
+    refused("no linear layer of .* has rows of a multiple of 64", model=odd)
     with monkeypatch.context() as split:
         split.setattr(Dist, "share", lambda self, asked: asked)
         refused("cannot be split over ranks", ranks=Dist(0, 2))

@@ -122,6 +122,22 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return blocks.reshape(*shape[:-1], -1)
 
 
+def write_one(path: Path, kind: Kind) -> np.ndarray:
+    """Write a file with one tensor, ``one``, of 48 rows of 512; returns its blocks."""
+    rows = random_blocks(kind, (48, 512), seed=1)
+    scales = {Kind.Q4_0: 1, Kind.Q5_0: 1, Kind.Q8_0: 1, Kind.Q4_1: 2, Kind.Q5_1: 2}.get(kind, 0)
+    blocks = rows.reshape(48, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    drawn = np.random.default_rng(2).normal(0, 0.01, (*blocks.shape[:2], scales)).astype(np.float16)
+    blocks[..., : 2 * scales] = drawn.view(np.uint8).reshape(*blocks.shape[:2], -1)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("one", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return rows
+
+
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of queries or keys as llama.cpp has them: the halves of a head take turns."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

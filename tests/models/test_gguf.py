@@ -22,9 +22,9 @@ from tests.helpers import METHODS, VOCAB, first, options_for
 from tests.models.gguf_files import (
     ARCHITECTURES,
     dequantized,
-    random_blocks,
     tiny_model,
     write_gguf,
+    write_one,
 )
 from tests.models.refusals import refuse
 from tswift.distributed import ALONE
@@ -61,17 +61,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
 def test_codes_are_the_dequantised_values(kind: Kind, tmp_path: Path) -> None:
-    rows = random_blocks(kind, (48, 512), seed=1)
-    scales = {Kind.Q4_0: 1, Kind.Q5_0: 1, Kind.Q8_0: 1, Kind.Q4_1: 2, Kind.Q5_1: 2}.get(kind, 0)
-    blocks = rows.reshape(48, -1, gguf.GGML_QUANT_SIZES[kind][1])
-    drawn = np.random.default_rng(2).normal(0, 0.01, (*blocks.shape[:2], scales)).astype(np.float16)
-    blocks[..., : 2 * scales] = drawn.view(np.uint8).reshape(*blocks.shape[:2], -1)
-    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
-    writer.add_tensor("one", rows, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    rows = write_one(tmp_path / "one.gguf", kind)
     found = read_gguf(tmp_path / "one.gguf")
     codes = found.read(found.tensors["one"])
     assert isinstance(codes, Codes)

@@ -1,0 +1,290 @@
+"""Weights of 4 and 8 bits as kernels on a GPU multiply by them, interpreted on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tswift
+from tests.conftest import make_checkpoint
+from tests.forward.test_fused_layers import cached, kept_right, plainly, random, same_bits
+from tests.fuzzing import few
+from tests.helpers import METHODS, first, options_for
+from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
+from tswift.attention.backends import why_not
+from tswift.distributed import ALONE
+from tswift.drafting.options import DraftOptions
+from tswift.errors import InputError
+from tswift.forward import adapting
+from tswift.forward.cuda import coded, layers_check
+from tswift.forward.cuda.fused_layers import rows_stand_alone
+from tswift.forward.cuda.layers_check import added_parts, plain_silu_mul
+from tswift.forward.notes import FUSED
+from tswift.loading import plan as planning
+from tswift.loading.model import LoadedModel, load
+from tswift.loading.plan import ModelPlan, _refuse_unfit
+from tswift.models.checkpoint import Checkpoint
+from tswift.models.codes import Codes, CodesOnDevice, quantize
+from tswift.models.config import ModelConfig
+from tswift.models.gguf import _DECODERS, read_gguf
+from tswift.speculators.heads import Heads
+
+layer_kernels = pytest.importorskip(
+    "tswift.forward.cuda.layer_kernels", reason="triton is not installed"
+)
+kernels = pytest.importorskip("tswift.forward.cuda.code_kernels")
+CPU = torch.device("cpu")
+REASON = why_not("triton", torch.bfloat16, CPU)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+HALVES = (torch.bfloat16, torch.float16)
+FORMS = [  # bits, inputs of a block, whether they have minima
+    *((4, 32, True), (8, 16, False), (4, 32, False), (8, 32, True)),
+    *((4, 16, True), (8, 32, False), (4, 16, False), (8, 16, True)),
+]
+
+
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of as many parts as small matrices can have; layers are tried with few rows."""
+    monkeypatch.setattr(kernels, "_PROGRAMS", 4)
+    monkeypatch.setattr(layers_check, "_TRIED", 3)
+    monkeypatch.setattr(layers_check, "_REPEATS", 2)
+
+
+def codes(
+    outputs: int, inputs: int, bits: int, block: int, minima: bool, seed: int = 0, centre: int = 0
+) -> Codes:
+    """Random ones; without minima, a code stands for 0."""
+    source = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=source, dtype=torch.uint8)
+    scale = torch.randn(outputs, inputs // block, generator=source) / 2**bits
+    minimum = -(centre or 2 ** (bits - 1)) * scale
+    if minima:
+        minimum = minimum + torch.randn(minimum.shape, generator=source) / 4
+    return Codes(numbers, scale, minimum, bits)
+
+
+def product(outputs: int, inputs: int, *form, seed: int = 0, bias: Tensor | None = None):
+    return kernels.CodedProduct(CodesOnDevice(codes(outputs, inputs, *form, seed=seed)), bias)
+
+
+def near(made: Tensor, rows: Tensor, by) -> bool:
+    """Whether a product in float32 is that of float64, but for the rounding of its sums."""
+    weights = by.weights.whole().double()
+    exact, sizes = rows.double() @ weights.T, rows.double().abs() @ weights.abs().T
+    if by.bias is not None:
+        exact, sizes = exact + by.bias.double(), sizes + by.bias.double().abs()
+    return bool(((made.double() - exact).abs() <= 2e-6 * sizes).all())
+
+
+# -------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def ulps(made: Tensor, given: Codes) -> float:
+    """How far numbers are from what codes stand for, in roundings of the largest on the way."""
+    largest = 2**given.bits * given.scale.abs() + given.minimum.abs()
+    apart = (made - given.dequantized()).abs().unflatten(1, (-1, given.block)).amax(2)
+    return float((apart / (largest * torch.finfo(torch.float32).eps).clamp(min=1e-30)).max())
+
+
+@few
+@given(
+    *(st.integers(1, 130), st.integers(1, 4), st.sampled_from(FORMS)),
+    *(st.sampled_from([8, 16, 32, 128]), st.integers(0, 1000)),
+)
+def test_they_are_what_codes_stand_for(outputs, units, form, centre, seed) -> None:
+    given = codes(outputs, 64 * units, *form, seed=seed, centre=min(centre, 2 ** (form[0] - 1)))
+    held = CodesOnDevice(given)
+    assert (held.outputs, held.inputs, held.bits, held.block) == (outputs, 64 * units, *form[:2])
+    assert (held.minimum is not None) == bool((given.minimum + held.centre * given.scale).any())
+    assert held.minimum is not None if form[2] else form[0] == 4 or held.minimum is None
+    whole = held.whole()
+    assert ulps(whole, given) <= 2
+    some = torch.tensor([[outputs - 1, 0], [outputs // 2, outputs - 1]])
+    assert same_bits(held.rows(some), whole[some])
+
+
+@pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
+def test_those_of_a_file_are_the_same_on_a_device(kind: Kind, tmp_path: Path) -> None:
+    write_one(tmp_path / "one.gguf", kind)
+    file = read_gguf(tmp_path / "one.gguf")
+    given = file.read(file.tensors["one"])
+    assert isinstance(given, Codes)
+    held = CodesOnDevice(given)
+    _, block, numbers, _ = file.form(file.tensors["one"])
+    assert (held.bits, held.block) == (_DECODERS[kind][0], block)
+    assert (held.minimum is None) == (numbers == 1)  # as memory is foreseen
+    assert ulps(held.whole(), given) <= (0 if held.minimum is None else 2)
+
+
+def test_rows_that_are_no_units_are_refused() -> None:
+    with pytest.raises(ValueError, match="96 inputs are no multiple of 64"):
+        CodesOnDevice(codes(4, 96, 4, 32, True))
+
+
+# -------------------------------------------------------------------------------------------------
+# Products
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_is_that_of_the_numbers(form, dtype: torch.dtype) -> None:
+    """Of odd sizes, with a bias; a row has its bits wherever it is, and whatever is beside it."""
+    outputs, inputs = (70, 256) if form[2] else (5, 192)
+    bias = random(3, outputs, dtype=dtype) if form[1] == 32 else None
+    by = product(outputs, inputs, *form, bias=bias)
+    rows = random(1, 3, inputs + 3, dtype=dtype)[:, :inputs]
+    parts = kernels.product_parts(inputs, -(-outputs // kernels.TILE))
+    assert parts == (2 if form[2] else 1)
+    sums = torch.full((parts, 3, outputs), torch.nan)
+    made = kernels.multiply_rows(rows, by, sums)
+    assert near(sums.sum(0), rows, by)
+    assert same_bits(made, added_parts(sums, dtype))
+    row = rows[-1:]
+    around = torch.cat([rows[:1].expand(18, -1), row, torch.full_like(row, torch.inf)])
+    assert same_bits(kernels.multiply_rows(row, by)[0], made[-1])
+    assert same_bits(kernels.multiply_rows(around, by)[18], made[-1])
+
+
+@pytest.mark.parametrize("count", first(2, [64, 130, 16, 17, 33, 65]))
+@pytest.mark.parametrize("form", [FORMS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FORMS[1:])])
+def test_rows_have_the_same_bits_in_every_pass(form, count: int) -> None:
+    by = product(64, 256, *form)
+    assert kernels.product_parts(256, 1) == 4
+    rows = random(1, count, 256, dtype=torch.bfloat16)
+    made = kernels.multiply_rows(rows, by)
+    for at in (0, count // 2, count - 1):
+        assert same_bits(kernels.multiply_rows(rows[at : at + 1], by)[0], made[at])
+
+
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize("count", [3, 70])
+def test_what_follows_is_made_of_the_parts(count: int, dtype: torch.dtype) -> None:
+    """To the bit, in a narrow pass and in a wide one, whose sums have been added already."""
+    rows, hidden = random(1, count, 256, dtype=dtype), random(2, count, 70, dtype=dtype)
+    by, up = product(70, 256, *FORMS[0], bias=hidden[0]), product(70, 256, *FORMS[3], seed=5)
+    wide = count > layer_kernels.MOST_ROWS
+    sums = torch.full((1 if wide else 2, count, 70), torch.nan)
+    (total,) = kernels.add_product(rows, by, hidden, sums)
+    assert near(sums.sum(0), rows, by)
+    assert same_bits(total, hidden + added_parts(sums, dtype))
+    sums = torch.full((1, count, 140), torch.nan)
+    active = kernels.multiply_silu(rows, by, up, sums)
+    gate, other = sums.sum(0).split(70, 1)
+    assert near(gate, rows, by)
+    assert near(other, rows, up)
+    assert same_bits(active, plain_silu_mul(*added_parts(sums, dtype).split(70, 1)))
+    row = rows[-1:]
+    assert same_bits(kernels.add_product(row, by, hidden[-1:])[0][0], total[-1])
+    assert same_bits(kernels.multiply_silu(row, by, up)[0], active[-1])
+
+
+@pytest.mark.parametrize("dtype", first(1, HALVES))
+@pytest.mark.parametrize(
+    ("heads", "head", "normed"),
+    first(2, [((4, 2), 16, True), ((2, 1), 64, False), ((3, 3), 24, True)]),
+)
+@pytest.mark.parametrize("count", first(1, [18, 1, 70]))
+def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype) -> None:
+    """Those of queries, keys and values in codes of three kinds."""
+    rows = random(1, count, 128, dtype=dtype)
+    sizes = [head * each for each in (heads[0], heads[1], heads[1])]
+    three = [
+        product(size, 128, *form, seed=size, bias=random(size, size, dtype=dtype))
+        for size, form in zip(sizes, FORMS, strict=False)
+    ]
+    kept = cached(heads, head, count, 5, 5 + count, dtype, normed, nodes=max(1, count - 1))
+    parts = kernels.product_parts(128, sum(sizes) // head)
+    sums = torch.full((parts, count, sum(sizes)), torch.nan)
+    out = kernels.project_heads(rows, three, kept, sums)
+    for found, by in zip(sums.sum(0).split(sizes, 1), three, strict=True):
+        assert near(found, rows, by)
+    plain = plainly(list(added_parts(sums, dtype).split(sizes, 1)), kept)
+    assert kept_right(out, kept, plain, 5)
+
+
+def test_how_a_sum_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_PROGRAMS", 520)
+    assert kernels.product_parts(4096, 64) == 16
+    assert kernels.product_parts(4096, 448) == 2
+    assert kernels.product_parts(14_336, 64) == 16
+    assert kernels.product_parts(576, 9) == 1  # 9 units
+
+
+# -------------------------------------------------------------------------------------------------
+# Models
+
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+FIELDS = {"nodes": 6, "budget": 64, "sinks": 4}
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are what they are on a GPU; the interpreter is slow, so little is tried."""
+    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
+    monkeypatch.setattr(kernels, "_PROGRAMS", 1)
+    monkeypatch.setattr(adapting, "_HELD_KEYS", 40)
+    monkeypatch.setattr(adapting, "_OTHER_LENGTHS", (0,))
+    monkeypatch.setattr(adapting, "_TRIED", 6)
+
+
+def text(model: LoadedModel, method: str, length: int = 9) -> list[int]:
+    prompt = model.encode("The ship had lain")
+    options = options_for(method, **FIELDS, reuse_recent=True)
+    steps = tswift.generate(model, prompt, length, method=method, options=options)
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "dtype", "changes"),
+    [
+        ("int4", "bfloat16", {}),
+        ("int8", "float16", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("int4", "bfloat16", {"head_dim": 64, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ],
+)
+def test_methods_write_what_plain_decoding_does(
+    weights: str, dtype: str, changes: dict[str, object], tmp_path: Path, on_device: None
+) -> None:
+    """All products are kernels', so rows are exact without padding."""
+    folder = make_checkpoint(tmp_path / "m", **SIZES, **changes)
+    model = load(
+        str(folder), weights=weights, dtype=dtype, device="cpu", attention="triton", exact=True
+    )
+    target = model.target
+    assert (model.layers, target.fallbacks) == (FUSED, {})
+    assert rows_stand_alone(target.model)
+    assert target.runner.most_exact == target.width
+    assert model.exact is not None
+    plain = text(model, "ar")
+    for method in ("tokenswift", "medusa", "magicdec", "reuse", "auto"):
+        assert text(model, method) == plain, method
+
+
+@pytest.mark.slow
+def test_a_file_is_read_as_one_of_floats_is(tmp_path: Path, on_device: None) -> None:
+    """Embeddings, tied LM head, biases and norms are where they belong."""
+    model = tiny_model("qwen2", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q8_0)
+    loaded = load(str(path), device="cpu", dtype="bfloat16", attention="sdpa", exact=False)
+    network, right = loaded.target.model, dequantized(model, path)
+    ids = torch.arange(3, 9).unsqueeze(0)
+    with torch.no_grad():
+        ours, theirs = network(ids).logits.float(), right(ids).logits
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()
+    assert loaded.quantization == "Q8_0"
+    assert loaded.about()["products"] == "floats by kernels"
+
+
