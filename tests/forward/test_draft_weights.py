@@ -180,7 +180,9 @@ def test_products_that_are_wrong_here_are_refused(
     )
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("int4", {}), ("int8", {"tie_word_embeddings": True})])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("int4", {}), ("int8", {"tie_word_embeddings": True})]
+)
 def test_all_but_the_decoders_linear_layers_is_shared(
     tmp_path: Path, on_cpu: None, kind: str, changes: dict[str, object]
 ) -> None:
@@ -268,7 +270,9 @@ def test_what_it_takes_is_foreseen(
         )
 
 
-def test_a_published_shape_takes_three_eighths_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_shape_takes_three_eighths_as_much_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """LLaMA3.1-8b: 6.98e9 weights in linear layers."""
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="int4")

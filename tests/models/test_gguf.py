@@ -27,12 +27,11 @@ from tests.models.gguf_files import (
     write_one,
 )
 from tests.models.refusals import refuse
-from tswift.distributed import ALONE
 from tswift.errors import InputError
 from tswift.forward import packing as coded
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
 from tswift.loading.model import LoadedModel, load
-from tswift.loading.plan import ModelPlan, _refuse_unfit, plan_model
+from tswift.loading.plan import plan_model
 from tswift.models import checkpoint
 from tswift.models.checkpoint import Checkpoint, weights_hash
 from tswift.models.codes import Codes, PackedCodes
@@ -327,23 +326,6 @@ def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
         str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4"
     )
     refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
-
-
-@pytest.mark.parametrize(("asked", "option"), [({}, "model"), ({"weights": "int4"}, "weights")])
-def test_another_device_is_refused(
-    asked: dict[str, str], option: str, file: Path, checkpoint: Path
-) -> None:
-    model = str(checkpoint if asked else file)
-    device = torch.device("cuda")
-    dtype = torch.float32
-    plan = ModelPlan(
-        ModelConfig(model=model, **asked), Checkpoint.find(model), device, dtype, dtype
-    )
-    with pytest.raises(
-        InputError, match="integers are multiplied on a CPU only; the device is cuda"
-    ) as caught:
-        _refuse_unfit(plan, ALONE)
-    assert caught.value.field == option
 
 
 @pytest.mark.parametrize("weights", first(1, ["int8", "int4"]))
