@@ -20,7 +20,8 @@ from tests.helpers import first, needs_program
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import native_build
-from tswift.forward import packing as coded
+from tswift.forward import packing
+from tswift.forward.cuda import coded
 from tswift.jobs import folder
 
 
@@ -28,7 +29,7 @@ from tswift.jobs import folder
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounded weights are kept."""
     (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
     [
         (
             ["--dtype", "bfloat16"],
-            "tswift: error: --dtype: is float32 with weights of integers (Q8_0) on cpu; got bfloat16",
+            "tswift: error: --dtype: is float32 with weights of integers (Q8_0) on cpu; got ",
         ),
         (
             ["--weights", "int4"],
@@ -224,6 +225,47 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     assert tswift("generate", "--len", 30, "--resume", run).code == 0
     assert tokens(run)[:20] == before
     assert tswift("verify", run).code == 0
+
+
+def test_a_run_of_a_gpu_does_not_go_on_here(tswift: Tswift, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    words = ["--model", file, "--prompt-text", TEXT, "--len", 20, "--quiet", "--out", run]
+    assert tswift("generate", *words).code == 0
+    edited(lambda told: told["model"].update(products="kernels"))(run)
+    for command in (["generate", "--len", 30, "--resume", run], ["verify", run]):
+        result = tswift(*command)
+        assert result.code == 2
+        said = result.err.splitlines()[-1]
+        assert f"{run} was made with kernels' products of integers; here are " in said
+
+
+def test_rows_that_kernels_do_not_take(
+    tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is said on a GPU."""
+    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    words = ["generate", "--model", file, "--prompt-text", TEXT, "--out", tmp_path / "run"]
+    result = tswift(*words, "--device", "cpu")
+    assert result.code == 2
+    assert result.err == (
+        f"tswift: error: --model: {file} has rows of 32; kernels of integers take multiples of 64\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> None:
+    """Of LLaMA3.1-8b: 6.98e9 weights in layers, 525e6 in the LM head, which has 8 bits."""
+    words = ["roofline", "--model", "shape:llama3.1-8b", "--device", "h100", "--weights", kind]
+    result = tswift(*words, "--json", "-")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    layers, head, norms = 32 * 218_103_808, 128_256 * 4096, 65 * 4096
+    each = {"int4": 0.75, "int8": 1.25}[kind]
+    assert told["shape"]["weight_bytes"] == layers * each + head * 1.25 + norms * 2
+    assert told["weights"] == kind
 
 
 def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_what_it_takes_is_foreseen(
         )
 
 
-def test_a_published_shape_takes_three_eighths_as_much_again(
+def test_a_published_shapes_copy_takes_six_bits_a_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """LLaMA3.1-8b: 6.98e9 weights in linear layers."""

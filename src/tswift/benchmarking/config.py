@@ -335,6 +335,13 @@ class RooflineQuery:
         "bfloat16 or float16.",
         panel="Model",
     )
+    weights: str | None = option(
+        None,
+        "int4 or int8: weights as `bench --weights` rounds them.",
+        panel="Model",
+        shown="as they are",
+        choices=("int8", "int4"),
+    )
     kv_dtype: str = option(
         "auto",
         "auto (as bench takes it), int8 or another dtype of the KV cache.",

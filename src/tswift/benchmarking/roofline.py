@@ -24,8 +24,9 @@ from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.decoding.prices import STEADY
 from tswift.errors import InputError, did_you_mean
+from tswift.forward.cpu.products import HALVES
 from tswift.forward.cpu.program import may_serve
-from tswift.forward.packing import gguf_bytes
+from tswift.forward.packing import gguf_bytes, rounded_bytes
 from tswift.machine import ask_for_huge_pages, available_bytes, environment
 from tswift.models.architecture import (
     is_moe,
@@ -225,16 +226,24 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         else None
     )
     dtype = own_dtype(config) if query.dtype == "auto" else find_dtype(query.dtype)
-    if query.dtype == "auto" and place is not None and place.type == "cpu" and not is_shape:
+    on_cpu = place is not None and place.type == "cpu"
+    coded = query.weights is not None or (checkpoint.gguf is not None and checkpoint.gguf.kinds)
+    if query.weights is not None and checkpoint.gguf is not None:
+        raise InputError(f"{query.model} is a GGUF file, whose codes are what they are", "weights")
+    if query.dtype == "auto" and on_cpu and (coded or not is_shape):
         dtype = torch.float32  # as `generate` and `bench` take it
+    elif query.dtype == "auto" and coded and dtype not in HALVES:
+        dtype = torch.bfloat16
     words = str(dtype).removeprefix("torch.")
     with silence(), as_input_error(query.model):
         serves = may_serve(checkpoint.skeleton)
         kept = kv_dtype_for(query.kv_dtype, dtype, place or torch.device("cuda"), serves)
         shape = shape_of(checkpoint.skeleton, dtype.itemsize, kept.itemsize)
-        codes = checkpoint.gguf
-        if codes is not None and codes.kinds:
-            shape = replace(shape, coded_bytes=gguf_bytes(codes) - (shape.parameters - shape.read))
+        if query.weights is not None:
+            read = rounded_bytes(checkpoint.skeleton, query.weights, dtype, read=True)
+            shape = replace(shape, coded_bytes=read)
+        elif coded and checkpoint.gguf is not None:
+            shape = replace(shape, coded_bytes=gguf_bytes(checkpoint.gguf, dtype, read=True))
     if query.bandwidth is not None and query.flops is not None:
         machine = Machine(query.bandwidth * 1e9, query.flops * 1e12)
         where = "as given"
@@ -245,7 +254,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
     found = floors(shape, machine, query, max_positions(config), _BESIDE.get(where, 0.0))
-    about = {"model": query.model, "dtype": words, "device": where}
+    kind = {} if query.weights is None else {"weights": query.weights}
+    about = {"model": query.model, "dtype": words, **kind, "device": where}
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
 
 

@@ -48,6 +48,8 @@ _FLOAT = torch.float32.itemsize
 _PIECE = 1 << 24  # weights that are rounded at a time
 _APART = 1e-3  # most that products in C may be from PyTorch's, in units of the largest
 _CPU = torch.device("cpu")
+# names in GGUF files: of embeddings, and of an LM head that is not the first of these
+_TABLES, _OUTPUT = ("token_embd.weight", "per_layer_token_embd.weight"), "output.weight"
 _KEPT = "weights"  # how the files of codes in the cache folder begin
 
 Matrix = Codes | Packed | Tensor
@@ -103,13 +105,21 @@ def _filled(
     return network.eval().requires_grad_(False)
 
 
-def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32) -> int:
+def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32, read: bool = False) -> int:
     """Bytes of a file's weights in memory, but for the padding of its matrices;
     those that are no codes become a dtype: one of 16 bits on a device, where scales are float32.
+
+    Args:
+        file: its headers are read.
+        dtype: of the model.
+        read: leave out embeddings, of which a pass reads a few rows, unless they are the LM head.
     """
     total = 0
-    for stored in file.tensors.values():
+    unread = _TABLES if _OUTPUT in file.tensors else _TABLES[1:]
+    for name, stored in file.tensors.items():
         count = prod(stored.shape)
+        if read and name in unread:
+            continue
         if stored.quantised:
             bits, block, numbers, size = file.form(stored)
             each = size if dtype == torch.float32 else _FLOAT
@@ -119,15 +129,20 @@ def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32) -> int:
     return total
 
 
-def rounded_bytes(network: PreTrainedModel, kind: str, dtype: torch.dtype = torch.float32) -> int:
+def rounded_bytes(
+    network: PreTrainedModel, kind: str, dtype: torch.dtype = torch.float32, read: bool = False
+) -> int:
     """As :func:`gguf_bytes`, of a checkpoint that is rounded; its network may have no weights."""
     bits = rounded_bits(network, kind)
     factors = 2 * (2 if dtype == torch.float32 else _FLOAT)
+    tables = {each.weight for each in network.modules() if isinstance(each, nn.Embedding)}
+    unread = tables - {network.get_output_embeddings().weight} if read else set()
     return sum(
         _packed_bytes(weight.numel(), bits[name], BLOCK, factors)
         if name in bits
         else weight.numel() * dtype.itemsize
         for name, weight in network.named_parameters()
+        if weight not in unread
     )
 
 

@@ -64,7 +64,7 @@ from tswift.jobs.folder import (
     read_saved,
     text_fault,
 )
-from tswift.loading.model import INTEGERS, LoadedModel, load_model
+from tswift.loading.model import INTEGERS, PRODUCTS, LoadedModel, load_model
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
@@ -714,11 +714,12 @@ def refuse_other_products(run: RunRecord, model: LoadedModel) -> None:
     texts go on otherwise.
     """
     own = model.about().get("products")
-    if own is not None and own != run.record.model.get("products", INTEGERS):
-        program, pytorch = "a C program's products of integers", "PyTorch's products of floats"
-        then, now = (pytorch, program) if own == INTEGERS else (program, pytorch)
+    then = run.record.model.get("products", INTEGERS)
+    if own is not None and own != then:
         raise InputError(
-            f"{run.path} was made with {then}; here are {now}, which make another text", "model"
+            f"{run.path} was made with {PRODUCTS[then]}; here are {PRODUCTS[own]}, which make "
+            "another text",
+            "model",
         )
 
 

@@ -36,6 +36,7 @@ from tswift.forward.adapting import (
     wrap_model,
 )
 from tswift.forward.cpu.products import library, multiplies_integers
+from tswift.forward.cuda import coded
 from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
@@ -83,8 +84,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# what a C program makes of codes and inputs, by ``about``; PyTorch multiplies floats
-INTEGERS = "integers"
+# what multiplies a model's codes, by ``about``
+INTEGERS, FLOATS, KERNELS = "integers", "floats", "kernels"
+PRODUCTS = {
+    INTEGERS: "a C program's products of integers",
+    FLOATS: "PyTorch's products of floats",
+    KERNELS: "kernels' products of integers",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,7 +187,8 @@ class LoadedModel:
         }
         if holds_codes(self.target.model):
             integers = multiplies_integers(self.target.model)
-            about["products"] = INTEGERS if integers else "floats"
+            by_kernels = coded.by_kernels(self.target.device)
+            about["products"] = KERNELS if by_kernels else INTEGERS if integers else FLOATS
         if self.target.kv_shape.dtype != (self.held or self.target.dtype):
             about["kv_dtype"] = dtype_name(self.target.kv_shape.dtype)
         if self.draft is not None:

@@ -126,8 +126,7 @@ class ModelConfig:
     )
     weights: str | None = option(
         None,
-        "int8 or int4: round the weights to integers of so many bits when they are loaded, on a "
-        "CPU.",
+        "int8 or int4: round the weights to integers of so many bits when they are loaded.",
         panel=_PANEL,
         shown="as they are",
         choices=("int8", "int4"),
