@@ -250,7 +250,7 @@ def test_rows_that_kernels_do_not_take(
     result = tswift(*words, "--device", "cpu")
     assert result.code == 2
     assert result.err == (
-        f"tswift: error: --model: {file} has rows of 32; kernels of integers take multiples of 64\n"
+        f"tswift: error: --model: {file} has rows of 96; kernels of integers take multiples of 64\n"
     )
     assert not (tmp_path / "run").exists()
 
