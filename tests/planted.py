@@ -53,7 +53,7 @@ CHUNKED = "attention/test_chunked.py"
 BUILDING = "test_native_build.py"
 NETWORKS, TREES_OF = "speculators/test_networks.py", "drafting/test_networks.py"
 KV_DTYPE, PROGRAM = "forward/test_kv_dtype.py", "forward/test_program.py"
-CODES = "forward/test_codes.py"
+CODES, CODES_ON_DEVICE = "forward/test_codes.py", "forward/test_codes_on_device.py"
 FLOATS = "forward/test_floats.py"
 WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
@@ -586,8 +586,28 @@ FAULTS = [
           "places = torch.arange(positions, device", "places = torch.arange(1, positions + 1, device"),
     Fault("texts have wide passes untried", "forward/adapting.py", "forward/test_fused_layers.py::test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits",
           "all(torch.equal(one, other) for one, other in zip(*found, strict=True))", "True"),
-    Fault("scales of the first product serve both", "forward/cuda/layer_kernels.py", "forward/test_fused_layers.py",
-          "second * tl.load(second_scales + outputs,", "second * tl.load(scales + outputs,"),
+    Fault("a minimum is left out", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "if minima is not None:", "if False:"),
+    Fault("another middle is taken from a code of 4 bits", "models/codes.py", CODES_ON_DEVICE,
+          "_MIDDLE = {4: 8, 8: 128}", "_MIDDLE = {4: 7, 8: 128}"),
+    Fault("kernels take another middle from a code of 4 bits", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "low, high = (raw & 15).to(tl.float32) - 8, (raw >> 4).to(tl.float32) - 8", "low, high = (raw & 15).to(tl.float32) - 7, (raw >> 4).to(tl.float32) - 7"),
+    Fault("the second half of a unit is read as the first", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "number = low if half == 0 else high", "number = low"),
+    Fault("a part of a product begins where the first does", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "begin = (part * ADDED + index) * SPAN", "begin = part * 0 + index * SPAN"),
+    Fault("products of codes in a wide pass begin with the first part", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "begin = (part * ADDED + index) * SPAN", "begin = part * ADDED * SPAN"),
+    Fault("a SiLU is made before both halves are there", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "both: tl.constexpr = 2 if FOLLOWS", "both: tl.constexpr = 1 if FOLLOWS"),
+    Fault("a biasless product of codes", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "if part + index == 0:", "if False:"),
+    Fault("rows of odd sizes are multiplied by kernels of codes", "loading/plan.py", CODES_ON_DEVICE,
+          "if each.in_features % UNIT)", "if False)"),
+    Fault("products of codes are not tried", "loading/model.py", "forward/test_draft_weights.py",
+          "        try_codes(copy)\n", ""),
+    Fault("scales of codes are not counted on a GPU", "forward/packing.py", "cli/test_integer_weights.py::test_a_floor_on_a_gpu_counts_codes_and_scales",
+          "factors = 2 * (2 if dtype == torch.float32 else _FLOAT)", "factors = 2 * 2"),
     Fault("a layer adds nothing", "forward/cuda/fused_layers.py", "forward/test_fused_layers.py::test_layers_compute_what_transformers_does",
           "add_product(active, product_of(mlp.down_proj), rows)", "add_product(active, product_of(mlp.down_proj), 0 * rows)"),
     Fault("a layer takes the squares of another input", "forward/cuda/fused_layers.py", "forward/test_fused_layers.py::test_a_layer_takes_only_the_squares_of_its_own_input",

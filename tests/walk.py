@@ -18,6 +18,7 @@ from tswift.cli import main
 ROOT = Path(tswift.__file__).parent
 # modules that need packages which may be missing
 OPTIONAL = (
+    "code_kernels",
     "triton",
     "sampler_triton",
     "layer_kernels",

@@ -254,8 +254,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
     found = floors(shape, machine, query, max_positions(config), _BESIDE.get(where, 0.0))
-    kind = {} if query.weights is None else {"weights": query.weights}
-    about = {"model": query.model, "dtype": words, **kind, "device": where}
+    rounded = {} if query.weights is None else {"weights": query.weights}
+    about = {"model": query.model, "dtype": words, **rounded, "device": where}
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
 
 
