@@ -11,7 +11,9 @@ A case is compute capability, dtype, KV heads, query heads per KV head, head siz
 or ``chain``, and optionally ``window``, ``softcap`` and ``int8``, a cache of codes. Or it is
 compute capability, dtype, KV heads, query heads per KV head, head size, hidden size, size of the
 MLP, and ``layer``: the kernels between a layer's products; optionally ``norms`` of heads, and
-``int8``. Or it is compute capability, dtype, KV heads, head size, nodes, and ``walk``: the kernels
+``int8``. With ``codes`` in the place of ``layer``, products of codes, of forms as GGUF files call
+them: of most matrices, of values' and of the LM head. Or it is compute capability, dtype, KV heads,
+head size, nodes, and ``walk``: the kernels
 that lay a tree out, walk it and commit.
 """
 
@@ -31,7 +33,7 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -42,8 +44,9 @@ from tswift.attention.sdpa import AttentionSpec, Layout
 from tswift.caches import FullKV, KVShape
 from tswift.decoding import device_tree_check, device_tree_triton
 from tswift.decoding.device_tree import Path as Walked
-from tswift.forward.cuda import layer_kernels, recurrence_triton
+from tswift.forward.cuda import code_kernels, layer_kernels, recurrence_triton
 from tswift.forward.recurrence import Rows
+from tswift.models.codes import CodesOnDevice
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
@@ -55,7 +58,7 @@ _TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
-    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
     int: "i32",
     float: "fp32",
 }
@@ -127,7 +130,7 @@ LAYER_NAMES = (
     "multiply_silu_rows",
 )
 # KB of shared memory of a multiprocessor and of a program at most, programs and threads at most
-LIMITS = {80: (164, 163, 32, 2048), 90: (228, 227, 32, 2048)}
+LIMITS = {80: (164, 163, 32, 2048), 89: (100, 99, 24, 1536), 90: (228, 227, 32, 2048)}
 # llama3.1-8b, qwen2.5-7b, yarn-llama2-7b; the bundled models' head size, padded ones, gemma's
 SHAPES = [
     *(
@@ -161,6 +164,19 @@ LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, 70b; one in float
 
 
 PROMPT = 512  # rows
+# of codes: bits, inputs of a block, whether there are minima; as GGUF files' and --weights' are
+FORMS = {
+    "int4": (4, 32, True),
+    "Q4_0": (4, 32, False),
+    "int8": (8, 32, True),
+    "Q8_0": (8, 32, False),
+    "Q6_K": (8, 16, False),
+}
+FORMS_OF_INT4 = ("int4", "int4", "int8")  # of most products, values' and the LM head's
+CODES = [
+    ("bfloat16", 8, 4, 128, 4096, 14_336, "codes", *forms)
+    for forms in (FORMS_OF_INT4, ("Q4_0", "Q6_K", "Q6_K"), ("Q8_0",) * 3)
+]
 
 # of Qwen3.5 and of a Mamba2: heads of keys, heads, keys, values
 STATES = [
@@ -175,7 +191,7 @@ class Compiler:
 
     def __init__(self, name: str, capability: int, kernels: list[dict[str, Any]]) -> None:
         self.name, self.capability, self.kernels = name, capability, kernels
-        places = (layer_kernels, device_tree_triton, backend, recurrence_triton)
+        places = (layer_kernels, code_kernels, device_tree_triton, backend, recurrence_triton)
         self.kernel = next(getattr(place, name) for place in places if hasattr(place, name))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
@@ -280,17 +296,15 @@ def compiled_layer(
     *more: str,
 ) -> list[dict[str, Any]]:
     """The kernels of a layer without its attention: of a prompt, and over 32 rows, 64 and a wide
-    chunk; on GPUs that have them, with weights in FP8, too.
+    chunk.
     """
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in LAYER_NAMES}
     type_ = getattr(torch, dtype)
-    weights = [type_, *([torch.float8_e4m3fn] if capability >= 89 and type_.itemsize == 2 else [])]
     with patch.multiple(layer_kernels, **compilers):
         compile_prompt(type_, kv_heads, groups, size, hidden, inner, *more)
-        for kind_ in weights if type_ == torch.bfloat16 else weights[:1]:
-            for count in (32, 64, *([PROMPT] if kind_ == type_ else [])):
-                compile_products(type_, kind_, count, kv_heads, groups, size, hidden, inner, *more)
+        for count in (32, 64, PROMPT):
+            compile_products(type_, count, kv_heads, groups, size, hidden, inner, *more)
     shape = f"layer of {hidden:,}, {inner:,}{', norms of heads' if 'norms' in more else ''}"
     shape += ", int8 cache" if "int8" in more else ""
     return [kernel | {"dtype": dtype, "HEAD": size, "shape": shape} for kernel in kernels]
@@ -393,7 +407,6 @@ def compile_prompt(
 
 def compile_products(
     type_: torch.dtype,
-    weights: torch.dtype,
     count: int,
     kv_heads: int,
     groups: int,
@@ -402,12 +415,10 @@ def compile_products(
     inner: int,
     *more: str,
 ) -> None:
-    """Products of so many rows with weights of a type."""
+    """Products of so many rows with weights."""
 
     def product(outputs: int, inputs: int) -> layer_kernels.Product:
-        scales = torch.ones(outputs) if weights.itemsize == 1 else None
-        made = torch.empty(outputs, inputs, dtype=weights, device="meta")
-        return layer_kernels.Product(made, scales)
+        return layer_kernels.Product(torch.empty(outputs, inputs, dtype=type_, device="meta"))
 
     rows = torch.zeros(count, hidden, dtype=type_)
     tiles = -(-hidden // layer_kernels.TILE)
@@ -422,6 +433,56 @@ def compile_products(
             torch.zeros(count, inputs, dtype=type_), product(hidden, inputs), rows
         )
     layer_kernels.multiply_silu(states, product(inner, hidden), product(inner, hidden))
+
+
+def compiled_codes(
+    capability: int,
+    dtype: str,
+    kv_heads: int,
+    groups: int,
+    size: int,
+    hidden: int,
+    inner: int,
+    kind: str,
+    *more: str,
+) -> list[dict[str, Any]]:
+    """The kernel of products of codes as a layer's four products and the LM head's launch it,
+    over 1 row, 32 and a wide chunk, with codes of the forms that :data:`FORMS` names.
+    """
+    kernels: list[dict[str, Any]] = []
+    type_ = getattr(torch, dtype)
+    first, value, end = (FORMS[name] for name in (more or FORMS_OF_INT4))
+
+    def product(outputs: int, inputs: int, form: tuple[int, int, bool] = first) -> Any:
+        bits, block, minima = form
+        held = CodesOnDevice.__new__(CodesOnDevice)
+        nn.Module.__init__(held)
+        held.outputs, held.inputs, held.bits, held.block = outputs, inputs, bits, block
+        held.bytes = torch.zeros(16, dtype=torch.uint8)
+        held.scale = torch.zeros(1, outputs)
+        held.minimum = torch.zeros(16) if minima else None
+        return code_kernels.CodedProduct(held)
+
+    own, other = kv_heads * groups * size, kv_heads * size
+    compiler = Compiler("multiply_codes", capability, kernels)
+    with patch.object(code_kernels, "multiply_codes", compiler):
+        for count in (1, 32, PROMPT):
+            rows = torch.zeros(count, hidden, dtype=type_)
+            three = [product(own, hidden), product(other, hidden), product(other, hidden, value)]
+            code_kernels.project_heads(rows, three, heads_of(type_, count, kv_heads, groups, size))
+            code_kernels.add_product(
+                torch.zeros(count, inner, dtype=type_), product(hidden, inner), rows
+            )
+            code_kernels.multiply_silu(rows, product(inner, hidden), product(inner, hidden))
+            code_kernels.multiply_rows(rows, product(128_256, hidden, end))
+    follows = ("heads", "sum", "SiLU", "rows")
+    forms = ", ".join(more or FORMS_OF_INT4)
+    return [
+        kernel
+        | {"dtype": dtype, "HEAD": size}
+        | {"shape": f"codes for {hidden:,}, {inner:,}: {forms}; {follows[at % 4]}"}
+        for at, kernel in enumerate(kernels)
+    ]
 
 
 def main() -> None:
@@ -439,10 +500,12 @@ def main() -> None:
     kernels = []
     for case in cases or [
         (capability, *shape)
-        for shape in (*SHAPES, *LAYERS, *WALKS, *STATES)
+        for shape in (*SHAPES, *LAYERS, *CODES, *WALKS, *STATES)
         for capability in LIMITS
+        if capability != 89 or "codes" in shape
     ]:
-        kinds = {"layer": compiled_layer, "walk": compiled_walk, "states": compiled_states}
+        kinds = {"layer": compiled_layer, "codes": compiled_codes}
+        kinds |= {"walk": compiled_walk, "states": compiled_states}
         one = next((made for kind, made in kinds.items() if kind in case), compiled)
         for kernel in one(*case):
             kernels.append(kernel)

@@ -181,7 +181,7 @@ FAULTS = [
           'cost = "many" if plan.coded', 'return None\n        cost = "many" if plan.coded'),
     Fault("a missing compiler is told after loading", "loading/model.py", BUILDING,
           "        slow = _slowness(plan)\n", "        _open(plan, ranks)\n        slow = _slowness(plan)\n"),
-    Fault("floats go on with a run of integers", "jobs/job.py", "cli/test_integer_weights.py", 'if own is not None and own != run', "if False and own != run"),
+    Fault("floats go on with a run of integers", "jobs/job.py", "cli/test_integer_weights.py", 'if own is not None and own != then:', "if False:"),
     Fault("floats judge a run of integers", "jobs/verification.py", "cli/test_integer_weights.py", "    refuse_other_products(run, model)\n", ""),
     Fault("floats of codes are passed over as exact", "forward/adapting.py", "forward/test_integers.py", "or multiplies_integers(target.model)", "or holds_codes(target.model)"),
     Fault("floats take all memory", "forward/cpu/products.py", "forward/test_integers.py", "if end * _FLOAT <= most]", "if True]"),
@@ -280,7 +280,7 @@ FAULTS = [
     Fault("weights that lose digits are packed in 16 bits", "forward/cpu/products.py", FLOATS,
           "else next(narrow, torch.float32)", "else torch.bfloat16"),
     Fault("packed embeddings have no factor", "forward/cpu/products.py", FLOATS,
-          "return self.packed.rows(tokens) * self.scalar_embed_scale", "return self.packed.rows(tokens)"),
+          "return (self.packed.rows(tokens) * scale).to(self.dtype)", "return self.packed.rows(tokens).to(self.dtype)"),
     # GGUF files
     Fault("rows of codes are the first of their groups", "models/codes.py", "forward/test_integers.py",
           "each[wanted // _GROUP, :, :, wanted % _GROUP]", "each[wanted // _GROUP, :, :, 0 * wanted]"),
