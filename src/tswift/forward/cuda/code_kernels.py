@@ -33,6 +33,7 @@ from tswift.forward.cuda.layer_kernels import (
     _finish_sums,
     _is_last,
     _of_product,
+    _of_three,
     _places,
     _sizes,
     _strides,
@@ -163,12 +164,6 @@ def _code_dots(
     return whole
 
 
-@triton.jit
-def _inside(outputs, exist, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Outputs of which there are weights: those of a narrow tile's places behind it have none."""
-    return outputs if WIDTH == TILE else tl.where(exist, outputs, 0)
-
-
 @triton.jit(do_not_specialize=["count", "nodes", "capacity"])
 def multiply_codes(
     rows, weights, scales, minima, bias, second_weights, second_scales, second_minima, second_bias, third_weights,
@@ -178,7 +173,7 @@ def multiply_codes(
     SIZE, SPAN, OUTPUTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, SECOND_BITS: tl.constexpr, SECOND_BLOCK: tl.constexpr,
     THIRD_BITS: tl.constexpr, THIRD_BLOCK: tl.constexpr, SCALES: tl.constexpr, SECOND_SCALES: tl.constexpr,
-    THIRD_SCALES: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    THIRD_SCALES: tl.constexpr, ALIKE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     FOLLOWS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -186,7 +181,8 @@ def multiply_codes(
     """Up to three products of a block of rows and what follows them;
     grid ``(blocks of rows, tiles of outputs, parts)``.
 
-    A product has ``OUTPUTS`` (``SECOND``, ``THIRD``; 0 for none) of them, ``WIDTH`` a tile.
+    A product has ``OUTPUTS`` (``SECOND``, ``THIRD``; 0 for none) of them, ``WIDTH`` a tile. Where
+    the forms of all codes are ``ALIKE`` there is one loop for them, else one for each.
     """
     kind: tl.constexpr = rows.dtype.element_ty
     tile = tl.program_id(1)
@@ -197,38 +193,50 @@ def multiply_codes(
     tiles: tl.constexpr = (OUTPUTS + WIDTH - 1) // WIDTH
     second_tiles: tl.constexpr = (SECOND + WIDTH - 1) // WIDTH
     every: tl.constexpr = OUTPUTS + SECOND + THIRD
-    outputs = tile * WIDTH + places
-    exist = (places < WIDTH) & (outputs < OUTPUTS)
-    column = outputs
-    if SECOND == 0 or tile < tiles:
+    behind: tl.constexpr = tiles + second_tiles
+    outputs = (tile - _of_three(tile, 0, tiles, behind, tiles, second_tiles)) * WIDTH + places
+    exist = (places < WIDTH) & (
+        outputs < _of_three(tile, OUTPUTS, SECOND, THIRD, tiles, second_tiles)
+    )
+    column = outputs + _of_three(tile, 0, OUTPUTS, OUTPUTS + SECOND, tiles, second_tiles)
+    inside = outputs  # of those there are weights; a narrow tile's places behind it have none
+    if WIDTH != TILE:
+        inside = tl.where(exist, outputs, 0)
+    if ALIKE:
+        if SECOND != 0:
+            weights = _of_three(tile, weights, second_weights, third_weights, tiles, second_tiles)
+            scales = _of_three(tile, scales, second_scales, third_scales, tiles, second_tiles)
+            if minima is not None:
+                minima = _of_three(tile, minima, second_minima, third_minima, tiles, second_tiles)
+            if bias is not None:
+                bias = _of_three(tile, bias, second_bias, third_bias, tiles, second_tiles)
+        across = tl.multiple_of(
+            _of_three(tile, SCALES, SECOND_SCALES, THIRD_SCALES, tiles, second_tiles), _LINES
+        )
         whole = _code_dots(
-            rows, weights, scales, minima, bias, part, _inside(outputs, exist, WIDTH, TILE), exist, row, used, rows_row, SCALES, SIZE,
-            SPAN, BITS, BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+            rows, weights, scales, minima, bias, part, inside, exist, row, used, rows_row, across, SIZE, SPAN, BITS, BLOCK,
+            ADDED, TILE, ROWS, INTERPRETED,
+        )  # fmt: skip
+    elif tile < tiles:
+        whole = _code_dots(
+            rows, weights, scales, minima, bias, part, inside, exist, row, used, rows_row, SCALES, SIZE, SPAN, BITS, BLOCK,
+            ADDED, TILE, ROWS, INTERPRETED,
+        )  # fmt: skip
+    elif THIRD == 0 or tile < behind:
+        whole = _code_dots(
+            rows, second_weights, second_scales, second_minima, second_bias, part, inside, exist, row, used, rows_row,
+            SECOND_SCALES, SIZE, SPAN, SECOND_BITS, SECOND_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
         )  # fmt: skip
     else:
-        outputs = (tile - tiles) * WIDTH + places
-        exist = (places < WIDTH) & (outputs < SECOND)
-        column = outputs + OUTPUTS
-        if THIRD == 0 or tile < tiles + second_tiles:
-            whole = _code_dots(
-                rows, second_weights, second_scales, second_minima, second_bias, part, _inside(outputs, exist, WIDTH, TILE), exist,
-                row, used, rows_row, SECOND_SCALES, SIZE, SPAN, SECOND_BITS, SECOND_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
-            )  # fmt: skip
-        else:
-            outputs = (tile - tiles - second_tiles) * WIDTH + places
-            exist = (places < WIDTH) & (outputs < THIRD)
-            column = outputs + OUTPUTS + SECOND
-            whole = _code_dots(
-                rows, third_weights, third_scales, third_minima, third_bias, part, _inside(outputs, exist, WIDTH, TILE), exist,
-                row, used, rows_row, THIRD_SCALES, SIZE, SPAN, THIRD_BITS, THIRD_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
-            )  # fmt: skip
+        whole = _code_dots(
+            rows, third_weights, third_scales, third_minima, third_bias, part, inside, exist, row, used, rows_row,
+            THIRD_SCALES, SIZE, SPAN, THIRD_BITS, THIRD_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+        )  # fmt: skip
     at = sums + part * part_size + row.to(tl.int64)[None, :] * every + column[:, None]
     tl.store(at, whole, mask=used[None, :] & exist[:, None])
     both: tl.constexpr = 2 if FOLLOWS == _FOLLOWS_SILU else 1
     unit = tile % tiles if both == 2 else tile
-    units: tl.constexpr = (
-        tiles if both == 2 else tiles + second_tiles + (THIRD + WIDTH - 1) // WIDTH
-    )
+    units: tl.constexpr = tiles if both == 2 else behind + (THIRD + WIDTH - 1) // WIDTH
     if _is_last(counters + tl.program_id(0) * units + unit, PARTS * both):
         first = tl.program_id(0) * ROWS
         if FOLLOWS == _FOLLOWS_ADD:
@@ -251,8 +259,8 @@ def multiply_codes(
             mask = used[:, None] & (own < OUTPUTS)
             made = _of_product(sums + line * every + own, mask, part_size, PARTS, kind, INTERPRETED)
             if FOLLOWS == _FOLLOWS_SILU:
-                behind = sums + line * every + OUTPUTS + own
-                up = _of_product(behind, mask, part_size, PARTS, kind, INTERPRETED)
+                of_up = sums + line * every + OUTPUTS + own
+                up = _of_product(of_up, mask, part_size, PARTS, kind, INTERPRETED)
                 made = _active(made, up, kind, INTERPRETED)
             tl.store(out + line * OUTPUTS + own, made.to(kind), mask=mask)
 
@@ -302,32 +310,32 @@ def _multiply(
         "ROWS": _LEAST_ROWS if count <= _LEAST_ROWS else _BLOCK_OF_ROWS,
     }
     sums = _sums(rows, layout, sum(sizes), sums)
-    absent = [None] * (3 - len(products))
+    # what is never chosen has to be there, too
+    three = [*products, *[products[-1]] * (3 - len(products))]
+    codes = [each.weights for each in three]
     forms = {
-        prefix + name: 0 if each is None else value(each.weights)
-        for prefix, each in zip(("", "SECOND_", "THIRD_"), [*products, *absent], strict=True)
-        for name, value in _FORM.items()
+        prefix + name: value
+        for prefix, each in zip(("", "SECOND_", "THIRD_"), codes, strict=True)
+        for name, value in {
+            "BITS": each.bits,
+            "BLOCK": each.block,
+            "SCALES": each.scale.shape[1],
+        }.items()
     }
+    kinds = {(each.bits, each.block, each.minimum is None) for each in codes}
+    alike = len(kinds) == 1 == len({each.bias is None for each in three})
     of_heads: tuple[object, ...] = (None,) * 10 + (0,) * 4 + (0.0, 0, 0)
     if heads is not None and rotated is not None:
         of_heads = (*_places(heads, rotated), *_strides(heads))
     shape = dict.fromkeys(("QUERY_HEADS", "KV_HEADS", "HALF", "LEVELS"), 1)
     with torch.cuda.device_of(rows):
         multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
-            rows, *(part for each in products for part in each.given), *(None,) * (4 * len(absent)), sums,
-            _counters(rows.device), out, count, rows.stride(0), sums.stride(0), hidden,
-            0 if hidden is None else hidden.stride(0), *of_heads,
-            **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, WIDTH=width,
+            rows, *(part for each in three for part in each.given), sums, _counters(rows.device), out, count,
+            rows.stride(0), sums.stride(0), hidden, 0 if hidden is None else hidden.stride(0), *of_heads,
+            **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, ALIKE=alike, WIDTH=width,
             TILE=max(16, triton.next_power_of_2(width)), FOLLOWS=follows, **layout,
             **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=2, num_stages=3, **UNFUSED,
         )  # fmt: skip
-
-
-_FORM = {
-    "BITS": lambda codes: codes.bits,
-    "BLOCK": lambda codes: codes.block,
-    "SCALES": lambda codes: codes.scale.shape[1],
-}
 
 
 def multiply_rows(rows: Tensor, product: CodedProduct, sums: Tensor | None = None) -> Tensor:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tswift.models.codes import Codes, CodesOnDevice
-
-_FEW = 64  # rows that the kernel multiplies; PyTorch multiplies more, a prompt's
 
 
 def by_kernels(device: torch.device) -> bool:
@@ -17,10 +14,8 @@ def by_kernels(device: torch.device) -> bool:
 
 
 class CodedLinear(nn.Module):
-    """A linear layer of codes, which a kernel of ours multiplies: a row has the same bits in
-    every product of few rows.
-
-    Many rows are multiplied by PyTorch, by weights that are made numbers of their dtype for it.
+    """A linear layer of codes, which a kernel of ours multiplies: a row has the same bits however
+    many there are.
 
     Args:
         weight: on the device.
@@ -43,8 +38,6 @@ class CodedLinear(nn.Module):
         from tswift.forward.cuda.code_kernels import CodedProduct, multiply_rows
 
         rows = input.reshape(-1, self.in_features)
-        if len(rows) > _FEW:
-            return F.linear(input, self.packed.whole().to(input.dtype), self.bias)
         out = multiply_rows(rows, CodedProduct(self.packed, self.bias))
         return out.view(*input.shape[:-1], self.out_features)
 

@@ -84,6 +84,8 @@ class FusedLayer(nn.Module):
             return super().forward(hidden_states, *given, **named)
         from tswift.forward.cuda.layer_kernels import MOST_ROWS
 
+        if type(self.mlp.down_proj) is CodedLinear:
+            return self._coded(hidden_states[0], named["position_embeddings"], run)
         if not run.batch_invariant and hidden_states.shape[1] > MOST_ROWS:
             return self._prompt(hidden_states, named["position_embeddings"], run)
         return self._few(hidden_states, named["position_embeddings"], run)
@@ -98,8 +100,6 @@ class FusedLayer(nn.Module):
         )
 
         attention, mlp = self.self_attn, self.mlp
-        if type(mlp.down_proj) is CodedLinear:
-            return self._few_coded(given[0], angles, run)
         rows = given[0]
         known, squares = run.squares or (None, None)
         if squares is None or known is not given:  # the first layer, or a hook's own states
@@ -117,8 +117,8 @@ class FusedLayer(nn.Module):
         run.squares = out, squares
         return out
 
-    def _few_coded(self, rows: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
-        """As :meth:`_few`, of codes: rows are normalised by a kernel of its own."""
+    def _coded(self, rows: Tensor, angles: tuple[Tensor, Tensor], run: Pass) -> Tensor:
+        """A pass with weights of codes, all by kernels; one of them normalises."""
         from tswift.forward.cuda.code_kernels import add_product, multiply_silu, project_heads
 
         attention, mlp = self.self_attn, self.mlp
