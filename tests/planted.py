@@ -341,6 +341,10 @@ FAULTS = [
           "(from[k] + at)), 0xd8)", "(from[k] + at)), 0xe4)"),
     Fault("sums are rounded twice on AVX2 alone", "vectors.h", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "return X86(fmadd_ps)(x, y, sum);", "return LANES == 8 ? sum + x * y : (vector)X86(fmadd_ps)(x, y, sum);"),
+    Fault("lanes are added up in another order on ARM", "vectors.h", "test_vectors.py",
+          "return vextq_f32(x, x, 2);", "return vrev64q_f32(x);"),
+    Fault("an ARM processor is given flags of x86", "native_build.py", BUILDING,
+          '"aarch64": ("-mno-outline-atomics",)', '"aarch64": ("-mno-outline-atomics", "-mavx2")'),
     # CUDA: captures, prompts, what is fetched
     Fault("the spare slot is set by a copy from the host", "caches.py", "cuda/test_device.py",
           "self.held[self.budget : self.budget + 1].fill_(False)", "self.held[self.budget] = False"),

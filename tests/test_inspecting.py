@@ -262,6 +262,27 @@ def test_a_processor_is_named_with_what_it_computes_with(
     flags: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = "model name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\nmodel\t\t: 143\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: f"{first}flags\t\t: fpu {flags}\n\n{first}")
-    found = machine._cpu_name()
-    assert found == f"Intel Xeon (family 6 model 143), {words}"
+    assert named(monkeypatch, f"{first}flags\t\t: fpu {flags}\n\n{first}") == (
+        f"Intel Xeon (family 6 model 143), {words}"
+    )
+
+
+PROCESSOR = machine.processor.__wrapped__
+
+
+def named(monkeypatch: pytest.MonkeyPatch, told: str) -> str:
+    """A processor by what Linux, or else macOS, says of it."""
+    text = "" if told.startswith("hw.") else told
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    monkeypatch.setattr(machine, "_output", lambda command: told)
+    monkeypatch.setattr(machine, "processor", PROCESSOR)
+    return machine._cpu_name()
+
+
+def test_an_arm_processor_is_named_by_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "Features\t: fp asimd asimddp bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+    assert named(monkeypatch, told) == "ARM 0x41 0xd40, NEON DotProd BF16"
+    apples = (
+        "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm64: 1\nmachdep.cpu.brand_string: Apple M1"
+    )
+    assert named(monkeypatch, apples) == "Apple M1, NEON DotProd"

@@ -263,7 +263,7 @@ kept = os.environ["ZIG_GLOBAL_CACHE_DIR"], os.environ["ZIG_LOCAL_CACHE_DIR"]
 given = sys.argv[1:]
 with open({log!r}, "a") as log:
     print(json.dumps([given, kept, os.path.realpath(".") in sys.path]), file=log)
-own = "cc", "-target", "x86_64-linux-gnu", "-Xclang", "-O3"
+own = "cc", "-Xclang", "-O3", "-target", "x86_64-linux-gnu"
 assert given[:5] == [*own]
 os.execvp("cc", ["cc", *given[5:]])
 """
@@ -363,12 +363,45 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(
     assert set(built) == {"-DWIDTH=32"}
 
 
-@every_row(("machine", "capability"), [("aarch64", "DEFAULT"), ("x86_64", "DEFAULT")])
+@every_row(("machine", "capability"), [("riscv64", "DEFAULT"), ("x86_64", "DEFAULT")])
 def test_other_processors(monkeypatch, source: Path, machine: str, capability: str) -> None:
-    monkeypatch.setattr(native_build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native_build, "architecture", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2"):
+    with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2 or a 64-bit ARM processor"):
         build(source, "ANSWER=1")
+
+
+@pytest.mark.parametrize("compiler", ["cc", "ziglang"])
+@pytest.mark.parametrize(
+    ("features", "dots"),
+    [
+        ({"asimd"}, {"cc": [], "ziglang": []}),
+        (
+            {"asimd", "asimddp"},
+            {"cc": ["-march=armv8.2-a+dotprod"], "ziglang": ["-mcpu=generic+dotprod"]},
+        ),
+    ],
+)
+def test_an_arm_processor_has_flags_of_its_own(
+    monkeypatch, source: Path, compiler: str, features: set[str], dots: dict[str, list[str]]
+) -> None:
+    given = []
+
+    def noted(command: list[str]) -> None:
+        given.extend(command)
+        raise Unbuilt("no more")
+
+    monkeypatch.setattr(native_build, "architecture", lambda: "aarch64")
+    monkeypatch.setattr(native_build, "processor_features", lambda: features)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(native_build, "_compiler", lambda: [compiler])
+    monkeypatch.setattr(native_build, "_compile", noted)
+    with pytest.raises(Unbuilt, match="no more"):
+        native_build._built(source, options=native_build.widest_vectors.__wrapped__())
+    assert [word for word in given if word.startswith("-m")] == [
+        "-mno-outline-atomics",
+        *dots[compiler],
+    ]
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])

@@ -113,6 +113,30 @@ def driver_version() -> str | None:
     return found.splitlines()[0] if found else None
 
 
+def architecture() -> str:
+    """The processor's: ``x86_64``, ``aarch64``, or another name that the system gives it."""
+    name = platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+@cache
+def processor() -> dict[str, str]:
+    """What Linux or macOS says of the first processor, by the system's names; nothing elsewhere."""
+    told = "\n".join(_lines(Path("/proc/cpuinfo"))) or _output(["sysctl", "hw.optional", "machdep"])
+    first = (told or "").partition("\n\n")[0]
+    pairs = (line.partition(":")[::2] for line in first.splitlines())
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def processor_features() -> set[str]:
+    """The instruction sets of the processor, by Linux's names."""
+    known = processor()
+    if "hw.optional.arm64" in known:  # Apple's
+        dots = known.get("hw.optional.arm.FEAT_DotProd") == "1"
+        return {"asimd", *(["asimddp"] if dots else [])}
+    return {*known.get("flags", known.get("Features", "")).split()}
+
+
 def now() -> str:
     """The time, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -153,23 +177,26 @@ def _cpu_name() -> str:
     """The processor with its family, as many are sold under one name, and what it computes with:
     ``Intel Xeon (family 6 model 143), AVX-512 VNNI BF16 AMX``.
     """
-    with suppress(OSError, KeyError):
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        pairs = (line.partition(":")[::2] for line in first.splitlines())
-        known = {name.strip(): value.strip() for name, value in pairs}
+    known = processor()
+    sets = [words for words, names in _SETS.items() if processor_features() & {*names}]
+    vectors = " ".join(sets[1:] if sets[:2] == ["AVX2", "AVX-512"] else sets)
+    with suppress(KeyError):
+        if "CPU part" in known:  # Linux on ARM
+            return f"ARM {known['CPU implementer']} {known['CPU part']}, {vectors}"
+        if "hw.optional.arm64" in known:
+            return f"{known['machdep.cpu.brand_string']}, {vectors}"
         name = known["model name"].replace("(R)", "").replace("(TM)", "").replace(" Processor", "")
-        features = {*known["flags"].split()}
-        sets = [words for words, names in _SETS.items() if features & {*names}]
-        vectors = " ".join(sets[1:] if sets[:2] == ["AVX2", "AVX-512"] else sets)
         return f"{name} (family {known['cpu family']} model {known['model']}), {vectors}"
     return platform.processor()
 
 
-_SETS = {  # of instructions, by the flags that tell of them
+_SETS = {  # of instructions, by the features that tell of them
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f",),
     "VNNI": ("avx512_vnni", "avx_vnni"),
-    "BF16": ("avx512_bf16",),
+    "NEON": ("asimd",),
+    "DotProd": ("asimddp",),
+    "BF16": ("avx512_bf16", "bf16"),
     "AMX": ("amx_int8", "amx_bf16"),
 }
 

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -29,21 +28,25 @@ import torch
 
 from tswift.errors import SlowWarning
 from tswift.files import cache_folder
+from tswift.machine import architecture, processor_features
 from tswift.stages import tell
 
 # Without traps, loops with a choice in them become vectors; no result changes by that.
-_FLAGS = (
-    *("-std=gnu11", "-O3", "-g0", "-mavx2", "-mfma", "-mf16c", "-fPIC"),
-    *("-ffp-contract=off", "-fno-trapping-math"),
-)
+_FLAGS = ("-std=gnu11", "-O3", "-g0", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
+# For what every processor of a kind has; what adds to atomic numbers on ARM would be in a library
+# of GCC's.
+_VECTORS = {"x86_64": ("-mavx2", "-mfma", "-mf16c"), "aarch64": ("-mno-outline-atomics",)}
+_DOTS = "-march=armv8.2-a+dotprod"
 # What a library uses of libc and libm is in every process with PyTorch. Zig, which has them as
 # sources, would take four seconds to make them anew. What is missing shows when it is loaded.
-_LINKED = ("-shared", "-nostdlib", "-Wl,-z,now")
+_LINKED = ("-shared", *(() if sys.platform == "darwin" else ("-nostdlib", "-Wl,-z,now")))
 # seconds that a compiler is waited for before that is told, and after
 _QUIET, _PATIENCE = 30, 600
 # Zig's compiler: with the headers and for the processors that are named, whatever is here; it
 # would make -O2 of the other -O3
-_ZIG = ("-P", "-m", "ziglang", "cc", "-target", "x86_64-linux-gnu", "-Xclang", "-O3")
+_ZIG = ("-P", "-m", "ziglang", "cc", "-Xclang", "-O3", "-target")
+_ZIGS = {_DOTS: "-mcpu=generic+dotprod"}  # what it calls otherwise
+_SYSTEM = "macos" if sys.platform == "darwin" else "linux-gnu"
 _INSTALL = {
     "": "pip install 'tswift[compiler]'",  # everywhere
     "apt-get": "apt-get install build-essential",  # Debian and Ubuntu; gcc alone has no headers
@@ -62,7 +65,7 @@ class _Outlasted(Unbuilt):
 
 
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Compile a C file, which may use AVX2, FMA and F16C, to a library,
+    """Compile a C file, which may use AVX2, FMA and F16C on an x86 processor, to a library,
     unless that was done before, and load it.
 
     ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7
@@ -90,11 +93,14 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
 
 
 def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    vectors = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
-    if platform.machine() not in ("x86_64", "AMD64") or not vectors.startswith(("AVX2", "AVX512")):
-        raise Unbuilt("needs an x86 processor with AVX2")
+    own = _VECTORS.get(architecture())
+    found = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
+    if own is None or ("-mavx2" in own and not found.startswith(("AVX2", "AVX512"))):
+        raise Unbuilt("needs an x86 processor with AVX2 or a 64-bit ARM processor")
     compiler = _compiler()
-    command = [*compiler, *_FLAGS, *options, *(f"-D{macro}" for macro in defined)]
+    if "ziglang" in compiler:
+        options = tuple(_ZIGS.get(option, option) for option in options)
+    command = [*compiler, *_FLAGS, *own, *options, *(f"-D{macro}" for macro in defined)]
     key = hashlib.sha256("\0".join([_text(source), *command]).encode()).hexdigest()[:20]
     cache = cache_folder()
     file = cache / f"{source.stem}-{key}.so" if cache else None
@@ -183,9 +189,11 @@ def _hash(file: Path) -> bytes:
 @functools.cache
 def widest_vectors() -> tuple[str, ...]:
     """The compiler's options for AVX-512, and for sums of products of integers,
-    where the processor has them.
+    where the processor has them; on an ARM processor, for the latter.
     """
-    features = Path("/proc/cpuinfo").read_text().split()
+    features = processor_features()
+    if architecture() == "aarch64":
+        return (_DOTS,) if "asimddp" in features else ()
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return ("-mavxvnni",) if "avx_vnni" in features else ()
     sums = ("-mavx512vnni",) if "avx512_vnni" in features else ()
@@ -207,7 +215,7 @@ def _compiler() -> list[str]:
     if given:
         raise Unbuilt(f"needs a C compiler: {given[0]} (CC) is not there")
     if find_spec("ziglang"):
-        return [sys.executable, *_ZIG]
+        return [sys.executable, *_ZIG, f"{architecture()}-{_SYSTEM}"]
     mends = [how for tool, how in _INSTALL.items() if not tool or shutil.which(tool)][:2]
     raise Unbuilt(f"needs a C compiler: get one by {' or by '.join(mends)}, or name one by CC")
 

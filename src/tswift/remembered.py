@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +25,7 @@ import transformers
 import tswift
 from tswift.errors import fault_of
 from tswift.files import cache_folder, put
-from tswift.machine import driver_version
+from tswift.machine import driver_version, processor
 
 _FOLDER = "checks"  # in the cache folder
 # which libraries read
@@ -126,14 +125,9 @@ def _machine() -> str:
     return repr([*about, torch.backends.cpu.get_cpu_capability(), _processor(), _sources()])
 
 
-@cache
-def _processor() -> str:
+def _processor() -> dict[str, str]:
     """What the system says of the first processor, but for what changes with its clock."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:  # another system
-        return platform.processor()
-    return "\n".join(line for line in first.splitlines() if "MHz" not in line)
+    return {name: told for name, told in processor().items() if name != "cpu MHz"}
 
 
 @cache

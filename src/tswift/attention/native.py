@@ -27,7 +27,7 @@ _C = structures(_SOURCE)
 
 
 class NativeAttention(Attention):
-    """Attention for x86 CPUs in float32, bfloat16 and float16.
+    """Attention for x86 and ARM CPUs in float32, bfloat16 and float16.
 
     Keys and values are read in their own dtype; all else is computed in float32. With ``steps``
     they are int16, and int8 ones have a step each: see native.c. A path's slots are in the order of

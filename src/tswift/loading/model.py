@@ -259,7 +259,7 @@ def load(
             CPU. ``auto`` is the model's own, and int16 where a C program makes the passes of a
             model in float32; ``int8`` is coarser.
         attention: ``triton`` (CUDA; bfloat16, float16), ``flash`` (CUDA with flash-attn
-            installed; bfloat16, float16), ``native`` (x86 CPUs where there is a C compiler;
+            installed; bfloat16, float16), ``native`` (CPUs where there is a C compiler;
             float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton or native where
             they can serve, sdpa elsewhere. With triton what is between the layers' products has
             kernels, too, and passes are replayed as CUDA graphs.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tswift.errors import SlowWarning
-from tswift.machine import ask_for_huge_pages, available_bytes, return_free_memory
+from tswift.machine import ask_for_huge_pages, available_bytes, processor, return_free_memory
 from tswift.models.codes import Codes, Packed, PackedCodes
 from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 
@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
-    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().split()
+    intel = processor().get("vendor_id") == "GenuineIntel"
     built = build(_SOURCE, *([_AHEAD_ON_INTEL] if intel else []), options=widest_vectors())
     for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):
         function.restype = ctypes.c_int64
