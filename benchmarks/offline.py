@@ -465,7 +465,8 @@ def compiled_codes(
 
     own, other = kv_heads * groups * size, kv_heads * size
     compiler = Compiler("multiply_codes", capability, kernels)
-    with patch.object(code_kernels, "multiply_codes", compiler):
+    chosen = {"multiply_codes": compiler, "_generation": lambda device: capability // 10}
+    with patch.multiple(code_kernels, **chosen):
         for count in (1, 32, PROMPT):
             rows = torch.zeros(count, hidden, dtype=type_)
             three = [product(own, hidden), product(other, hidden), product(other, hidden, value)]

@@ -42,6 +42,13 @@ LAYERS = [
 ]
 
 
+CODED = [  # as layers, with forms of most weights, of values' and of the LM head's
+    "80,bfloat16,8,4,128,4096,14336,codes,Q4_0,Q6_K,Q6_K",
+    "89,bfloat16,8,4,128,4096,14336,codes,int4,int4,int8",
+    "90,bfloat16,8,4,128,4096,14336,codes,int4,int4,int8",
+]
+
+
 WALKS = ["90,bfloat16,8,128,32,walk", "80,bfloat16,8,128,1,walk"]
 STATES = [
     "90,float32,16,32,128,128,states,corrects",
@@ -55,7 +62,9 @@ def lines(tmp_path_factory) -> list[dict]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.offline", "--json"]
-    command += [word for case in (*CASES, *LAYERS, *WALKS, *STATES) for word in ("--case", case)]
+    command += [
+        word for case in (*CASES, *LAYERS, *CODED, *WALKS, *STATES) for word in ("--case", case)
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -113,12 +122,25 @@ STEPPING = ["step_nodes"] * 3 * len(STATES)  # by the host, a tree of the device
 @pytest.fixture(scope="module")
 def layers(lines: list[dict]) -> list[dict]:
     """The kernels of layers."""
-    made = lines[3 * len(CASES) : -len(WALKING + STEPPING)]
-    # over 32 rows, 64 and 512 in bfloat16, over 32 and 64 in FP8
-    hopper = [*BETWEEN, *PRODUCTS * 5]
-    older = [*BETWEEN, *PRODUCTS * 3]
-    assert [kernel["kernel"] for kernel in made] == [*hopper * 2, *older * 2]
+    made = lines[3 * len(CASES) : -len(WALKING + STEPPING) - _CODED]
+    # over 32 rows, 64 and 512
+    assert [kernel["kernel"] for kernel in made] == [*BETWEEN, *PRODUCTS * 3] * len(LAYERS)
     return made
+
+
+_CODED = 12 * len(CODED)  # four kernels over 1 row, 32 and 512
+
+
+def test_products_of_codes_fit_and_few_rows_do_not_spill(lines: list[dict]) -> None:
+    """But for heads of codes of three kinds in a wide pass."""
+    end = -len(WALKING + STEPPING)
+    made = lines[end - _CODED : end]
+    assert {kernel["kernel"] for kernel in made} == {"multiply_codes"}
+    for at, kernel in enumerate(made):
+        assert kernel["spills"] <= (64 if at % 12 >= 8 else 0), kernel
+        assert kernel["programs"] >= 2, kernel
+        assert kernel["mma"] + kernel["wgmma"] > 0, kernel
+        assert kernel["copies"] > 0, kernel
 
 
 def test_in_layers_nothing_spills_and_nothing_is_fused(layers: list[dict]) -> None:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tswift.attention.triton import _generation
 from tswift.forward.cuda.layer_kernels import (
     _INTERPRETED,
     MOST_ROWS,
@@ -46,6 +47,7 @@ _LEAST_ROWS = 16
 _BLOCK_OF_ROWS = 32  # of more; wider ones take more registers than there are
 _PROGRAMS = 520  # that there should be at least: four on each of some 130 processors
 _MOST_PARTS = 16
+_HOPPER = 9
 _ROWS, _ADD, _SILU, _HEADS = 0, 1, 2, 3  # what follows a product
 
 # Four bytes become the numbers of their low codes and those of their high ones, as 128 (or 1024)
@@ -328,13 +330,15 @@ def _multiply(
     if heads is not None and rotated is not None:
         of_heads = (*_places(heads, rotated), *_strides(heads))
     shape = dict.fromkeys(("QUERY_HEADS", "KV_HEADS", "HALF", "LEVELS"), 1)
+    # before Hopper two warps have too few registers for a wide head
+    warps = 4 if width > TILE and _generation(rows.device) < _HOPPER else 2
     with torch.cuda.device_of(rows):
         multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
             rows, *(part for each in three for part in each.given), sums, _counters(rows.device), out, count,
             rows.stride(0), sums.stride(0), hidden, 0 if hidden is None else hidden.stride(0), *of_heads,
             **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, ALIKE=alike, WIDTH=width,
             TILE=max(16, triton.next_power_of_2(width)), FOLLOWS=follows, **layout,
-            **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=2, num_stages=3, **UNFUSED,
+            **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=warps, num_stages=3, **UNFUSED,
         )  # fmt: skip
 
 
