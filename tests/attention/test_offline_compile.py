@@ -131,13 +131,14 @@ def layers(lines: list[dict]) -> list[dict]:
 _CODED = 12 * len(CODED)  # four kernels over 1 row, 32 and 512
 
 
-def test_products_of_codes_fit_and_few_rows_do_not_spill(lines: list[dict]) -> None:
-    """But for heads of codes of three kinds in a wide pass."""
+def test_products_of_codes_fit_and_do_not_spill(lines: list[dict]) -> None:
+    """But for heads in a wide pass; and on Hopper, which was measured with two warps a program."""
     end = -len(WALKING + STEPPING)
     made = lines[end - _CODED : end]
     assert {kernel["kernel"] for kernel in made} == {"multiply_codes"}
     for at, kernel in enumerate(made):
-        assert kernel["spills"] <= (64 if at % 12 >= 8 else 0), kernel
+        heads = at % 4 == 0 and (at % 12 == 8 or kernel["capability"] == 90)
+        assert kernel["spills"] <= (1024 if heads else 0), kernel
         assert kernel["programs"] >= 2, kernel
         assert kernel["mma"] + kernel["wgmma"] > 0, kernel
         assert kernel["copies"] > 0, kernel
