@@ -300,7 +300,7 @@ def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
     assert to_load(plain, ["tokenswift"]).draft_weights is None
     model = load_model(config)
     assert len(timed) == 2
-    assert model.about().get("draft_weights") == ("int4" if seconds < 1 else None)
+    assert model.about().get("draft_weights") == ("int8" if seconds < 1 else None)
     assert (model.drafting is None) == (seconds == 1)
     assert text(model, "tokenswift") == text(model, "ar")
     assert plan_model(config).loaded_bytes["draft weights"] == 0

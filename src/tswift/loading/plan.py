@@ -33,7 +33,7 @@ from tswift.models.architecture import (
 )
 from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import UNIT
-from tswift.models.config import CHEAPEST, IF_QUICKER, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.config import IF_QUICKER, TRIED, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.speculators.formats import SpeculatorFile, drafter_of
@@ -215,7 +215,7 @@ def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
     if asked.draft_weights != IF_QUICKER:
         return _planned(asked, checkpoint, device, ranks)
     try:
-        made = _planned(replace(asked, draft_weights=CHEAPEST), checkpoint, device, ranks)
+        made = _planned(replace(asked, draft_weights=TRIED), checkpoint, device, ranks)
         return replace(made, if_quicker=True)
     except InputError as error:
         if error.field != "draft_weights":

@@ -25,9 +25,10 @@ HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
 BITS = {"int4": 4, "int8": 8}  # of a drafting weight, by kind, without its scale
-CHEAPEST = "int4"
+# that auto tries: on SmolLM2 drafts in int4 lost more tokens than they saved time (docs/cuda.md)
+TRIED = "int8"
 UNQUANTISED = "none"  # drafting passes run on the model as it is
-IF_QUICKER = "auto"  # if there is room for a copy of the fewest bits, and its passes are quicker
+IF_QUICKER = "auto"  # if there is room for a copy, and its passes are quicker
 
 _PANEL = "Model"
 _ALIASES = {
@@ -113,7 +114,7 @@ class ModelConfig:
     )
     draft_weights: str | None = option(
         None,
-        "int4 or int8 (CUDA): drafting passes run on a copy of such weights; auto: int4, if they "
+        "int4 or int8 (CUDA): drafting passes run on a copy of such weights; auto: int8, if they "
         "are quicker. Never changes the text.",
         panel=DRAFTING,
         shown=IF_QUICKER,
