@@ -110,6 +110,15 @@ def test_they_are_what_codes_stand_for(outputs, units, form, centre, seed) -> No
     assert same_bits(held.rows(some), whole[some])
 
 
+@pytest.mark.parametrize("zero", [8, 16, 32, 128])
+def test_a_code_that_stands_for_nothing_leaves_room_for_all(zero: int) -> None:
+    """Less 8, codes up to 255 would be no signed bytes."""
+    counts = torch.arange(64).repeat(2, 1) * 4 + 3  # codes up to 255
+    scale = torch.ones(2, 2)
+    given = Codes(counts.to(torch.uint8), scale, -zero * scale, 8)
+    assert torch.equal(CodesOnDevice(given).whole(), given.dequantized())
+
+
 @pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
 def test_those_of_a_file_are_the_same_on_a_device(kind: Kind, tmp_path: Path) -> None:
     write_one(tmp_path / "one.gguf", kind)

@@ -16,6 +16,7 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree, Source
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.models.checkpoint import config_hash
+from tswift.models.codes import Packed
 from tswift.remembered import kernel_fault
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
@@ -64,7 +65,9 @@ def try_steps(target: Target, params: SamplingParams) -> None:
         _CHECKED.add(target)
         kinds = sorted({type(module).__name__ for module in target.model.modules()})
         dtypes = target.dtype, target.kv_shape.dtype
-        asked = config_hash(target.model), *dtypes, target.attention, target.width, kinds
+        held = [each for each in target.model.modules() if isinstance(each, Packed)]
+        codes = sorted({(each.bits, each.block, len(list(each.buffers()))) for each in held})
+        asked = config_hash(target.model), *dtypes, target.attention, target.width, kinds, codes
         check = partial(_difference, target)
         target.fallbacks.note("steps", kernel_fault("steps", check, target.device, *asked))
     sampler = Sampler(params, 0, target.vocab_size, target.device)

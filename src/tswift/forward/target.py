@@ -36,6 +36,7 @@ from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import PackedEmbedding
 from tswift.forward.cpu.program import integer_steps, weights_state
 from tswift.forward.cpu.runner import CompiledRunner
+from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.runner import ReplayedRunner
 from tswift.forward.eager import EagerRunner
 from tswift.forward.fallbacks import Fallbacks
@@ -292,7 +293,7 @@ class Target:
             rows = nodes
             attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
         else:
-            rows = nodes if self.runner.most_exact else rows_of(self.width, kv, nodes)
+            rows = self._rows(self.width, kv, nodes)
             attend = _each(self._layouts, self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         states = None
@@ -363,7 +364,7 @@ class Target:
         rows, if any.
         """
         nodes = len(tokens)
-        rows = rows_of(width, kv, nodes)
+        rows = self._rows(width, kv, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
         given = kv.length, nodes, ancestors
         if width is None or not isinstance(kv, FullKV):
@@ -390,6 +391,15 @@ class Target:
         return self._compute(
             tokens, positions, Pass(write, attend, special, nodes, rows, states=states)
         )
+
+    def _rows(self, width: int | None, kv: KVBuffer, nodes: int) -> int:
+        """Rows of a pass: those of :func:`rows_of`, unless each has its bits by itself.
+
+        Raises:
+            ValueError: as that.
+        """
+        rows = rows_of(width, kv, nodes)
+        return nodes if rows_stand_alone(self.model) else rows
 
     def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
         """Call the decoder."""

@@ -41,7 +41,7 @@ from tswift.forward.cuda.draft_weights import (
     cheaper_copy,
     copy_bytes,
 )
-from tswift.forward.cuda.layers_check import Wrong, try_codes
+from tswift.forward.cuda.layers_check import try_codes
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over
@@ -256,8 +256,8 @@ def load(
             ``torch.bfloat16`` too; ``auto`` is float32 on the CPU, the checkpoint's own on CUDA,
             and bfloat16 for a shape.
         kv_dtype: of the KV cache, which all methods read: a narrower one than the model's, on a
-            CPU. ``auto`` is the model's own, and int16 where a C program makes the passes of a
-            model in float32; ``int8`` is coarser.
+            CPU; on CUDA ``int8``, with triton. ``auto`` is the model's own, and int16 where a C
+            program makes the passes of a model in float32; ``int8`` is coarser.
         attention: ``triton`` (CUDA; bfloat16, float16), ``flash`` (CUDA with flash-attn
             installed; bfloat16, float16), ``native`` (CPUs where there is a C compiler;
             float32, bfloat16, float16), ``sdpa`` (everything), or ``auto``: triton or native where
@@ -444,9 +444,9 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
         usual, _ = measured_pass(target)
     except Exception as error:  # compilers, drivers and libraries have many ways to fail
         if not if_quicker:
-            if isinstance(error, Wrong):
-                raise InputError(str(error), "draft_weights") from None
-            raise
+            if isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+            raise InputError(cause_of(error), "draft_weights") from None
         target.fallbacks.note("draft weights", NoFault(cause_of(error)))
         return loaded
     if if_quicker and seconds > _TIME_SHARE * usual:

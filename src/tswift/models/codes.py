@@ -236,8 +236,15 @@ class CodesOnDevice(Packed):
             raise ValueError(f"{self.inputs:,} inputs are no multiple of {UNIT}")
         if self.bits not in _MIDDLE or self.block not in (LEAST_BLOCK, BLOCK):
             raise ValueError(f"no kernel takes {self.bits} bits in blocks of {self.block}")
-        zeros = (code for code in _CENTRES if torch.equal(codes.minimum, -code * codes.scale))
-        self.centre = next(zeros, _MIDDLE[self.bits]) if self.bits == 8 else _MIDDLE[4]
+        self.centre = _MIDDLE[self.bits]
+        if self.bits == 8:
+            most = int(codes.codes.max())  # less the centre it has to be a signed byte
+            zeros = (
+                code
+                for code in _CENTRES
+                if most - code < 128 and torch.equal(codes.minimum, -code * codes.scale)
+            )
+            self.centre = next(zeros, self.centre)
         minimum = codes.minimum + self.centre * codes.scale
         bytes = codes.codes
         if self.bits == 4:

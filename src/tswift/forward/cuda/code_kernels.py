@@ -311,6 +311,9 @@ def _multiply(
         "PARTS": 1 if many else parts,
         "ROWS": _LEAST_ROWS if count <= _LEAST_ROWS else _BLOCK_OF_ROWS,
     }
+    counters = _counters(rows.device)
+    if triton.cdiv(count, layout["ROWS"]) * tiles > len(counters):
+        raise ValueError(f"{count:,} rows of {sum(sizes):,} products are too many at a time")
     sums = _sums(rows, layout, sum(sizes), sums)
     # what is never chosen has to be there, too
     three = [*products, *[products[-1]] * (3 - len(products))]
@@ -334,7 +337,7 @@ def _multiply(
     warps = 4 if width > TILE and _generation(rows.device) < _HOPPER else 2
     with torch.cuda.device_of(rows):
         multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
-            rows, *(part for each in three for part in each.given), sums, _counters(rows.device), out, count,
+            rows, *(part for each in three for part in each.given), sums, counters, out, count,
             rows.stride(0), sums.stride(0), hidden, 0 if hidden is None else hidden.stride(0), *of_heads,
             **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, ALIKE=alike, WIDTH=width,
             TILE=max(16, triton.next_power_of_2(width)), FOLLOWS=follows, **layout,

@@ -38,6 +38,7 @@ _STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
 _MOST_BYTES = 1 << 28  # of cosines and sines
 _AT_A_TIME = 4096  # positions
+_MIXED = "some of their matrices are codes and others are not"
 
 
 class FusedNorm(nn.Module):
@@ -224,7 +225,7 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) ->
         return None
     reason = _unfit(network)
     if reason is not None:
-        return NoFault(reason)
+        return reason if reason == _MIXED else NoFault(reason)
     decoder = network.get_decoder()
     layers = list(decoder.layers)
     norm: Any = final_norm(decoder)
@@ -271,8 +272,10 @@ def rows_stand_alone(network: PreTrainedModel) -> bool:
     there are.
     """
     layers = getattr(network.get_decoder(), "layers", [])
-    fused = len(layers) > 0 and isinstance(layers[0], FusedLayer)
-    return fused and type(network.get_output_embeddings()) is CodedLinear
+    if not (len(layers) and isinstance(layers[0], FusedLayer)):
+        return False
+    ends = layers[0].mlp.down_proj, network.get_output_embeddings()  # all layers are of one kind
+    return all(type(each) is CodedLinear for each in ends)
 
 
 def _fused(network: nn.Module) -> Iterator[nn.Module]:
@@ -314,8 +317,9 @@ def _unfit(network: PreTrainedModel) -> str | None:
         f"heads of {head} have no halves": head % 2 != 0,
         f"they are in {dtype_name(network.dtype)}": network.dtype not in _DTYPES,
         "norms are in another dtype": layers[0].input_layernorm.weight.dtype != network.dtype,
-        "their weights are quantised": len({type(each) for each in linears}) > 1
-        or type(linears[0]) not in (nn.Linear, CodedLinear),
+        _MIXED: {type(each) for each in linears} == {nn.Linear, CodedLinear},
+        "their weights are quantised": not {type(each) for each in linears}
+        <= {nn.Linear, CodedLinear},
         "they rotate a part of each head": share != 1.0,
     }.items():
         if wrong:

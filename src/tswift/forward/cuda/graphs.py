@@ -18,9 +18,8 @@ from tswift.caches import KVBuffer
 from tswift.errors import cause_of
 from tswift.forward.passes import Forwarded, T
 
-# of passes that are captured; on an H100 one over 32 nodes costs as much as one over 16 after 4,096
-# tokens, and 8% more after 100,000 (results/h100)
-# ; with weights of codes 16 rows are cheaper
+# of passes that are captured; on an H200 one over 32 nodes takes 8% longer than one over 16 after
+# 4,096 tokens in bfloat16, and half as long again with weights of codes (results/h200)
 _CAPTURED_SIZES = (1, 8, 16, 32, 64)
 _SPOILED = "; a capture failed, after which this process may be unable to load other models"
 Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]

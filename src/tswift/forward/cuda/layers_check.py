@@ -177,6 +177,7 @@ def _try_coded(
     sums = normed.new_full((parts, len(normed), 2 * size), torch.nan, dtype=torch.float32)
     active = kernels.multiply_silu(normed, gate, up, sums)
     _compare("SiLU", active, plain_silu_mul(*added_parts(sums, normed.dtype).chunk(2, 1)))
+    _compare("SiLU", kernels.multiply_silu(normed.repeat(4, 1), gate, up), active.repeat(4, 1))
     wide = torch.cat(_wide_products(normed, (mlp.gate_proj, mlp.up_proj)), 1)
     if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
         raise Wrong("the kernel of products computes something else than PyTorch")
