@@ -50,6 +50,7 @@ TABLES = {
     "parts": {"pass", "idle", "memory", "sampler", "ended"},
     "simulated": {"simulated", "ended"},
     "generate": {"generate", "ended"},
+    "codes": {"ended"},  # on a device alone
 }
 
 
@@ -218,6 +219,7 @@ def test_another_text_than_plain_decodings_fails(
     monkeypatch.setattr(texts, "possible", lambda *given, draft: ("medusa", "ar", "cascade"))
     target = SimpleNamespace(vocab_size=999)
     model: Any = SimpleNamespace(name="m", target=target, heads=None, draft=None, simulated=True)
+    model.quantization = model.draft_weights = None
     run = Run(tmp_path, DRY, torch.device("cpu"), EQUALITY)
     assert texts.compare(run, model, None) is same
     rows = figures(tmp_path)

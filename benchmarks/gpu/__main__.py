@@ -84,7 +84,8 @@ def processes(session: Session, model: str | None) -> dict[str, list[str]]:
     own = ["-m", "benchmarks.gpu.texts", "--folder", str(session.out)]
     own += ["--dry"] if session.dry else []
     found = {f"8B with {kind}": [*own, "--drafter", kind, "llama3.1-8b"] for kind in _DRAFTERS}
-    for option in ("--weights",) if session.dry else ("--weights", "--draft-weights"):
+    # a CPU has other products of codes
+    for option in () if session.dry else ("--weights", "--draft-weights"):
         for kind in ("int4", "int8"):
             words = [*own, option, kind, "llama3.1-8b"]
             found[f"8B with {option[2:]} {kind}"] = words

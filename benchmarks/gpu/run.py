@@ -21,7 +21,6 @@ from tswift.benchmarking.run import SimulatedWalk
 from tswift.caches import FullKV, KVBuffer
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation, Request, begin
-from tswift.forward.cuda import coded, draft_weights
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
@@ -72,13 +71,11 @@ DRY = Scale(
 
 
 def add_tiny_shape() -> None:
-    """Make the shape of a dry run known, and let codes be what they are on a device."""
-    coded.by_kernels = lambda device: True
-    draft_weights._DEVICES = ("cuda", "cpu")
+    """Make the shape of a dry run known."""
     SHAPES[DRY.main] = LlamaConfig(
         vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=32,
+        intermediate_size=64,
         max_position_embeddings=4096,
         num_hidden_layers=2,
         num_attention_heads=4,
