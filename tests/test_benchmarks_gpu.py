@@ -153,9 +153,10 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
     ]
     assert [(row["tree"], row["tokens"]) for row in steps[:2]] == [(1, 1), (1, 1)]
     for row in steps[2:4]:
-        assert 6 <= row["tree"] <= 8  # heads have 6 of the 8 nodes
+        assert 5 <= row["tree"] <= 8  # heads alone make 5 of the 8 nodes
         assert row["tokens"] == pytest.approx(4.6, abs=0.4)
-    assert max(row["tree"] for row in steps[2:4]) > 6  # three steps of a random text may find none
+    # what a walk accepts is drawn anew in each run, so the three steps of one context may find none
+    assert max(row["tree"] for row in steps[2:4]) > 5
 
 
 # What follows runs no model.
