@@ -594,6 +594,8 @@ FAULTS = [
           "minimum = tl.load(minima + block + outputs)", "minimum = tl.load(minima + block + outputs) * 0.0"),
     Fault("a code that stands for 0 leaves no room for large ones", "models/codes.py", CODES_ON_DEVICE,
           "most - code < 128 and ", ""),
+    Fault("products that count nothing are bounded by counters", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
+          "counts = layout", "counts = True or layout"),
     Fault("all products are of the first one's codes", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "alike = len(kinds) == 1 ==", "alike = True or len(kinds) == 1 =="),
     Fault("another middle is taken from a code of 4 bits", "models/codes.py", CODES_ON_DEVICE,

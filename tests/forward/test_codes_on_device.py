@@ -218,6 +218,18 @@ def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype) -> None
     assert kept_right(out, kept, plain, 5)
 
 
+def test_what_is_not_counted_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide pass adds its parts up by itself: an LM head has more tiles than there are counters,
+    and only what waits for two products counts.
+    """
+    monkeypatch.setattr(kernels, "_counters", lambda device: torch.zeros(4, dtype=torch.int32))
+    given, form = random(1, 70, 128, dtype=torch.bfloat16), FORMS[2]
+    alone = kernels.multiply_rows(given[-1:], product(130, 128, *form))
+    assert same_bits(kernels.multiply_rows(given, product(130, 128, *form))[-1:], alone)
+    with pytest.raises(ValueError, match="70 rows of 260 products are too many"):
+        kernels.multiply_silu(given, product(130, 128, *form), product(130, 128, *form))
+
+
 def test_how_a_sum_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_PROGRAMS", 520)
     assert kernels.product_parts(4096, 64) == 16

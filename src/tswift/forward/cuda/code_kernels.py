@@ -312,7 +312,8 @@ def _multiply(
         "ROWS": _LEAST_ROWS if count <= _LEAST_ROWS else _BLOCK_OF_ROWS,
     }
     counters = _counters(rows.device)
-    if triton.cdiv(count, layout["ROWS"]) * tiles > len(counters):
+    counts = layout["PARTS"] > 1 or follows == _SILU
+    if counts and triton.cdiv(count, layout["ROWS"]) * tiles > len(counters):
         raise ValueError(f"{count:,} rows of {sum(sizes):,} products are too many at a time")
     sums = _sums(rows, layout, sum(sizes), sums)
     # what is never chosen has to be there, too
