@@ -265,7 +265,7 @@ def compiled(
     """The kernels of one pass."""
     kernels: list[dict[str, Any]] = []
     compilers = {name: Compiler(name, capability, kernels) for name in NAMES}
-    with patch.multiple(backend, _generation=lambda device: capability // 10, **compilers):
+    with patch.multiple(backend, generation_of=lambda device: capability // 10, **compilers):
         type_ = getattr(torch, dtype)
         query = torch.zeros(nodes, kv_heads * groups, size, dtype=type_).transpose(0, 1)
         new = torch.zeros(kv_heads, nodes, size, dtype=type_)
@@ -465,7 +465,7 @@ def compiled_codes(
 
     own, other = kv_heads * groups * size, kv_heads * size
     compiler = Compiler("multiply_codes", capability, kernels)
-    chosen = {"multiply_codes": compiler, "_generation": lambda device: capability // 10}
+    chosen = {"multiply_codes": compiler, "generation_of": lambda device: capability // 10}
     with patch.multiple(code_kernels, **chosen):
         for count in (1, 32, PROMPT):
             rows = torch.zeros(count, hidden, dtype=type_)

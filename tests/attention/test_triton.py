@@ -158,7 +158,7 @@ def check_on(generation, kv_heads, group, dim, prefix, nodes, tree, window, dtyp
     spec = AttentionSpec(window)
     wholes = torch.full((2, kv_heads, prefix + nodes + 200, dim), torch.nan, dtype=dtype)
     wholes[0, :, : prefix + nodes], wholes[1, :, : prefix + nodes] = keys, values
-    with patch.object(backend, "_generation", lambda device: generation):
+    with patch.object(backend, "generation_of", lambda device: generation):
         out = attend(query, *wholes, ancestors, scale, spec, torch.tensor(prefix))
     worst = error(out, dense(query, keys, values, ancestors, scale, spec))
     assert worst < 2 * TOLERANCE[dtype], worst

@@ -457,7 +457,7 @@ class TritonAttention(Attention):
         size = query.shape[-1]
         rows = self._groups * self._nodes
         width = head_width(size)
-        run = configuration(rows, width, _generation(query.device), steps[0] is not None)
+        run = configuration(rows, width, generation_of(query.device), steps[0] is not None)
         chunk, chunks = chunking(self._kv_heads, self._nodes, keys.shape[1])
         programs = triton.cdiv(rows, run.rows) * chunks + self._nodes * triton.cdiv(
             self._groups, run.rows
@@ -620,6 +620,6 @@ def chunking(kv_heads: int, nodes: int, capacity: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _generation(device: torch.device) -> int:
+def generation_of(device: torch.device) -> int:
     """Its major compute capability; the interpreter makes the choices of a device."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else EMULATED

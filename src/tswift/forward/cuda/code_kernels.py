@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.attention.triton import _generation
+from tswift.attention.triton import generation_of
 from tswift.forward.cuda.layer_kernels import (
     _INTERPRETED,
     MOST_ROWS,
@@ -335,7 +335,7 @@ def _multiply(
         of_heads = (*_places(heads, rotated), *_strides(heads))
     shape = dict.fromkeys(("QUERY_HEADS", "KV_HEADS", "HALF", "LEVELS"), 1)
     # before Hopper two warps have too few registers for a wide head
-    warps = 4 if width > TILE and _generation(rows.device) < _HOPPER else 2
+    warps = 4 if width > TILE and generation_of(rows.device) < _HOPPER else 2
     with torch.cuda.device_of(rows):
         multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
             rows, *(part for each in three for part in each.given), sums, counters, out, count,
