@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -68,6 +69,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> 
         while "tokens/s" not in errors.read_text():
             os.read(talk.stdout.fileno(), 1 << 16)
             time.sleep(0.01)
+        while select.select([talk.stdout], [], [], 0)[0]:  # the answer's end, if it is still there
+            os.read(talk.stdout.fileno(), 1 << 16)
         talk.send_signal(signal.SIGINT)  # where nothing is answered it does nothing
         time.sleep(0.2)
         talk.stdin.write(b"And then?\n")
