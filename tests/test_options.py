@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from typer.main import get_command
 
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan
@@ -123,13 +124,15 @@ def test_numbers() -> None:
 
 
 def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
-    from tswift.cli.app import as_typed
+    from tswift.cli.app import app
+    from tswift.cli.options import as_typed
 
+    generate = get_command(app).commands["generate"].params  # type: ignore[attr-defined]
     with pytest.raises(InputError, match=r"^gamma: cannot be given together with tree$") as caught:
         DraftOptions(tree=(1, 2), gamma=2)
-    assert as_typed(caught.value, ["generate"]) == "--gamma: cannot be given together with --tree"
+    assert as_typed(caught.value, generate) == "--gamma: cannot be given together with --tree"
     # and by the command's own name for it
-    assert as_typed(InputError("is `seed`", "length"), ["generate"]) == "--len: is --seed"
+    assert as_typed(InputError("is `seed`", "length"), generate) == "--len: is --seed"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import tswift
 from tswift.cli.bench import bench, compare
 from tswift.cli.chat import chat
 from tswift.cli.generate import following, generate, refuse_copies
+from tswift.cli.options import as_typed
 from tswift.cli.output import (
     BAD_INPUT,
     FAILED,
@@ -97,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
             )
     except InputError as error:
-        return _bad_input(as_typed(error, words))
+        command = _command()
+        for word in words:
+            command = getattr(command, "commands", {}).get(word, command)
+        return _bad_input(as_typed(error, command.params))
     except DecodeError as error:
         return _failed(str(error))
     except (KeyboardInterrupt, typer.Abort) as stop:
@@ -118,21 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"unexpected {kind}: {error}; a mistake in tswift; {TRACEBACK}=1 shows where"
         )
     return code if isinstance(code, int) else OK
-
-
-def as_typed(error: InputError, words: Sequence[str]) -> str:
-    """An error's line, its parameter called as the command calls it."""
-    command = _command()
-    for word in words:
-        command = getattr(command, "commands", {}).get(word, command)
-    flags = {parameter.name: parameter.opts[0] for parameter in command.params}
-
-    def flag(field: str) -> str:
-        plain = field if " " in field or field.isupper() else f"--{field.replace('_', '-')}"
-        return flags.get(field) or flags.get(f"{field}s") or plain
-
-    message = re.sub(r"`(\w+)`", lambda match: flag(match[1]), error.message)
-    return message if error.field is None else f"{flag(error.field)}: {message}"
 
 
 def _ran_out(error: Exception) -> bool:

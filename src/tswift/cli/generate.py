@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tswift.cli import options
+from tswift.cli.options import as_typed
 from tswift.cli.output import (
     BAD_INPUT,
     CLOSED_PIPE,
@@ -84,10 +85,11 @@ def leading(device: str) -> Iterator[Dist]:
     ranks.disconnect()
 
 
-def follow(device: str) -> int:
+def follow(device: str, parameters: Sequence[Any]) -> int:
     """Load the same model and decode in lockstep with rank 0, with no output; returns an exit code.
 
-    An error is printed by one rank: by rank 0, if it has the same.
+    An error is printed by one rank: by rank 0, if it has the same. It names ``parameters`` of the
+    command as they are typed.
     """
     from tswift import engine
     from tswift.distributed import Gone, guard, join
@@ -116,12 +118,10 @@ def follow(device: str) -> int:
     except Exception as error:
         # before they have connected, all ranks of a machine find the same
         if not (ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"):
-            from tswift.cli.app import as_typed
-
             kind = (
                 "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
             )
-            told = as_typed(error, sys.argv[1:]) if isinstance(error, InputError) else str(error)
+            told = as_typed(error, parameters) if isinstance(error, InputError) else str(error)
             print(
                 f"tswift: error: rank {os.environ['RANK']}: {kind}{' '.join(told.split())}",
                 file=sys.stderr,
@@ -188,7 +188,7 @@ def generate(
     config = RunConfig.of(**typed.values) if resume is None else None
     device = typed.make(ModelConfig).device
     if following():
-        raise typer.Exit(follow(device))
+        raise typer.Exit(follow(device, typed.parameters))
     if resume is not None:
         try:
             read_record(resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Typed:
 
     values: Values  # by the fields' names, those that were typed
     command: Sequence[str]  # all words
+    parameters: Sequence[Any]  # of the command, as typer has them
 
     def of(self, kind: type) -> dict[str, Any]:
         """Of these values, those of a dataclass's fields."""
@@ -87,7 +89,7 @@ def takes(
                 for name, value in found.items():
                     if isinstance(value, (Path, list)):
                         found[name] = _found(value, name)
-            function(Typed(typed, context.obj), **others)
+            function(Typed(typed, context.obj, context.command.params), **others)
 
         parameters = [
             inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -129,6 +131,18 @@ def _value(name: str, value: Any, option: Option) -> Any:
         return option.parse(value)
     except InputError as error:
         raise InputError(error.message, error.field or name) from None
+
+
+def as_typed(error: InputError, parameters: Sequence[Any]) -> str:
+    """An error's line, in which the parameters of a command are called as it calls them."""
+    flags = {parameter.name: parameter.opts[0] for parameter in parameters}
+
+    def flag(field: str) -> str:
+        plain = field if " " in field or field.isupper() else f"--{field.replace('_', '-')}"
+        return flags.get(field) or flags.get(f"{field}s") or plain
+
+    message = re.sub(r"`(\w+)`", lambda match: flag(match[1]), error.message)
+    return message if error.field is None else f"{flag(error.field)}: {message}"
 
 
 def once(name: str, values: Sequence[str]) -> str:
