@@ -15,7 +15,7 @@ from tests.helpers import needs_program
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import remembered
 from tswift.errors import InputError
-from tswift.forward import adapting
+from tswift.forward import adapting, exact_passes
 from tswift.loading import model as loading
 from tswift.stages import listening
 
@@ -106,7 +106,7 @@ def test_what_failed_is_tried_again(
     shutil.rmtree(kept)
     with monkeypatch.context() as patch:
         patch.setattr(
-            loading, "fingerprint", lambda target: (_ for _ in ()).throw(adapting.Inexact("x"))
+            loading, "fingerprint", lambda target: (_ for _ in ()).throw(exact_passes.Inexact("x"))
         )
         assert stages(model)[1] is None
     assert stages(model)[1] is not None

@@ -20,9 +20,9 @@ from tests.helpers import first, needs_program
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import native_build
-from tswift.forward import packing
 from tswift.forward.cuda import coded
 from tswift.jobs import folder
+from tswift.loading import packing
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ from tswift.decoding.prices import NOMINAL
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
-from tswift.forward.adapting import choose_fixed_rows
 from tswift.forward.cuda.graphs import Graphs
+from tswift.forward.exact_passes import choose_fixed_rows
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.formats import find_drafter

@@ -18,11 +18,11 @@ from tests.forward.test_program import KINDS, network
 from tests.helpers import needs_program, options_for
 from tswift.decoding.audit import audit
 from tswift.engine import generate
-from tswift.forward import packing as coded
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram, may_serve
 from tswift.forward.notes import PROGRAM, execution_note
+from tswift.loading import packing as coded
 from tswift.loading.model import LoadedModel, load
 from tswift.models.architecture import skeleton
 from tswift.sampling.parameters import SamplingParams

@@ -36,9 +36,10 @@ from tswift.decoding.audit import audit
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.errors import InputError
-from tswift.forward import adapting
-from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
+from tswift.forward import adapting, exact_passes
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cuda import layers_check
+from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
 from tswift.loading.plan import plan_model
@@ -332,8 +333,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (kernels, "STEP", 8),
         (kernels, "_PROGRAMS", 12),
         (adapting, "_TRIED", 6),
-        (adapting, "_HELD_KEYS", 70),
-        (adapting, "_OTHER_LENGTHS", (0,)),
+        (exact_passes, "_HELD_KEYS", 70),
+        (exact_passes, "_OTHER_LENGTHS", (0,)),
         (layers_check, "_REPEATS", 2),
     ):
         monkeypatch.setattr(place, name, value)

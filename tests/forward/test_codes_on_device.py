@@ -21,7 +21,7 @@ from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_o
 from tswift.attention.backends import why_not
 from tswift.distributed import ALONE
 from tswift.errors import InputError
-from tswift.forward import adapting
+from tswift.forward import adapting, exact_passes
 from tswift.forward.cuda import coded, layers_check
 from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.layers_check import added_parts, plain_silu_mul
@@ -253,8 +253,8 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are what they are on a GPU; the interpreter is slow, so little is tried."""
     monkeypatch.setattr(coded, "by_kernels", lambda device: True)
     monkeypatch.setattr(kernels, "_PROGRAMS", 1)
-    monkeypatch.setattr(adapting, "_HELD_KEYS", 40)
-    monkeypatch.setattr(adapting, "_OTHER_LENGTHS", (0,))
+    monkeypatch.setattr(exact_passes, "_HELD_KEYS", 40)
+    monkeypatch.setattr(exact_passes, "_OTHER_LENGTHS", (0,))
     monkeypatch.setattr(adapting, "_TRIED", 6)
 
 

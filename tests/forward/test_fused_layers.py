@@ -26,9 +26,9 @@ from tswift.attention import backends_check, sdpa
 from tswift.attention.backends import BACKENDS, why_not
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
-from tswift.forward import adapting
+from tswift.forward import adapting, exact_passes
 from tswift.forward import text as texts
-from tswift.forward.adapting import fingerprint, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cuda import layers_check
 from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.cuda.layers_check import (
@@ -41,6 +41,7 @@ from tswift.forward.cuda.layers_check import (
     plain_squares,
     tree_sum,
 )
+from tswift.forward.exact_passes import fingerprint
 from tswift.forward.notes import FUSED, execution_note
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
@@ -457,8 +458,8 @@ def test_products_of_ours_and_pytorchs(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3"])
 def test_rows_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "_HELD_KEYS", 70)  # the interpreter is slow
-    monkeypatch.setattr(adapting, "_OTHER_LENGTHS", (0,))
+    monkeypatch.setattr(exact_passes, "_HELD_KEYS", 70)  # the interpreter is slow
+    monkeypatch.setattr(exact_passes, "_OTHER_LENGTHS", (0,))
     target = wrapped(name, torch.bfloat16)
     target.width = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
@@ -473,10 +474,10 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     name, layers, wide = request.param
     few = wide // 3
     for place, attribute, value in (
-        (adapting, "_HELD_KEYS", 2 * wide),  # the interpreter is slow
+        (exact_passes, "_HELD_KEYS", 2 * wide),  # the interpreter is slow
         (adapting, "_TRIED", 2),
-        (adapting, "_CHUNK_SIZES", (wide, 1)),
-        (adapting, "PROMPT_CHUNK", wide),
+        (exact_passes, "_CHUNK_SIZES", (wide, 1)),
+        (exact_passes, "PROMPT_CHUNK", wide),
         (texts, "PROMPT_CHUNK", wide),
         (texts, "_REPLAYED", 2),
         (kernels, "STEP", 16),
@@ -512,7 +513,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
         found.append((torch.cat(hidden), kv.buffers[0].clone(), kv.buffers[1].clone()))
         if narrow.chunked_text is False:
             assert passes == {wide: 1, wide // 3: 3, 1: 2}
-            narrow.chunked_text = adapting.wide_text_has_the_bits(narrow)
+            narrow.chunked_text = exact_passes.wide_text_has_the_bits(narrow)
             assert (narrow.chunked_text, narrow.fallbacks) == (True, {})
             passes.clear()
     assert passes == {wide: 2, 1: 2}
@@ -544,7 +545,7 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
         return out
 
     monkeypatch.setattr(kernels, name, otherwise)
-    assert not adapting.wide_text_has_the_bits(narrow)
+    assert not exact_passes.wide_text_has_the_bits(narrow)
     assert execution_note(narrow).endswith("narrow passes: a token has other bits in wide ones")
 
 

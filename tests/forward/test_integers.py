@@ -25,7 +25,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import SlowWarning
-from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu import products
 from tswift.forward.cpu.products import (
     PackedEmbedding,
@@ -35,6 +35,7 @@ from tswift.forward.cpu.products import (
     lay_together,
 )
 from tswift.forward.eager import EagerRunner
+from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.models.codes import Codes, PackedCodes, quantize

@@ -53,12 +53,13 @@ from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward import adapting
-from tswift.forward.adapting import fingerprint, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu import products
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.cpu.program import PassProgram
 from tswift.forward.eager import EagerRunner
+from tswift.forward.exact_passes import fingerprint
 from tswift.forward.notes import PROGRAM, execution_note
 from tswift.forward.target import Target
 from tswift.forward.text import prefill

@@ -37,8 +37,9 @@ from tswift.decoding.loop import Decoding
 from tswift.engine import generate
 from tswift.errors import InputError
 from tswift.forward import recurrent
-from tswift.forward.adapting import choose_fixed_rows, fingerprint, wrap_model
+from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu.recurrence import recurrence_library
+from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
 from tswift.forward.recurrence import Rows
 from tswift.forward.recurrent import step_states
 from tswift.forward.target import Target

@@ -14,7 +14,7 @@ import tswift
 from tests.attention.oracle import by, case
 from tests.forward.test_program import KINDS_OF_KV, target_of
 from tswift.attention.native import NativeAttention
-from tswift.forward.adapting import fingerprint
+from tswift.forward.exact_passes import fingerprint
 
 PROMPT = Path(__file__).parents[2] / "prompts" / "long-novel.txt"
 TOKENS = 100  # of a text

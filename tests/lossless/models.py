@@ -18,7 +18,7 @@ from tests.helpers import VOCAB
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV, steps_of
 from tswift.decoding.drafter import DraftTree
-from tswift.forward.adapting import choose_fixed_rows, fingerprint
+from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
 

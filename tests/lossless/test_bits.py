@@ -38,7 +38,7 @@ from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.errors import InputError
 from tswift.forward import target as module
 from tswift.forward import text
-from tswift.forward.adapting import Inexact, fingerprint
+from tswift.forward.exact_passes import Inexact, fingerprint
 from tswift.forward.target import Target
 from tswift.loading.model import load
 from tswift.models.checkpoint import silence
@@ -167,7 +167,7 @@ def large_chunks(patch: Patch) -> None:
         attend = module._each(target._layouts, exact, kv.length, nodes, ancestors)
         return target._compute(tokens, positions, module.Pass(kv.write, attend, None, nodes, nodes))
 
-    for each in ("tests.lossless.models", "tswift.forward.adapting", "tswift.decoding.loop"):
+    for each in ("tests.lossless.models", "tswift.forward.exact_passes", "tswift.decoding.loop"):
         patch.setattr(f"{each}.chunks", chunks)
 
 

@@ -28,8 +28,8 @@ from tests.models.gguf_files import (
 )
 from tests.models.refusals import refuse
 from tswift.errors import InputError
-from tswift.forward import packing as coded
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
+from tswift.loading import packing as coded
 from tswift.loading.model import LoadedModel, load
 from tswift.loading.plan import plan_model
 from tswift.models import checkpoint

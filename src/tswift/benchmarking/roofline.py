@@ -26,7 +26,7 @@ from tswift.decoding.prices import STEADY
 from tswift.errors import InputError, did_you_mean
 from tswift.forward.cpu.products import HALVES
 from tswift.forward.cpu.program import may_serve
-from tswift.forward.packing import gguf_bytes, rounded_bytes
+from tswift.loading.packing import gguf_bytes, rounded_bytes
 from tswift.machine import ask_for_huge_pages, available_bytes, environment
 from tswift.models.architecture import (
     is_moe,

@@ -2,6 +2,6 @@
 
 Begin with ``plan.plan_model``: a ``ModelPlan`` is made before anything is loaded, reads no weights,
 refuses what cannot be had, and tells sizes and memory. ``model.load_model`` loads a ``LoadedModel``
-by it; ``network`` chooses who reads the weights: transformers, or ``forward/packing``. The engine,
+by it; ``network`` chooses who reads the weights: transformers, or ``packing``. The engine,
 jobs and commands import them.
 """

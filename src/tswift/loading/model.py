@@ -26,15 +26,7 @@ from tswift.errors import (
     renaming,
     suggesting_names,
 )
-from tswift.forward.adapting import (
-    Inexact,
-    choose_fixed_rows,
-    fingerprint,
-    measured_pass,
-    select_backend,
-    try_graphs,
-    wrap_model,
-)
+from tswift.forward.adapting import measured_pass, select_backend, try_graphs, wrap_model
 from tswift.forward.cpu.products import library, multiplies_integers
 from tswift.forward.cuda import coded
 from tswift.forward.cuda.draft_weights import (
@@ -42,6 +34,7 @@ from tswift.forward.cuda.draft_weights import (
     copy_bytes,
 )
 from tswift.forward.cuda.layers_check import try_codes
+from tswift.forward.exact_passes import Inexact, choose_fixed_rows, fingerprint
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over

@@ -17,7 +17,7 @@ from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
 from tswift.forward.cuda.layers_check import Wrong, try_codes
-from tswift.forward.packing import (
+from tswift.loading.packing import (
     load_floats,
     load_gguf,
     load_rounded,

@@ -19,7 +19,7 @@ from tswift.forward.cpu.products import HALVES, library
 from tswift.forward.cpu.program import may_serve
 from tswift.forward.cuda import coded as coded_layers
 from tswift.forward.cuda.draft_weights import copy_bytes, refuse_draft_weights
-from tswift.forward.packing import gguf_bytes, rounded_bytes
+from tswift.loading.packing import gguf_bytes, rounded_bytes
 from tswift.models.architecture import (
     attention_layers,
     by_layer,

@@ -502,7 +502,7 @@ MOST_ROWS = 64
 _LEAST_ROWS = 32
 # Of products of more rows: the rows of a block. A tensor core sums each of its outputs by itself,
 # so that only the number of them changes with it; models are tried with it before use
-# (adapting.wide_text_has_the_bits).
+# (exact_passes.wide_text_has_the_bits).
 _MANY_ROWS = 128
 # what is rounded once and what twice is said by the kernels alone
 UNFUSED = {"enable_fp_fusion": False}
