@@ -91,6 +91,7 @@ def ran_out(error: BaseException) -> bool:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, platform, processors and git commit, as they go into ``run.json``."""
+    gpu = gpu_name(device)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -100,9 +101,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "driver": driver_version() if device.type == "cuda" else None,
+        "gpu": gpu,
+        "driver": gpu and driver_version(),
     }
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """What a GPU is called; None for another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 @cache

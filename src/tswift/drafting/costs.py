@@ -28,7 +28,7 @@ from tswift.drafting.heads import WIDTH, HeadTreeSource
 from tswift.files import cache_folder, put
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.target import Target
-from tswift.machine import available_bytes
+from tswift.machine import available_bytes, gpu_name
 from tswift.models.checkpoint import config_hash
 from tswift.models.codes import read_bytes
 from tswift.sampling.parameters import SamplingParams
@@ -91,9 +91,10 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     """
     most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
-    keys, most_bytes = _LONG.get(target.device.type, _LONG["cpu"])
-    if target.device.type == "cuda":
-        most_bytes = min(most_bytes, (available_bytes(target.device) or 0) // _FREE_FACTOR)
+    keys, most_bytes = _LONG[target.device.type]
+    free = available_bytes(target.device)
+    if free is not None:
+        most_bytes = min(most_bytes, free // _FREE_FACTOR)
     room = max(most_bytes // target.kv_shape.bytes_per_token - NODES[-1], 4 * _SHORT)
     long = max(2, min(keys, room, target.max_positions - NODES[-1]))
     lengths = (min(_SHORT, long // 2), long)
@@ -204,7 +205,6 @@ class _Trial(Drafter):
 
 def _key(target: Target, heads: Heads | None) -> str:
     """A hash of all that the costs depend on."""
-    device = target.device
     about = [
         _FORMAT,
         tswift.__version__,
@@ -220,7 +220,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         read_bytes(target.model),
         target.width,
         heads and heads.about(),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads(),
+        gpu_name(target.device) or torch.get_num_threads(),
         # quantised ones have other names
         str(sorted({type(module).__name__ for module in target.model.modules()})),
         str(sorted({type(weight).__name__ for weight in target.model.parameters()})),

@@ -102,6 +102,7 @@ class LogitHistory:
         self._library = build(_SOURCE)
         self._orders = np.array(_ORDERS)
         self._target = target
+        self._on_host = target.device.type == "cpu"
         self._shared_noise = shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _C.Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)
@@ -204,7 +205,7 @@ class LogitHistory:
 
     def _keep(self, logits: Tensor) -> None:
         """Keep the distributions of the next positions, whose logits ``[n, V]`` are known."""
-        if logits.device.type != "cpu":
+        if not self._on_host:
             self._keep_digest(self.digest(logits).cpu().numpy())
             return
         rows = logits.float().contiguous()
@@ -253,12 +254,11 @@ class LogitHistory:
         noisy = self._shared_noise
         given = self._asked["ids"], self._asked["logits"], self._asked.get("seen")
         # on a device they are not looked at
-        on_cpu = sampler.counts.device.type == "cpu"
         self._rank = program.row_ranker(
             *given,
             self._asked["positions"] if noisy else None,
-            sampler.counts.numpy() if sampler.counting and on_cpu else None,
-            sampler.newest.numpy() if params.repeats and on_cpu else None,
+            sampler.counts.numpy() if sampler.counting and self._on_host else None,
+            sampler.newest.numpy() if params.repeats and self._on_host else None,
         )
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
@@ -268,7 +268,7 @@ class LogitHistory:
         if self.costs and not self.pays(self.costs, context.kv.length, _REPEATS):
             return
         parts = (self._target.logits(part) for part in forwarded.hidden.split(_PROMPT_ROWS))
-        if forwarded.hidden.device.type == "cpu":
+        if self._on_host:
             for part in parts:
                 self._keep(part)
         else:  # one wait for the whole chunk
@@ -300,7 +300,7 @@ class LogitHistory:
             self._keep_digest(context.digest[-seen:])
         elif seen and context.logits is not None:
             nodes = list(context.path)[-seen:]
-            if context.logits.device.type == "cpu":
+            if self._on_host:
                 for node in nodes:
                     # no copy: PyTorch's threads would wake, and be in the way of the program's
                     self._keep(context.logits[node : node + 1])

@@ -52,14 +52,12 @@ def step_states(
     Returns:
         What each node reads from its state, ``[nodes, heads, values]``.
     """
-    if state.dtype == torch.float32:
-        library = recurrence_library() if state.device.type == "cpu" else None
-        if library is not None:
-            return step_in_c(library, rows, state, nodes, parents, after)
-        if state.device.type in _KERNEL and kernel_fault(state.device) is None:
-            from tswift.forward.cuda import recurrence_triton
-
-            return recurrence_triton.step_states(rows, state, nodes, parents, after)
+    on_host = state.device.type == "cpu" and state.dtype == torch.float32
+    if on_host and (library := recurrence_library()) is not None:
+        return step_in_c(library, rows, state, nodes, parents, after)
+    if (kernel := device_kernel(state.device, state.dtype)) is not None:
+        stepped: Tensor = kernel.step_states(rows, state, nodes, parents, after)
+        return stepped
     return step_plainly(rows, state, nodes, parents, after)
 
 

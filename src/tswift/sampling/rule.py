@@ -132,9 +132,7 @@ def _copied(numbers: Tensor) -> Tensor:
     On a CPU one thread makes it: those that PyTorch would wake spin afterwards, in the way of a
     pass's own.
     """
-    if numbers.device.type != "cpu":
-        return numbers.clone()
-    return torch.from_numpy(numbers.numpy().copy())
+    return numbers.clone() if numbers.is_cuda else torch.from_numpy(numbers.numpy().copy())
 
 
 class Sampler:
@@ -168,6 +166,7 @@ class Sampler:
             vocab_size if params.counts else 0, dtype=torch.float64, device=device
         )
         self._tokens = torch.arange(vocab_size, device=device)
+        self._on_host = self._tokens.device.type == "cpu"
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
         self._rules: dict[SamplingParams, _Rule] = {}
@@ -229,7 +228,7 @@ class Sampler:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.matters and tokens and self.newest.device.type == "cpu":
+        if self.matters and tokens and self._on_host:
             newest = self.newest.numpy()
             for position, token in enumerate(tokens, start=self.length):
                 newest[token] = position
@@ -240,7 +239,7 @@ class Sampler:
             )
             self.newest.scatter_reduce_(0, ids, positions, "amax")
         generated = tokens[max(0, self.prompt - self.length) :] if self.counting else ()
-        if generated and self.counts.device.type == "cpu":
+        if generated and self._on_host:
             counts = self.counts.numpy()
             for token in generated:
                 counts[token] += 1
@@ -493,7 +492,7 @@ class Sampler:
 
     def program(self, dtype: torch.dtype) -> CSampler | None:
         """The C program that draws from logits of a dtype, if there is one."""
-        if self._tokens.device.type != "cpu" or dtype not in CSampler.DTYPES:
+        if not self._on_host or dtype not in CSampler.DTYPES:
             return None
         return self._rule.program
 
