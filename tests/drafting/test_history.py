@@ -37,9 +37,10 @@ pytestmark = needs_program
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
     """Of a model whose hidden states are its logits."""
-    return LogitHistory(
-        SimpleNamespace(vocab_size=vocab, logits=lambda hidden: hidden), noise, kept
-    )  # type: ignore[arg-type]
+    model = SimpleNamespace(
+        device=torch.device("cpu"), vocab_size=vocab, logits=lambda hidden: hidden
+    )
+    return LogitHistory(model, noise, kept)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (70_000, 6 * 64 + 4)])
