@@ -210,6 +210,8 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     before = tokens(run)
     record = json.loads((run / "run.json").read_text())
     assert record["model"]["products"] == MADE_BY[made].split()[-1]
+    layers = "one C program" if made == "a compiler" else "eager, as native attention needs a C"
+    assert record["model"]["layers"].startswith(layers)
     on_a_machine_with(here)
     for command in (["generate", "--len", 30, "--resume", run], ["verify", run]):
         result = tswift(*command)
@@ -266,6 +268,21 @@ def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> 
     each = {"int4": 0.75, "int8": 1.25}[kind]
     assert told["shape"]["weight_bytes"] == layers * each + head * 1.25 + norms * 2
     assert told["weights"] == kind
+
+
+def test_a_floor_without_a_compiler_counts_floats(
+    tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a pass reads there."""
+    network = tiny_model("llama")
+    file = write_gguf(tmp_path / "tiny.gguf", network)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    native_build._attempted.cache_clear()
+    result = tswift("roofline", "--model", file, "--json", "-")
+    assert result.code == 0, result.err
+    embeddings = network.get_input_embeddings().weight.numel()
+    floats = sum(weight.numel() for weight in network.parameters()) - embeddings
+    assert json.loads(result.out)["shape"]["weight_bytes"] == 4 * floats
 
 
 def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
     )
 
 
+def own_backend(device: torch.device) -> str:
+    """The backend that should serve on a device."""
+    return "triton" if device.type == "cuda" else "native"
+
+
 def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
     """The backend that a name stands for; the arguments are those of :func:`why_not`.
 
@@ -74,7 +79,7 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USU
         InputError: there is no such backend, or it cannot serve the model here.
     """
     if name == "auto":
-        own = "triton" if device.type == "cuda" else "native"
+        own = own_backend(device)
         return own if why_not(own, dtype, device, width) is None else "sdpa"
     if name not in BACKENDS:
         raise InputError(

@@ -24,7 +24,7 @@ from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.decoding.prices import STEADY
 from tswift.errors import InputError, did_you_mean
-from tswift.forward.cpu.products import HALVES
+from tswift.forward.cpu.products import HALVES, library
 from tswift.forward.cpu.program import may_serve
 from tswift.loading.packing import gguf_bytes, rounded_bytes
 from tswift.machine import ask_for_huge_pages, available_bytes, environment
@@ -239,7 +239,9 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         serves = may_serve(checkpoint.skeleton)
         kept = kv_dtype_for(query.kv_dtype, dtype, place or torch.device("cuda"), serves)
         shape = shape_of(checkpoint.skeleton, dtype.itemsize, kept.itemsize)
-        if query.weights is not None:
+        if on_cpu and not _multiplies_codes():
+            pass  # they are made floats once
+        elif query.weights is not None:
             read = rounded_bytes(checkpoint.skeleton, query.weights, dtype, read=True)
             shape = replace(shape, coded_bytes=read)
         elif coded and checkpoint.gguf is not None:
@@ -257,6 +259,15 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     rounded = {} if query.weights is None else {"weights": query.weights}
     about = {"model": query.model, "dtype": words, **rounded, "device": where}
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
+
+
+def _multiplies_codes() -> bool:
+    """Whether a CPU multiplies weights of integer codes as they are: a C program does."""
+    try:
+        library()
+    except Unbuilt:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.backends import BACKENDS, choose, own_backend, why_not
 from tswift.attention.backends_check import fails
 from tswift.caches import FullKV
 from tswift.errors import InputError, NoFault, cause_of, fault_of
@@ -52,10 +52,13 @@ def select_backend(
     """
     kv_heads, groups, width = heads_of(config)
     backend = choose(attention, dtype, device, width)
-    tried = backend != "sdpa" and (backend == "native" or device.type == "cuda")
+    own = own_backend(device)
+    tried = backend == own or (backend != "sdpa" and device.type == "cuda")
     reason = fails(backend, dtype, device, width, (kv_heads, groups)) if tried else None
-    if attention == "auto" and backend == "sdpa" and device.type == "cuda":
-        reason = why_not("triton", dtype, device, width)
+    if attention == "auto" and backend == "sdpa":
+        reason = why_not(own, dtype, device, width)
+        if own == "native":  # that was told before loading, if it costs much
+            reason = reason and NoFault(reason)
     if reason is None:
         return backend, ""
     if attention != "auto":
