@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +67,7 @@ def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         _sum_products_in_one_order()
         _refuse_masks_of_numbers()
+        _patch_once_a_launch()
 
 
 def _sum_products_in_one_order() -> None:
@@ -105,6 +107,21 @@ def _refuse_masks_of_numbers() -> None:
 
     strict("create_masked_load", 1)
     strict("create_masked_store", 2)
+
+
+def _patch_once_a_launch() -> None:
+    """Let Triton's interpreter replace the language's functions once a launch:
+    it does so again in each call of a function of a kernel, which takes a quarter of its time.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    of_all = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    right = interpreter._patch_lang
+    interpreter._patch_lang = lambda fn: right(of_all)
+    interpreter.InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(
+        *given, **named
+    )
 
 
 SENTENCES = [
