@@ -162,7 +162,7 @@ FAULTS = [
           " or self.config,"),
     Fault("a line's own seed is not read", "jobs/batch.py", MANY, '            "seed",\n', ""),
     Fault("a text that was begun is taken for finished", "jobs/batch.py", MANY,
-          'read_record(self.folder).get("state") == FINISHED', "True"),
+          'read_record(self.folder).state == FINISHED', "True"),
     Fault("another file goes on with a folder", "jobs/batch.py", MANY, 'if known["sha256"] != digest:', "if False:"),
     # compiled libraries, and paths
     Fault("a library is loaded whatever its content", "native_build.py", BUILDING,
@@ -835,7 +835,7 @@ FAULTS = [
     Fault("a character begun is sent when a run is interrupted", "serving/runs.py", "serving/test_service.py",
           'elif job.state != RUNNING:\n                # a character', "elif False:\n                # a character"),
     Fault("what waited is asked with the new server's defaults", "serving/runs.py", "serving/test_killing.py::test_a_server_killed_in_a_stream",
-          '{**self._typed_model, **content["typed"], **listed}', "self._typed"),
+          '{**self._typed_model, **of_json(content["typed"])}', "self._typed"),
     Fault("a reader that comes back gets the text anew", "serving/routes.py", "serving/test_killing.py::test_a_server_killed_in_a_stream",
           "tokens, start = have or (0, 0)", "tokens, start = 0, 0"),
     Fault("a dropped connection cancels", "serving/routes.py", "serving/test_service.py::test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for",

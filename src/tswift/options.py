@@ -204,6 +204,13 @@ def parse_shard(words: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
+def of_json(values: Values) -> dict[str, Any]:
+    """Options that were read from JSON, which has lists where options are tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
+
 def fields_of(kind: type, values: Values) -> dict[str, Any]:
     """Of some values by name, those of a dataclass's options."""
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}

@@ -120,7 +120,7 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(
     assert killed > 1
     assert main(asked) == 0
     assert (out / OUT).read_bytes() == (whole / OUT).read_bytes()
-    assert [read_record(out / f"{place:06}")["state"] for place in (1, 2, 3, 4)] == [FINISHED] * 4
+    assert [read_record(out / f"{place:06}").state for place in (1, 2, 3, 4)] == [FINISHED] * 4
 
 
 def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:

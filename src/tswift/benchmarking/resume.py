@@ -29,7 +29,7 @@ from tswift.errors import MAX_RECORD, InputError, parse_json
 from tswift.files import lock_folder
 from tswift.jobs.folder import FINISHED, INTERRUPTED, read_own
 from tswift.models.config import ModelConfig
-from tswift.options import fields_of, options_of
+from tswift.options import fields_of, of_json, options_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.tables import Table
 
@@ -60,10 +60,7 @@ def read_record(folder: Path, option: str) -> Record:
         raise InputError(
             f"{path} has transformers' generate, which benchmarks/peers.py runs", option
         )
-    record.options = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in record.options.items()
-    }
+    record.options = of_json(record.options)
     if record.options.get("temperature") == 0:
         # older ones have the paper's penalty there, which nobody typed
         used = next(iter(record.parts.values())).workload.sampling

@@ -22,7 +22,7 @@ from tswift.files import LOCK, Lock, write_whole
 from tswift.jobs.config import MAX_BYTES, RunConfig, Text
 from tswift.jobs.folder import FINISHED, RECORD, TEXT, TOKENS, read_own, read_record
 from tswift.jobs.prompts import read_lines
-from tswift.options import Values, changed
+from tswift.options import Values, changed, of_json
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Task:
     @property
     def done(self) -> bool:
         """Whether it is finished."""
-        return (self.folder / RECORD).exists() and read_record(self.folder).get("state") == FINISHED
+        return (self.folder / RECORD).exists() and read_record(self.folder).state == FINISHED
 
 
 class Batch:
@@ -92,11 +92,15 @@ class Batch:
     def _read(self) -> Iterator[Task]:
         bad = []
         for line in read_lines(self._prompts, OPTION):
-            own = {
-                name: _listed(name, line.fields[field])
-                for field, name in _OWN.items()
-                if line.fields.get(field) is not None
-            }
+            own = of_json(
+                {
+                    name: line.fields[field]
+                    for field, name in _OWN.items()
+                    if line.fields.get(field) is not None
+                }
+            )
+            if isinstance(own.get("stop"), str):
+                own["stop"] = (own["stop"],)
             folder = self.out / f"{line.number:0{_PLACES}}"
             try:
                 text = line.text(self._prompts.stem, None, OPTION)
@@ -227,13 +231,6 @@ class Batch:
         return start(task.config, command, loaded=model, ids=self._ids(task, model))
 
 
-def _listed(name: str, value: object) -> object:
-    """A line's value of an option, in which JSON has lists, and a stop string may stand alone."""
-    if name == "stop" and isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _before(out: Path, values: Values) -> Values:
     """The defaults of a folder that an older tswift began, in which all texts are to be alike."""
     if not (out / BATCH).exists() or "defaults" in _read_batch(out):
@@ -241,7 +238,7 @@ def _before(out: Path, values: Values) -> Values:
     before: dict[str, object] = {"stop_at_eos": False, "skip_special_tokens": False}
     made = next((path.parent for path in sorted(out.glob(f"*/{RECORD}"))), None)
     if made is not None and "preset" not in values:
-        before["sampling_from"] = read_record(made)["options"].get("sampling_from")
+        before["sampling_from"] = read_record(made).options.get("sampling_from")
     return before
 
 
@@ -265,11 +262,7 @@ def is_batch(folder: Path) -> bool:
 def reopen(out: Path) -> Batch:
     """The batch in a folder, with the options that it was begun with."""
     known = _read_batch(out)
-    values = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in known["options"].items()
-    }
-    return Batch(Path(known["prompts"]), out, values)
+    return Batch(Path(known["prompts"]), out, of_json(known["options"]))
 
 
 def line_of(task: Task) -> str:
@@ -284,9 +277,9 @@ def line_of(task: Task) -> str:
         "id": task.text.name.partition("/")[2],
         "folder": task.folder.name,
         "seed": task.config.text.seed,
-        "prompt_tokens": record["prompt"]["tokens"],
+        "prompt_tokens": record.prompt["tokens"],
         "tokens": len(read_own(task.folder / TOKENS)) // 4,
-        "end": record["end"],
+        "end": record.end,
         "text": text,
     }
     return json.dumps(line, ensure_ascii=False)

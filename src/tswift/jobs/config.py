@@ -32,6 +32,7 @@ from tswift.options import (
     fields_of,
     given_names,
     given_options,
+    of_json,
     option,
     options_of,
     part,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     from tswift.loading.model import LoadedModel
 
+# options that are done with once a run has its prompt, and its sampling
+_OF_THE_PROMPT = ("prompt", "prompt_text", "prefill", "chat", "system", "preset", "out")
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -464,48 +467,31 @@ class RunConfig:
         return changed(cls(), values)
 
     @classmethod
-    def from_record(cls, record: Values) -> RunConfig:
-        """The configuration of a recorded run: its model as it was loaded,
-        its drafting options as they were resolved.
+    def from_record(cls, options: Values, loaded: Values, drafting: Values) -> RunConfig:
+        """The configuration of a recorded run: its ``options``, but its model as it was ``loaded``,
+        and its drafting options as they were resolved.
 
         Attention is ``auto`` where that was ``native``, which another machine may lack.
         AttributeError, KeyError, TypeError or ValueError if the record is broken.
         """
-        options = record["options"]
-        loaded = record["model"]
-        drafting = dict(record["drafting"])
-        if isinstance(drafting.get("tree"), list):
-            drafting["tree"] = tuple(drafting["tree"])
-        model = ModelConfig(
-            model=loaded["name"],
-            device=loaded["device"],
-            dtype=loaded["dtype"],
-            kv_dtype=loaded.get("kv_dtype", loaded["dtype"]),
-            attention="auto" if loaded["attention"] == "native" else loaded["attention"],
-            heads=options["heads"],
-            draft_model=None if loaded.get("draft") is None else loaded["draft"]["name"],
-            drafter=None if loaded.get("drafter") is None else loaded["drafter"]["name"],
-            draft_weights=options.get("draft_weights"),
-            weights=options.get("weights"),
-            yarn=options.get("yarn"),
-            exact=loaded.get("exact") is not None,
-        )
-        return cls(
-            model=model,
-            text=TextConfig(length=options["length"], seed=options["seed"]),
-            method=options["method"],
-            stop_at_eos=options["stop_at_eos"],
-            ignore_eos=options.get("ignore_eos", False),
-            include_stop_str_in_output=options.get("include_stop_str_in_output"),
-            # runs that know nothing of it were written with all tokens
-            skip_special_tokens=options.get("skip_special_tokens", False),
-            stop=tuple(options.get("stop", ())),
-            stop_on_loop=options.get("stop_on_loop"),
-            logprobs=options.get("logprobs"),
-            sampling_from=options.get("sampling_from", PAPERS),
-            drafting=DraftOptions(**drafting),
-            given=frozenset(drafting),
-        )
+        attention = loaded["attention"]
+        draft, drafter = (loaded.get(name) or {"name": None} for name in ("draft", "drafter"))
+        recorded = {
+            # of runs that know nothing of them
+            "skip_special_tokens": False,
+            "sampling_from": PAPERS,
+            **{name: value for name, value in options.items() if name not in _OF_THE_PROMPT},
+            "model": loaded["name"],
+            "device": loaded["device"],
+            "dtype": loaded["dtype"],
+            "kv_dtype": loaded.get("kv_dtype", loaded["dtype"]),
+            "attention": "auto" if attention == "native" else attention,
+            "draft_model": draft["name"],
+            "drafter": drafter["name"],
+            "exact": loaded.get("exact") is not None,
+            **drafting,
+        }
+        return changed(cls(), of_json(recorded))
 
     def recorded(self) -> dict[str, object]:
         """What ``run.json`` keeps as the run's options:

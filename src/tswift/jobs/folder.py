@@ -54,6 +54,7 @@ from tswift.files import (
     write_whole,
 )
 from tswift.jobs.config import RunConfig, fingerprint
+from tswift.options import of_json
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ TEXT, TOKENS, RECORD, PROMPT, AUDIT = (
 LOGPROBS = "logprobs.bin"
 JOURNAL, CHECKSUM = "journal", "checksum"
 _ROWS = "logprobs_crc32"
+_ALWAYS = ("state", "options", "sampling", "drafting", "model", "prompt")  # in a record
 REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
@@ -124,8 +126,9 @@ class Record:
 
     @classmethod
     def of(cls, plain: Object) -> Record:
-        """A record of what JSON holds."""
-        return cls(**{each.name: plain[each.name] for each in fields(cls) if each.name in plain})
+        """A record of what JSON holds; a KeyError if it lacks what all versions have written."""
+        names = [each.name for each in fields(cls)]
+        return cls(**{name: plain[name] for name in names if name in plain or name in _ALWAYS})
 
     def content(self) -> bytes:
         """The bytes of ``run.json``, with their checksum."""
@@ -452,6 +455,23 @@ class RunRecord:
         """What ends its text, and what is shown of it."""
         return self.config.text_rules(self.params, self.eos_ids)
 
+    def text_fault(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """What is wrong with its ``text.txt``, which is to be the text of its tokens;
+        empty if nothing is.
+
+        Of a run that did not come to save its end it may be a part.
+        """
+        file = self.path / TEXT
+        whole = self.record.state in (FINISHED, INTERRUPTED)
+        # the text before the tokens: a process that is writing them writes the tokens first
+        found = read_own(file) if whole or file.exists() else b""
+        text = text_of(tokenizer, _ids(read_own(self.path / TOKENS)), self.rules).encode()
+        if text == found if whole else text.startswith(found):
+            return ""
+        pairs = enumerate(zip(text, found, strict=False))
+        same = next((at for at, (own, other) in pairs if own != other), min(len(text), len(found)))
+        return f"{file} is not the text of {TOKENS}: they differ from byte {same:,} on"
+
 
 class Saved(NamedTuple):
     """How far a run came, as its journal vouches for it."""
@@ -474,35 +494,36 @@ def read_run(path: Path) -> RunRecord:
     prompt = read_tokens(path / PROMPT)
     for name in (TEXT, LOGPROBS, RECORD + NEW):  # what is to be written, if it goes on
         status_of_regular_file(path / name)
-    try:
-        sampling = record["sampling"]
-        eos_ids = tuple(record["model"]["eos_ids"])
-        ids = {name: tuple(sampling.get(name, ())) for name in ("banned", "ends")}
-        params = SamplingParams(**{**sampling, **ids})
-        config = RunConfig.from_record(record)
-        recorded_prompt = record["prompt"]["sha256"]
-        sessions = record.get("resumed", ())
-        sum(part.get("prefill_seconds", 0.0) for part in (record, *sessions))  # as figures will
-        exact = [record["model"].get("exact"), *(session.get("exact") for session in sessions)]
+    with reading(path / RECORD):
+        exact = [each.get("exact") for each in (record.model, *record.resumed)]
         bits = {None if how is None else how["bits"] for how in exact}
+        sum(part.get("prefill_seconds", 0.0) for part in record.resumed)  # as figures will
         run = RunRecord(
             path,
-            Record.of(record),
-            config,
-            params,
+            record,
+            RunConfig.from_record(record.options, record.model, record.drafting),
+            SamplingParams(**of_json(record.sampling)),
             prompt,
             bits.pop() if len(bits) == 1 else None,
-            eos_ids,
+            tuple(record.model["eos_ids"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path / RECORD} is broken: {reason}") from None
+        recorded_prompt = record.prompt["sha256"]
     if recorded_prompt != fingerprint(prompt):
         raise InputError(f"{path / PROMPT} is not the prompt of {RECORD}: their SHA-256 differ")
     return run
 
 
-def read_record(path: Path) -> Object:
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Say in one line what is wrong with a file of ours while its content is made use of."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{file} is broken: {reason:.200}") from None
+
+
+def read_record(path: Path) -> Record:
     """``run.json`` of a run's folder, with its checksum checked; InputError if there is none,
     or it is broken.
     """
@@ -518,7 +539,8 @@ def read_record(path: Path) -> Object:
         )
     if record.get(CHECKSUM) != checksum(record):
         raise InputError(f"{path / RECORD} is not as it was written: its checksum differs")
-    return record
+    with reading(path / RECORD):
+        return Record.of(record)
 
 
 def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Saved:
@@ -595,25 +617,6 @@ def read_own(
     return read_file(path, most, option, missing, lambda path: open_own(path, option=option))
 
 
-def text_fault(path: Path, state: str, tokenizer: PreTrainedTokenizerBase, rules: TextRules) -> str:
-    """What is wrong with a run's ``text.txt``, which is to be the text of its tokens;
-    empty if nothing is.
-
-    Of a run that did not come to save its end, in another ``state`` than finished or interrupted,
-    it may be a part.
-    """
-    file = path / TEXT
-    whole = state in (FINISHED, INTERRUPTED)
-    # the text before the tokens: a process that is writing them writes the tokens first
-    found = read_own(file) if whole or file.exists() else b""
-    text = text_of(tokenizer, _ids(read_own(path / TOKENS)), rules).encode()
-    if text == found if whole else text.startswith(found):
-        return ""
-    pairs = enumerate(zip(text, found, strict=False))
-    same = next((at for at, (own, other) in pairs if own != other), min(len(text), len(found)))
-    return f"{file} is not the text of {TOKENS}: they differ from byte {same:,} on"
-
-
 def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:
     """Refuse token ids that the model does not have, by naming the first."""
     for index, token in enumerate(ids):
@@ -670,39 +673,33 @@ def list_runs(folder: Path) -> list[Entry]:
     )
 
 
-def inspect_run(path: Path) -> tuple[Entry, Object, Checkpoint]:
+def inspect_run(path: Path) -> tuple[Entry, Record | None, Checkpoint]:
     """A run from outside, whoever is writing it: its entry in a list, its record (if sound),
     its last checkpoint.
     """
     working = in_use(path)
     last = Checkpoint(0, 0)
-    record: Object = {}
     with suppress(InputError):
         last = [last, *parse_journal(read_own(path / JOURNAL, MAX_RECORD)).checkpoints][-1]
     if working and not (path / RECORD).exists():  # its model is being loaded
-        return Entry(path, RUNNING, "", last.tokens), record, last
+        return Entry(path, RUNNING, "", last.tokens), None, last
     try:
         record = read_record(path)
-        seconds = last.counters.get("seconds")
-        state = (
-            RUNNING if working else KILLED if record["state"] == RUNNING else str(record["state"])
-        )
-        options = record["options"]
-        speed = last.tokens / seconds if isinstance(seconds, float) and seconds else None
-        entry = Entry(
-            path,
-            state,
-            str(record.get("reason", "")),
-            last.tokens,
-            int(options["length"]),
-            str(options["method"]),
-            str(record["model"]["name"]),
-            speed,
-            str(record["started"]),
-        )
-    except (InputError, KeyError, TypeError, ValueError) as error:
-        reason = (
-            str(error) if isinstance(error, InputError) else f"{path / RECORD} is broken: {error!r}"
-        )
-        entry = Entry(path, BROKEN, reason, last.tokens)
+        with reading(path / RECORD):
+            seconds = last.counters.get("seconds")
+            speed = last.tokens / seconds if isinstance(seconds, float) and seconds else None
+            killed = KILLED if record.state == RUNNING else str(record.state)
+            entry = Entry(
+                path,
+                RUNNING if working else killed,
+                str(record.reason or ""),
+                last.tokens,
+                int(record.options["length"]),
+                str(record.options["method"]),
+                str(record.model["name"]),
+                speed,
+                str(record.started),
+            )
+    except InputError as error:
+        return Entry(path, BROKEN, str(error), last.tokens), None, last
     return entry, record, last

@@ -62,7 +62,6 @@ from tswift.jobs.folder import (
     read_record,
     read_run,
     read_saved,
-    text_fault,
 )
 from tswift.loading.model import INTEGERS, PRODUCTS, LoadedModel, load_model
 from tswift.loading.plan import ModelPlan, plan_model
@@ -128,7 +127,7 @@ class Signals:
 
 
 _NOTHING_STOPS = 1 << 20
-END, BY_STRING, BY_LOOP = "end", "stop", "loop"  # in a record: how a finished text ended
+BY_STRING, BY_LOOP = "stop", "loop"  # in a record: how a finished text ended
 OnStep = Callable[[str, DecodeStats], None]
 
 
@@ -551,10 +550,10 @@ def _continued(
 
 def _in_use(path: Path) -> str:
     """What to tell who cannot have the lock of a run."""
-    owner = read_record(path).get("process")  # a folder without a record has none
+    owner = read_record(path).process
     who = (
         f"process {owner.get('pid')} on {owner.get('host')}"
-        if isinstance(owner, dict)
+        if owner and isinstance(owner, dict)  # some have none
         else "another process"
     )
     return f"{path} is in use: {who} is writing it"
@@ -578,7 +577,7 @@ def _check_text(
     """Refuse a finished run with another text than that of its tokens, or write that text."""
     name = run.config.model.model
     tokenizer = Checkpoint.find(name).tokenizer() if loaded is None else loaded.tokenizer
-    fault = text_fault(run.path, run.record.state, tokenizer, run.rules)
+    fault = run.text_fault(tokenizer)
     if fault and not discard_damaged:
         raise InputError(f"{fault}; --discard-damaged writes it anew", OPTION)
     if fault:

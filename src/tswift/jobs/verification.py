@@ -12,7 +12,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.forward.text import OnProgress
 from tswift.jobs.config import AuditConfig, first_tokens
-from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens, text_fault
+from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.job import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
@@ -133,7 +133,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     if model.exact is not None and (note or not run.config.model.exact):
         model.target.set_fixed_rows(None)
         model = replace(model, exact=None)
-    fault = text_fault(run.path, run.record.state, model.tokenizer, run.rules)
+    fault = run.text_fault(model.tokenizer)
     audited = AuditInput(
         model, run.prompt, _tokens(run), run.params, run.config.text.seed, run.path, note, fault
     )

@@ -45,14 +45,14 @@ from tswift.jobs.folder import (
     read_own,
     read_run,
     read_saved,
-    text_fault,
+    reading,
 )
-from tswift.jobs.job import END, Job, resume, row_bytes, start, with_sampling
+from tswift.jobs.job import Job, resume, row_bytes, start, with_sampling
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
 from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
-from tswift.options import Values, changed
+from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
 from tswift.serving.config import job as job_of
@@ -569,12 +569,7 @@ class Service:
             return None
         content = parse_json(read_own(file, MAX_RECORD), file)
         try:
-            listed = {
-                name: tuple(value)
-                for name, value in content["typed"].items()
-                if isinstance(value, list)
-            }
-            typed = {**self._typed_model, **content["typed"], **listed}
+            typed = {**self._typed_model, **of_json(content["typed"])}
             request = parse(content["body"], content["chat"], typed, content["model"])
             run = Run(
                 path,
@@ -603,21 +598,18 @@ class Service:
                 raise InputError(f"{path.name} holds no run")
             return run
         entry, record, last = inspect_run(path)
-        if entry.state == BROKEN:
+        if record is None:
             raise InputError(entry.reason)
-        try:
-            config = RunConfig.from_record(record)
+        with reading(path / RECORD):
+            config = RunConfig.from_record(record.options, record.model, record.drafting)
             run = run or Run(
-                path, config, created=int(datetime.fromisoformat(record["started"]).timestamp())
+                path, config, created=int(datetime.fromisoformat(record.started).timestamp())
             )
-            run.prompt_tokens = int(record["prompt"]["tokens"])
-            depth = int(record.get("figures", {}).get("drafted_per_path", 0))
+            run.prompt_tokens = int(record.prompt["tokens"])
+            depth = int((record.figures or {}).get("drafted_per_path", 0))
             run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
-            run.end = (
-                record.get(END, {}).get("reason", "length") if entry.state == FINISHED else None
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{path / RECORD} is broken: {error!r:.200}") from None
+            ended_at = (record.end or {}).get("reason", "length")
+            run.end = ended_at if entry.state == FINISHED else None
         if ended or run.stats.tokens > run.config.text.length:
             # else it is to come to what was asked last
             run.config = config
@@ -631,7 +623,7 @@ class Service:
         ids = saved.tokens[: run.stats.tokens]
         fault = saved.damage
         if entry.state == FINISHED and not fault:
-            fault = text_fault(path, entry.state, self.model.tokenizer, made.rules)
+            fault = made.text_fault(self.model.tokenizer)
         if fault:
             raise InputError(fault)
         text = text_of(self.model.tokenizer, ids, made.rules)
