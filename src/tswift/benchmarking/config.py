@@ -179,11 +179,7 @@ class BenchOptions:
     def refuse_unused(self, methods: Sequence[str]) -> None:
         """Refuse options that none of these methods uses."""
         drafting = given_options(self.drafting, self.given)
-        refuse_unused(
-            methods,
-            {**drafting, "heads": self.model.heads_wanted, "tree": self.trees.get("")},
-            self.trees,
-        )
+        refuse_unused(methods, {**drafting, "tree": self.trees.get("")}, self.trees)
         for method in self.trees:
             if method and (method not in methods or "tree" not in find_method(method).uses):
                 raise InputError(

@@ -302,7 +302,7 @@ def refuse_unused(
 
     Args:
         methods: names.
-        given: fields of ``DraftOptions`` that were given, and ``heads``; None for what was not.
+        given: fields of ``DraftOptions`` that were given; None for what was not.
         trees: those of single methods, where they have others than the one that was given.
 
     Raises:
@@ -319,8 +319,6 @@ def refuse_unused(
     }
     if "tree" in looked_at:
         looked_at |= {"gamma"}
-    if any("heads" in find_method(method).loads for method in methods):
-        looked_at |= {"heads"}
     for name, value in given.items():
         if value is not None and name not in looked_at:
             message = (

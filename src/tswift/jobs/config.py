@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tswift.decoding.text import TextRules, check_stop
-from tswift.drafting.options import METHODS, DraftOptions, find_method, refuse_unused, used
+from tswift.drafting.options import (
+    LOADED,
+    METHODS,
+    DraftOptions,
+    find_method,
+    refuse_unused,
+    used,
+)
 from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
 from tswift.models.config import (
     DEMO,
@@ -252,9 +259,10 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
 
     InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
-    for name in ("drafter", "draft_model", "draft_weights"):
+    wanted = vars(config) | {"heads": config.heads_wanted}
+    for name in LOADED:
         users = [user for user, method in METHODS.items() if name in method.loads]
-        if getattr(config, name) is not None and not {*methods} & {*users}:
+        if wanted[name] is not None and not {*methods} & {*users}:
             use = "draft with the model itself" if name == "draft_weights" else "use it"
             one = f"{methods[0]} does not {use}"
             message = (
@@ -447,8 +455,7 @@ class RunConfig:
         if self.ignore_eos and self.stop_at_eos:
             raise InputError("cannot be given together with --stop-at-eos", "ignore_eos")
         refuse_shape(self.model.model)
-        heads = {} if self.model.heads_wanted is None else {"heads": self.model.heads_wanted}
-        refuse_unused([self.method], {**given_options(self.drafting, self.given), **heads})
+        refuse_unused([self.method], given_options(self.drafting, self.given))
         self.to_load()
         if self.model.exact and method.reference:
             raise InputError(

@@ -69,7 +69,7 @@ from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
 from tswift.models.checkpoint import Checkpoint, config_hash, weights_hash
 from tswift.models.config import NO_HEADS, ModelConfig
-from tswift.options import Values, changed
+from tswift.options import Values, changed, fields_of
 from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
@@ -655,11 +655,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
     record = run.record
     options = run.record.options
     typed = options.get("drafting", {})
-    drafting = {
-        name: value
-        for name, value in asked.items()
-        if name in (*DraftOptions.__dataclass_fields__, "heads")
-    }
+    drafting = fields_of(DraftOptions, asked)
     if drafting:
         auto = record.drafting.get("tree") == drafting.get("tree", AUTO) == AUTO
         kept = {
