@@ -69,6 +69,7 @@ from tswift.memory import MemoryEstimate
 
 LENGTH = 120
 PROMPTS = [Prompt("p", list(range(1, 9)))]
+CASE = Case(repeat=0, prompt="p", prefill=8, seed=3, tokens=PROMPTS[0].tokens)
 
 
 def options(checkpoint, *methods: str, trees=None, **changes) -> BenchOptions:
@@ -139,7 +140,7 @@ def test_a_text_is_compared_with_the_probes_of_its_run():
     run = made_up("tokenswift", passes=4, tokens=20, seconds=1.0)
     for token, differs in ((10, None), (11, 10)):
         run.probes = [Probe(11, (token,), (0.1,))]
-        _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), [run], [20]).samples()
+        _, sample = Trial(None, CASE, [run], [20]).samples()
         assert (sample.same_as_ar, sample.first_difference, sample.compared_tokens) == (
             differs is None,
             differs,
@@ -152,7 +153,7 @@ def test_plain_decodings_time_is_for_as_many_tokens():
         made_up("ar", passes=10, tokens=10, seconds=2.0),
         made_up("tokenswift", passes=4, tokens=12, seconds=1.0),
     ]
-    _, sample = Trial(None, Case(0, PROMPTS[0], 8, 3), runs, [10]).samples()
+    _, sample = Trial(None, CASE, runs, [10]).samples()
     assert (sample.points[0].ar_seconds, sample.points[0].speedup) == pytest.approx((2.4, 2.4))
 
 

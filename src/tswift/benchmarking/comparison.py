@@ -18,7 +18,6 @@ from tswift.benchmarking.config import (
 from tswift.benchmarking.record import Options, Sample
 from tswift.benchmarking.run import Case, Run, Trial, open_runs
 from tswift.benchmarking.summary import STATS, from_source, method_name
-from tswift.benchmarking.workloads import Prompt
 from tswift.decoding.audit import Audit
 from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, first_tokens
 from tswift.machine import environment
@@ -209,7 +208,7 @@ def compare(
         on_progress: called when a run has been prefilled or has advanced by a slice.
         on_audit: called with a method's name and the tokens audited so far and in all.
     """
-    case = Case(0, Prompt("", list(prompt)), len(prompt), seed)
+    case = Case(repeat=0, prompt="", prefill=len(prompt), seed=seed, tokens=prompt)
     trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
     interrupted = trial.run(on_progress, lambda samples: None)  # a second Ctrl-C ends the audit too
     if interrupted and not all(run.tokens for run in trial.runs.values()):

@@ -18,6 +18,7 @@ from tswift.drafting.options import (
     parse_tree,
     refuse_unused,
     used,
+    used_options,
 )
 from tswift.errors import InputError, Object, renamed
 from tswift.jobs.config import TextConfig, refuse_with_chat, to_load
@@ -424,11 +425,7 @@ class BenchConfig:
 
     def drafting(self) -> dict[str, dict[str, object]]:
         """For records: by label, the options that its method uses."""
-        from tswift.jobs.job import used_options
-
-        return {
-            one.label: used_options(find_method(one.method), one.options) for one in self.contenders
-        }
+        return {one.label: used_options(one.method, one.options) for one in self.contenders}
 
 
 def configure(

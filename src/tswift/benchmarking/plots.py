@@ -223,7 +223,7 @@ def time_figure(measurement: Measurement) -> Figure:
     width = 7.5 if len(panels) == 1 else 5.5 * len(panels)
     every = _CURVE_POINTS // 8
     return _line_figure(
-        [panels], _methods(measurement), "Decoding time", measurement, width, every, sharey=True
+        [panels], measurement.methods, "Decoding time", measurement, width, every, sharey=True
     )
 
 
@@ -246,7 +246,7 @@ def acceptance_figure(measurement: Measurement) -> Figure:
     panels = _panels(points, "generated tokens", shown)
     return _line_figure(
         panels,
-        _methods(measurement),
+        measurement.methods,
         "Acceptance and speedup",
         measurement,
         4 * len(shown),
@@ -319,11 +319,3 @@ def _panels(
 def _title(where: Where) -> str:
     kind, prefill = where
     return kind or ("" if prefill is None else f"prefill {prefill:,} tokens")
-
-
-def _methods(measurement: Measurement) -> list[str]:
-    return list(
-        dict.fromkeys(
-            [*measurement.workload.methods, *(sample.method for sample in measurement.samples)]
-        )
-    )

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import NoneType
 from typing import (
@@ -114,6 +115,9 @@ class Cell:
     prompt: str
     prefill: Size
     seed: Integer
+
+    def __str__(self) -> str:
+        return f"{self.prompt}, prefill {self.prefill:,}, seed {self.seed}"
 
     @property
     def cell(self) -> Cell:
@@ -250,6 +254,14 @@ class Workload:
     simulated: Simulation | None = None
     stop_at_eos: Literal[True] | None = None  # texts end by themselves
 
+    def grid(self, repeats: int) -> list[Cell]:
+        """The cells of its grid, in the order in which they are measured."""
+        axes = range(repeats), self.prompts, self.prefills, self.seeds
+        return [
+            Cell(repeat=repeat, prompt=prompt.name, prefill=prefill, seed=seed)
+            for repeat, prompt, prefill, seed in product(*axes)
+        ]
+
     def differing(self, other: Workload) -> list[str]:
         """What of two workloads differs, by name."""
         ours = to_json(self)
@@ -290,6 +302,12 @@ class Measurement:
     def environments(self) -> list[Environment]:
         """Of all processes that measured."""
         return [session.environment for session in self.sessions] or [self.environment]
+
+    @property
+    def methods(self) -> list[str]:
+        """Labels of all that was measured, in the workload's order."""
+        measured = (sample.method for sample in self.samples)
+        return list(dict.fromkeys([*self.workload.methods, *measured]))
 
     @property
     def done(self) -> set[Cell]:

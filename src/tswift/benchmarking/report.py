@@ -357,8 +357,7 @@ def same_text_note(measurement: Measurement) -> str:
         first = sample.first_difference
         why = "rounding" if sample.explained else "NOT rounding"
         how = "its audit finds violations" if first is None else f"from token {first}, {why}"
-        place = f"prompt {sample.prompt}, prefill {sample.prefill:,}, seed {sample.seed}, {how}"
-        places.append(f"{method_name(sample.method)} ({place})")
+        places.append(f"{method_name(sample.method)} (prompt {sample.cell}, {how})")
     if len(differing) > len(places):
         places.append(f"and {len(differing) - len(places)} more")
     return (

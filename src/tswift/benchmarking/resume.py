@@ -8,7 +8,6 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import product
 from pathlib import Path
 
 from tswift.benchmarking import summary
@@ -232,16 +231,11 @@ def _done(record: Record) -> set[Place]:
 def _places(record: Record) -> Iterator[Place]:
     """All cells of the grid, with their groups' labels."""
     for label, measurement in record.parts.items():
-        workload = measurement.workload
-        repeats = range(plan_of(record.options or {}).repeats)
-        for repeat, prompt, prefill, seed in product(
-            repeats, workload.prompts, workload.prefills, workload.seeds
-        ):
-            yield label, Cell(repeat=repeat, prompt=prompt.name, prefill=prefill, seed=seed)
+        for cell in measurement.workload.grid(plan_of(record.options or {}).repeats):
+            yield label, cell
 
 
 def _name(place: Place) -> str:
     label, cell = place
     repeat = f"repeat {cell.repeat + 1}" if cell.repeat else ""
-    words = [label, cell.prompt, f"prefill {cell.prefill:,}", f"seed {cell.seed}", repeat]
-    return ", ".join(filter(None, words))
+    return ", ".join(filter(None, [label, str(cell), repeat]))

@@ -244,29 +244,11 @@ def integrate(probes: Sequence[Probe], length: int) -> float:
     return float(np.interp(np.arange(length), positions, means).sum())
 
 
-@dataclass(frozen=True)
-class Case:
-    """Prompt, prefill, seed and repeat of a trial."""
+@dataclass(kw_only=True)
+class Case(Cell):
+    """A cell of the grid that is measured."""
 
-    repeat: int
-    prompt: Prompt
-    prefill: int
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt.name}, prefill {self.prefill:,}, seed {self.seed}"
-
-    @property
-    def tokens(self) -> list[int]:
-        """Of the prompt, those that are prefilled."""
-        return self.prompt.tokens[: self.prefill]
-
-    @property
-    def cell(self) -> Cell:
-        """Its place in the grid, for records."""
-        return Cell(
-            repeat=self.repeat, prompt=self.prompt.name, prefill=self.prefill, seed=self.seed
-        )
+    tokens: Sequence[int]  # of the prompt, those that are prefilled
 
 
 class Trial:
@@ -535,23 +517,18 @@ def measure(
     Returns:
         How it ended, which is the ``state`` of the measurements too.
     """
-    cells = plan.repeats * len(prompts) * len(plan.prefills) * len(plan.seeds)
+    texts = {prompt.name: prompt.tokens for prompt in prompts}
+    cells = next(iter(record.parts.values())).workload.grid(plan.repeats)
     first, shards = plan.shard or (1, 1)
-    mine = range(first - 1, cells * len(groups), shards)
+    mine = range(first - 1, len(cells) * len(groups), shards)
     for order, (label, config) in enumerate(groups.items()):
         measurement = record.parts[label]
         warm = False
-        grid = (
-            Case(repeat, prompt, prefill, seed)
-            for repeat in range(plan.repeats)
-            for prompt in prompts
-            for prefill in sorted(plan.prefills)
-            for seed in plan.seeds
-        )
         try:
-            for number, case in enumerate(grid, order * cells):
-                if number not in mine or case.cell in measurement.done:
+            for number, cell in enumerate(cells, order * len(cells)):
+                if number not in mine or cell in measurement.done:
                     continue
+                case = Case(**vars(cell), tokens=texts[cell.prompt][: cell.prefill])
                 if not warm:
                     _warm_up(config, prompts[0], plan)
                 warm = True

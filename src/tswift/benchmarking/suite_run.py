@@ -92,10 +92,7 @@ def texts_html(record: SuiteRecord, about: str) -> str:
     """All texts of a ``suite.json`` as a self-contained page; ``about`` is a line on the model."""
     sections: dict[str, str] = defaultdict(str)
     for text in record.texts:
-        where = (
-            f"{text.prompt}, prefill {text.prefill:,}, seed {text.seed}, {len(text.tokens):,} "
-            "tokens"
-        )
+        where = f"{text.cell}, {len(text.tokens):,} tokens"
         heading = f"{text.label}: {sum(repeated(text.tokens)) / len(text.tokens):.0%} repeated"
         parts = (
             f"<mark>{escape(part)}</mark>" if mark else escape(part) for part, mark in spans(text)
@@ -270,7 +267,7 @@ def judge_texts(
         record.texts.append(
             SuiteText(
                 label=label,
-                prompt=case.prompt.name,
+                prompt=case.prompt,
                 prefill=case.prefill,
                 seed=case.seed,
                 tokens=tokens,

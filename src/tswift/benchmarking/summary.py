@@ -176,9 +176,7 @@ def summarise(measurement: Measurement) -> list[Row]:
         for point in sample.points:
             groups[kind, sample.prefill, point.len, sample.method].append((sample, point))
     kind_order = [*dict.fromkeys([*kinds.values(), ""])]
-    methods = [
-        *dict.fromkeys([*workload.methods, *(sample.method for sample in measurement.samples)])
-    ]
+    methods = measurement.methods
     order = sorted(
         groups, key=lambda key: (kind_order.index(key[0]), *key[1:3], methods.index(key[3]))
     )

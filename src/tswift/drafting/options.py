@@ -7,7 +7,7 @@ on model and device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 from tswift.errors import InputError, did_you_mean
@@ -283,6 +283,12 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
     elif "tree" in uses and options.recall != 0:  # recalls instead
         uses -= OF_NGRAMS
     return uses
+
+
+def used_options(method: str, options: DraftOptions) -> dict[str, object]:
+    """The options that a method looks at, by name."""
+    looked_at = used(find_method(method), options)
+    return {name: value for name, value in asdict(options).items() if name in looked_at}
 
 
 def varies(method: Method, options: DraftOptions) -> bool:

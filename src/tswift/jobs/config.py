@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 # options that are done with once a run has its prompt, and its sampling
 _OF_THE_PROMPT = ("prompt", "prompt_text", "prefill", "chat", "system", "preset", "out")
+_RECORDED = ("heads", "length", "method", "seed", "stop_at_eos")  # by all versions
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -482,12 +483,13 @@ class RunConfig:
         AttributeError, KeyError, TypeError or ValueError if the record is broken.
         """
         attention = loaded["attention"]
+        names = (*_RECORDED, *options)
         draft, drafter = (loaded.get(name) or {"name": None} for name in ("draft", "drafter"))
         recorded = {
             # of runs that know nothing of them
             "skip_special_tokens": False,
             "sampling_from": PAPERS,
-            **{name: value for name, value in options.items() if name not in _OF_THE_PROMPT},
+            **{name: options[name] for name in names if name not in _OF_THE_PROMPT},
             "model": loaded["name"],
             "device": loaded["device"],
             "dtype": loaded["dtype"],

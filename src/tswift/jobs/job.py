@@ -29,10 +29,8 @@ from tswift.drafting.options import (
     AUTO,
     MEASURED,
     DraftOptions,
-    Method,
-    find_method,
     refuse_unused,
-    used,
+    used_options,
 )
 from tswift.engine import Generation, Request, begin
 from tswift.errors import DecodeError, InputError, Object
@@ -424,7 +422,7 @@ def start(
         command=list(command),
         options=config.recorded(),
         sampling=asdict(generation.params),
-        drafting=used_options(find_method(config.method), generation.options),
+        drafting=used_options(config.method, generation.options),
         model=_used_identity(model, wanted),
         prompt={"source": config.text.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
         started=now(),
@@ -508,7 +506,7 @@ def resume(
         "at": len(job.tokens),
         "started": now(),
         "command": list(command),
-        "drafting": used_options(find_method(config.method), job.generation.options),
+        "drafting": used_options(config.method, job.generation.options),
         "draft": draft,
         "drafter": model.drafter_name,
         "draft_weights": model.draft_weights,
@@ -608,11 +606,6 @@ def begin_run(
         logprobs=config.logprobs,
     )
     return begin(model, request, kept=kept)
-
-
-def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
-    """The drafting options that a method uses, by name."""
-    return {name: value for name, value in asdict(options).items() if name in used(method, options)}
 
 
 def _identity(model: LoadedModel) -> dict[str, object]:

@@ -11,14 +11,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, Object, read_file
 from tswift.jobs.config import MAX_BYTES, Text, check_prompt
 from tswift.options import Values
-
-if TYPE_CHECKING:
-    pass
 
 # of a line, the first of these names that it has
 _TEXT = ("prompt", "problem", "question", "question_content", "query", "instruction", "text")
