@@ -110,6 +110,13 @@ def renaming(**fields: str) -> Iterator[None]:
         raise renamed(error, fields) from None
 
 
+def no_such(what: str, name: str, choices: Iterable[str], field: str) -> InputError:
+    """The error of a name that is none of some choices."""
+    known = [*choices]
+    close = did_you_mean(name, known)
+    return InputError(f"no {what} {name!r:.60}; there are {', '.join(known)}{close}", field)
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """``; did you mean X?`` for the choice that is closest to a name, or nothing if none is close;
     those that begin with it come first.

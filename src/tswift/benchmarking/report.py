@@ -19,8 +19,7 @@ from tswift.benchmarking.config import SAMPLED
 from tswift.benchmarking.record import Measurement, Record, SuiteRecord, encode, to_json
 from tswift.benchmarking.suites import SUITES, published_rows
 from tswift.benchmarking.summary import METRICS, Figure, Row, method_name, source, summarise
-from tswift.errors import InputError
-from tswift.files import write_whole
+from tswift.files import unwritable, write_whole
 from tswift.jobs.folder import FINISHED
 from tswift.tables import NOTHING, Table, quantity
 
@@ -75,7 +74,7 @@ def write_report(
             )
             write_whole(folder / name, data)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written to ({error.strerror})", "out") from None
+        raise unwritable(folder, error) from None
     return [folder / name for name in contents]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
 from tswift.decoding.prices import STEADY
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, no_such
 from tswift.forward.cpu.products import HALVES, library
 from tswift.forward.cpu.program import may_serve
 from tswift.loading.packing import gguf_bytes, rounded_bytes
@@ -78,10 +78,7 @@ _BESIDE = {"h100": 57e-6}
 def find_machine(name: str, dtype: str) -> Machine:
     """A published machine, if its rate in this dtype is known."""
     if name not in MACHINES:
-        known = ("here", "cpu", "cuda", *MACHINES)
-        raise InputError(
-            f"no device {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}", "device"
-        )
+        raise no_such("device", name, ("here", "cpu", "cuda", *MACHINES), "device")
     if dtype not in _DTYPES:
         rate = f"{name} is known by its rate in {' and '.join(_DTYPES)}, not in {dtype}"
         raise InputError(f"{rate}; give one of these, or --bandwidth and --flops", "dtype")

@@ -24,7 +24,7 @@ from tswift.benchmarking.summary import (
     grid_order,
     summarise,
 )
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import no_such
 from tswift.options import Values
 
 if TYPE_CHECKING:
@@ -113,10 +113,7 @@ SUITES: dict[str, Suite] = {
 def find_suite(name: str) -> Suite:
     """The suite of a name, or an ``InputError``."""
     if name not in SUITES:
-        raise InputError(
-            f"no suite {name!r:.40}; there are {', '.join(SUITES)}{did_you_mean(name, SUITES)}",
-            "suite",
-        )
+        raise no_such("suite", name, SUITES, "suite")
     return SUITES[name]
 
 

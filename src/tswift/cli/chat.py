@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from contextlib import suppress
+from functools import partial
 from secrets import randbits
 from typing import TYPE_CHECKING
 
 import typer
 
 from tswift.cli import options
-from tswift.cli.output import complain, loading_notice, one_line, write_stdout
+from tswift.cli.output import complain, loading_notice, tell, write_stdout
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig, TextConfig
@@ -49,11 +49,7 @@ def chat(typed: options.Typed, quiet: options.Quiet = False) -> None:
     refuse_missing_heads(typed.values.get("heads"))
     _, system = config.read()
 
-    def say(line: str) -> None:
-        if not quiet:
-            with suppress(OSError):
-                print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
-
+    say = partial(tell, quiet=quiet)
     with loading_notice(config.model.model, quiet):
         from tswift.jobs.chat import Chat
         from tswift.jobs.job import Signals

@@ -19,14 +19,14 @@ from tswift.cli import options
 from tswift.cli.options import as_typed
 from tswift.cli.output import (
     BAD_INPUT,
-    CLOSED_PIPE,
     FAILED,
     INTERRUPTED,
     OK,
     abandon_stdout,
     complain,
     loading_notice,
-    one_line,
+    tell,
+    writing_stdout,
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -113,7 +113,7 @@ def follow(device: str, parameters: Sequence[Any]) -> int:
             ranks.disconnect()
     except Gone as error:
         if ranks is None:
-            print(f"tswift: error: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+            complain(f"rank {os.environ['RANK']}: {error}")
         return OK if ranks and ranks.left() else FAILED
     except Exception as error:
         # before they have connected, all ranks of a machine find the same
@@ -122,10 +122,7 @@ def follow(device: str, parameters: Sequence[Any]) -> int:
                 "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
             )
             told = as_typed(error, parameters) if isinstance(error, InputError) else str(error)
-            print(
-                f"tswift: error: rank {os.environ['RANK']}: {kind}{' '.join(told.split())}",
-                file=sys.stderr,
-            )
+            complain(f"rank {os.environ['RANK']}: {kind}{told}")
         return BAD_INPUT if isinstance(error, InputError) else FAILED
     return OK
 
@@ -213,9 +210,8 @@ def generate(
                 job = resumed(resume, typed.values, discard_damaged, typed.command, all_of_them)
         if job is not None:
             _run(job, Display(job, quiet, not no_progress), signals)
-        elif not quiet:
-            done = one_line(f"the run in {resume} is finished; a larger --len goes on with it")
-            print(f"tswift: {done}", file=sys.stderr)
+        else:
+            tell(f"the run in {resume} is finished; a larger --len goes on with it", quiet)
     if verify:
         from tswift.cli.verify import verify_folder
 
@@ -261,26 +257,22 @@ def _many(
     made = 0
     again = f"tswift generate --resume {batch.out}" + (f" --shard {shard}" if shard else "")
     try:
-        with Signals() as signals:
+        with writing_stdout(), Signals() as signals:
             for line in batch.make(batch.of_shard(*chosen), typed.command, signals):
                 made += 1
                 sys.stdout.buffer.write(f"{line}\n".encode())
                 sys.stdout.buffer.flush()
             gathered = batch.gather()
-    except BrokenPipeError:
-        abandon_stdout()
-        raise typer.Exit(CLOSED_PIPE) from None
     except Stopped as stop:
         if not quiet:
             complain(f"{stop}; {made:,} texts were made, {again} makes the rest")
         raise typer.Exit(stop.code) from None
-    if not quiet:
-        rest = (
-            "other shards have some left"
-            if gathered is None
-            else f"all {len(batch.tasks):,} are in {gathered}"
-        )
-        print(f"tswift: {one_line(f'{made:,} texts were made; {rest}')}", file=sys.stderr)
+    rest = (
+        "other shards have some left"
+        if gathered is None
+        else f"all {len(batch.tasks):,} are in {gathered}"
+    )
+    tell(f"{made:,} texts were made; {rest}", quiet)
 
 
 def _run(job: Job, display: Display, signals: Signals) -> None:
@@ -292,11 +284,8 @@ def _run(job: Job, display: Display, signals: Signals) -> None:
     for line in job.statement():
         display.say(line)
     try:
-        with display:
+        with writing_stdout(), display:
             job.run(display.show, display.show_prefill, signals)
-    except BrokenPipeError:
-        abandon_stdout()
-        raise typer.Exit(CLOSED_PIPE) from None
     except OSError as error:  # the folder's own errors are told by the job
         abandon_stdout()
         complain(f"stdout cannot be written to ({error.strerror}); {job.saved()}")

@@ -69,9 +69,16 @@ def one_line(message: str) -> str:
     )
 
 
+def tell(message: str, quiet: bool = False) -> None:
+    """Say something on stderr, in one line, unless quiet; a pipe that nobody reads is no error."""
+    if not quiet:
+        with suppress(OSError):
+            print(f"tswift: {one_line(message)}", file=sys.stderr, flush=True)
+
+
 def complain(message: str) -> None:
     """Say on stderr what went wrong, in one line."""
-    print(f"tswift: error: {one_line(message)}", file=sys.stderr)
+    tell(f"error: {message}")
 
 
 @contextmanager
@@ -81,8 +88,8 @@ def warnings_in_a_line(quiet: bool) -> Iterator[None]:
     def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if category is not SlowWarning:
             show_others(message, category, *where, **more)
-        elif not quiet:
-            print(f"tswift: {one_line(str(message))}", file=sys.stderr, flush=True)
+        else:
+            tell(str(message), quiet)
 
     with warnings.catch_warnings():
         show_others = warnings.showwarning
@@ -100,9 +107,7 @@ def loading_notice(what: str, quiet: bool, logged: bool = False) -> Iterator[Non
     told = sys.stderr is not None and (logged or sys.stderr.isatty()) and not quiet
 
     def say(stage: str) -> None:
-        if told:
-            with suppress(OSError):  # nobody reads it any more
-                print(f"tswift: {one_line(stage)} ...", file=sys.stderr, flush=True)
+        tell(f"{stage} ...", quiet=not told)
 
     say(f"loading {what}")
     if quiet:
@@ -111,27 +116,30 @@ def loading_notice(what: str, quiet: bool, logged: bool = False) -> Iterator[Non
         with listening(say):
             yield
     except KeyboardInterrupt as stop:
-        if not quiet:
-            print(
-                f"tswift: {str(stop) or 'interrupted'} while {what} was loaded; nothing was begun",
-                file=sys.stderr,
-            )
+        tell(f"{str(stop) or 'interrupted'} while {what} was loaded; nothing was begun", quiet)
         raise
 
 
-def write_stdout(text: str) -> None:
-    """Write to stdout at once; Exit if nobody reads it.
+@contextmanager
+def writing_stdout() -> Iterator[None]:
+    """While entered, Exit if nobody reads stdout.
 
     Typer would say 1, which here means a regression.
     """
-    encoding = sys.stdout.encoding or "utf-8"
     try:
-        # what it has no character for
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+        yield
     except BrokenPipeError:
         abandon_stdout()
         raise typer.Exit(CLOSED_PIPE) from None
+
+
+def write_stdout(text: str) -> None:
+    """Write to stdout at once; Exit if nobody reads it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    with writing_stdout():
+        # what it has no character for
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
 
 
 def open_closed() -> None:

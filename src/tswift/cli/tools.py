@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ import typer
 import tswift
 from tswift.benchmarking.config import RooflineQuery
 from tswift.cli import options
-from tswift.cli.output import INTERRUPTED, loading_notice, one_line
+from tswift.cli.output import INTERRUPTED, loading_notice, tell
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.files import lock_folder
@@ -334,11 +333,7 @@ def serve(
     with listen(config) as sock, lock_folder(config.runs, "runs", busy):
         from tswift.jobs.job import Signals
 
-        def say(line: str) -> None:
-            if not quiet:
-                with suppress(OSError):  # a pipe that nobody reads any more; serving goes on
-                    print(f"tswift: {one_line(line)}", file=sys.stderr, flush=True)
-
+        say = partial(tell, quiet=quiet)
         with Signals():
             with loading_notice(base.model.model, quiet, logged=True):
                 from tswift.loading.model import load_model

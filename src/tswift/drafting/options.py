@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, no_such
 from tswift.options import DRAFTING, Values, check_options, given_options, option
 
 FULL = "full"
@@ -265,10 +265,7 @@ def find_method(name: str) -> Method:
         InputError: there is none.
     """
     if name not in METHODS:
-        raise InputError(
-            f"no method {name!r}; there are {', '.join(METHODS)}{did_you_mean(name, METHODS)}",
-            "method",
-        )
+        raise no_such("method", name, METHODS, "method")
     return METHODS[name]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.errors import InputError, Object, parse_json, read_file
-from tswift.files import LOCK, Lock, write_whole
+from tswift.files import LOCK, Lock, unwritable, write_whole
 from tswift.jobs.config import MAX_BYTES, RunConfig, Text
 from tswift.jobs.folder import FINISHED, RECORD, TEXT, TOKENS, read_own, read_record
 from tswift.jobs.prompts import read_lines
@@ -161,9 +161,7 @@ class Batch:
             with Lock(self.out, _PATIENCE):
                 yield LOCK, f"{BATCH}.new"
         except OSError as error:
-            raise InputError(
-                f"{self.out} cannot be written to ({error.strerror or error})", "out"
-            ) from None
+            raise unwritable(self.out, error) from None
 
     def of_shard(self, index: int, count: int) -> list[Task]:
         """The texts of the shard ``index`` of ``count``, from 1."""

@@ -23,7 +23,7 @@ from tswift.drafting.options import (
     refuse_unused,
     used,
 )
-from tswift.errors import InputError, did_you_mean, find_path, read_file, read_stream
+from tswift.errors import InputError, find_path, no_such, read_file, read_stream
 from tswift.models.config import (
     DEMO,
     DEMO_DRAFT,
@@ -218,10 +218,7 @@ def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
     such method.
     """
     if name not in PRESETS:
-        message = (
-            f"no preset {name!r:.40}; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
-        )
-        raise InputError(message, "preset")
+        raise no_such("preset", name, PRESETS, "preset")
     # where the LM head drafts no level, the tree begins with the first head's
     drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
     uses = used(
