@@ -143,6 +143,7 @@ def structures(*sources: Path) -> Any:
             pointers = re.findall(r"\*(\w+)", names)
             kind = ctypes.c_void_p if pointers else known.get(kind)
             fields += [(each.strip(), kind) for each in pointers or names.split(",")]
+        assert len(dict(fields)) == len(fields), f"{name} has two fields of one name"
         if all(kind for _, kind in fields):  # others are C's own
             known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return SimpleNamespace(**known)

@@ -21,7 +21,7 @@ from tswift.attention.backends_check import fails
 from tswift.caches import FullKV
 from tswift.errors import InputError, NoFault, cause_of, fault_of
 from tswift.forward.cpu.parts import Unfit
-from tswift.forward.cpu.products import finely_rounded, multiplies_integers
+from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
 from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel
@@ -31,9 +31,8 @@ from tswift.forward.target import Target
 from tswift.forward.text import first_broken
 from tswift.machine import synchronize
 from tswift.models.architecture import heads_of, max_positions
-from tswift.models.codes import holds_codes
 from tswift.models.config import SHAPE_PREFIX
-from tswift.models.devices import dtype_name, keep_precision, kv_dtype_for
+from tswift.models.devices import dtype_name, keep_precision
 from tswift.native_build import Unbuilt
 from tswift.remembered import NO_CHECKS, Checks
 from tswift.stages import tell
@@ -135,11 +134,7 @@ def wrap_model(
     if target is not None:
         return target
     tell("comparing its logits with those of transformers")
-    with finely_rounded(network):
-        target = _compared(network, model, backend, kv_dtype, usual)
-    if holds_codes(network) and target.runner.program is not None:
-        # with the inputs as they are to be rounded
-        target.pack()
+    target = _compared(network, model, backend, kv_dtype, usual)
     if target.runner.program is not None and not target.fallbacks:
         checks.keep("logits", "those of transformers")
     return target
@@ -155,7 +150,7 @@ def _as_compared(
     try:
         target.pack()
         if kv_dtype is not None and kv_dtype != target.dtype:
-            target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
+            target.set_kv_dtype(kv_dtype)
     except (Unfit, Unbuilt):
         return None
     return None if target.runner.program is None else target
@@ -273,7 +268,7 @@ def _narrow_cache(
         apart: how far the logits are off.
     """
     try:
-        target.set_kv_dtype(kv_dtype_for(kv_dtype, target.dtype, target.device, program=True))
+        target.set_kv_dtype(kv_dtype)
         reason = None
     except Unfit as error:
         reason = f"cannot have a cache in {dtype_name(kv_dtype)}: {error}"

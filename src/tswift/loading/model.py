@@ -272,7 +272,7 @@ def load(
             for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
         draft_weights: ``int4`` or ``int8``, on CUDA: let drafting passes of the model run on a copy
             of it whose linear layers have such weights, all but the LM head, and which shares all
-            else. What is decoded is the model as it is. ``auto``: ``int4``, if there is room
+            else. What is decoded is the model as it is. ``auto``: ``int8``, if there is room
             for it and its passes are quicker. ``none`` is what None is.
         yarn: how many times the positions that the model was made for it is to serve, by YaRN,
             which turns its rotary embeddings more slowly; above 1. None leaves them as they are.

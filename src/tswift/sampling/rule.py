@@ -148,7 +148,8 @@ class Sampler:
         counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed
             in place.
         length: tokens in the text so far.
-        fault: why :meth:`fuse` has left drawing or ranking to PyTorch; None if it has not.
+        fault: why :func:`~tswift.sampling.kernels.use_kernels` has left drawing or ranking to
+            PyTorch; None if it has not.
     """
 
     def __init__(

@@ -374,8 +374,8 @@ int64_t tswift_follow(const Call *c, const int64_t *parents) {
 /* A pass over a tree and its logits by the functions of program.c, and what is drawn: nothing comes between them that
    would take what is needed next out of the processor's caches, and the other threads are awake still. */
 typedef struct {
-    void (*forward)(const void *model, const void *pass);
-    const void *model, *pass;
+    void (*forward)(const void *, const void *);
+    const void *model, *run; /* the pass */
     void (*multiply)(const void *, const float *, float *, int64_t, parallel_region *, int64_t);
     const void *lm_head;
     const float *hidden; /* of the pass, [rows, hidden] */
@@ -383,7 +383,7 @@ typedef struct {
 } Verification;
 
 int64_t tswift_verify(const Verification *v, const Call *c, const int64_t *parents) {
-    v->forward(v->model, v->pass);
+    v->forward(v->model, v->run);
     v->multiply(v->lm_head, v->hidden, v->logits, c->rows, c->parallel, c->threads);
     return tswift_follow(c, parents);
 }

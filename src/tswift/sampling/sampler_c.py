@@ -36,6 +36,7 @@ from tswift.sampling.parameters import SamplingParams, constants
 
 _SOURCE = Path(__file__).with_name("sampler.c")
 _C = structures(_SOURCE)
+Verification = _C.Verification
 MOST = 16  # candidates of a row
 _FILTERS = ("min_p", "eta", "top_k", "top_p")  # that it knows, in its order
 

@@ -7,7 +7,7 @@
    matrix holds in 16 bits without loss is kept so, for half the bytes, and widened in registers: the products are the
    same. In bfloat16 the weights of two neighbouring vectors take turns, so that one load and two operators widen both.
 
-   Weights that are codes lie as integers.py says, which also defines their product. Rows are rounded to integers, which
+   Weights that are codes lie as models/codes.py says; tests/forward/plain_products.py defines their product. Rows are rounded to integers, which
    are multiplied as numbers of 16 bits in tiles of up to TILE rows, four inputs at a time, as vectors.h says. Of a tile
    there are, for every block of inputs: the words of its fours, of all rows the first, then the next; a step for each
    row; and for each row the step times the sum of its integers.

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -330,21 +329,3 @@ def lay_together(network: nn.Module) -> None:
         if moved >= _MOVED:  # or all weights would be in memory twice
             return_free_memory()
             moved = 0
-
-
-@contextmanager
-def finely_rounded(network: nn.Module) -> Iterator[None]:
-    """Have a network round inputs to 16 bits for a while,
-    so that two ways to compute it can be compared.
-
-    Rounding to 8 bits makes large differences of the smallest ones.
-    """
-    layers = [module for module in network.modules() if isinstance(module, PackedLinear)]
-    bits = [layer.input_bits for layer in layers]
-    for layer in layers:
-        layer.input_bits = 16
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, bits, strict=True):
-            layer.input_bits = own

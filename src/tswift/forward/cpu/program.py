@@ -34,19 +34,11 @@ from tswift.forward.cpu.products import (
 from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.models.codes import LEAST_BLOCK, quantize
 from tswift.native_build import parallel_region
+from tswift.sampling.sampler_c import Verification
 
 _FLOATS = nn.Parameter, torch.float32
 DRAFT_BITS = 8  # of the codes of layers that only draft, and of their inputs
 MAX_COPIED = 1 << 30  # bytes of a model's weights in float32; above, memory is worth more than time
-
-
-class _Verification(ctypes.Structure):
-    """``Verification`` in sampling/sampler.c."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_void_p)
-        for name in ["forward", "model", "run", "multiply", "lm_head", "hidden", "logits"]
-    ]
 
 
 T = TypeVar("T")
@@ -135,7 +127,7 @@ class PassProgram:
             embedding_scale=parts.embedding_scale,
             residual_scale=parts.residual_scale,
         )
-        self._verification = _Verification(
+        self._verification = Verification(
             forward=_address(self._library.tswift_forward),
             model=ctypes.addressof(self._model),
             multiply=_address(self._library.tswift_multiply),

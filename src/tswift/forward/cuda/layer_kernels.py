@@ -1,4 +1,4 @@
-"""Triton kernels of a layer, but for its attention; only ``fused_layers`` imports this module.
+"""Triton kernels of a layer, but for its attention; imported where triton is at hand.
 
 A layer of Llama's kind takes six, the attention's two among them. Each product reads its rows as
 they have to be, normalised where a norm stands before it, and ends with what follows it:
@@ -23,7 +23,7 @@ then neighbouring sums, and so on; every addition has two terms, so no compiler 
 otherwise, and a tile's squares are a part of the tree that the next product adds up. Divisions and
 roots are correctly rounded, the exponential is made of additions and products alone, and the
 compiler fuses none of them. Where transformers' eager layers round to the model's dtype, these
-kernels round, too. Plain PyTorch that does the same is in ``fused_layers``; its results are equal
+kernels round, too. Plain PyTorch that does the same is in ``layers_check``; its results are equal
 to the bit, on a CPU and on a GPU.
 """
 
