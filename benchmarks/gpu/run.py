@@ -178,7 +178,7 @@ def at_context(
         Request(
             prompt=ids, length=length, method=method, options=DraftOptions(nodes=nodes), **settings
         ),
-        accept=walk,
+        simulate=walk,
     )
 
     def last(

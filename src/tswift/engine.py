@@ -9,10 +9,10 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.device_step_check import try_steps
-from tswift.decoding.drafter import AcceptFn, Step
+from tswift.decoding.drafter import Step, WalkFn
 from tswift.decoding.lockstep import agree, lockstep
 from tswift.decoding.loop import Decoding
-from tswift.decoding.prices import NOMINAL, PassCosts
+from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.costs import costs_of, measure
@@ -155,8 +155,8 @@ class Generation:
 def begin(
     model: LoadedModel,
     request: Request,
-    accept: Callable[[int], AcceptFn] | None = None,
-    kept: Decoding | None = None,
+    simulate: Callable[[int], WalkFn] | None = None,
+    earlier: Decoding | None = None,
 ) -> Generation:
     """Check a request, and allocate the caches.
 
@@ -164,9 +164,8 @@ def begin(
     counts.
 
     Args:
-        accept: makes an ``accept`` for :class:`Decoding` from the maximum tokens drafted along a
-            path.
-        kept: as for :class:`Decoding`.
+        simulate: makes that of :class:`Decoding` from the most tokens drafted along a path.
+        earlier: as for :class:`Decoding`.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
@@ -191,20 +190,27 @@ def begin(
         need = check(target, request.demand(resolved), draft=model.draft)
     costs = NOMINAL
     draft_costs = None
-    drafting = resolved
+    draft_options = resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
         if model.drafting is not None and method.drafts_itself:
             draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:
         # by all ranks together, which must decide alike: their clocks differ
-        drafting = replace(resolved, costs="nominal")
+        draft_options = replace(resolved, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
         copy = (model.drafting, draft_costs)
         drafter = make_drafter(
-            request.method, target, model.heads, drafting, model.draft, need.positions, costs, *copy
+            request.method,
+            target,
+            model.heads,
+            draft_options,
+            model.draft,
+            need.positions,
+            costs,
+            *copy,
         )
         if ranks.count > 1:
             agree(drafter, ranks)
@@ -215,10 +221,10 @@ def begin(
             request.seed,
             drafter,
             request.length,
-            accept and accept(drafter.depth),
+            simulate and simulate(drafter.depth),
             request.written,
             request.logprobs,
-            kept,
+            earlier,
         )
     return Generation(decoding, drafter.depth, rules, params, resolved, need, costs, ranks, *text)
 

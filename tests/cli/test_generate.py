@@ -27,7 +27,7 @@ from tests.helpers import NO_PROGRAM, first
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
 from tswift.attention.backends import choose
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.pass_costs import PassCosts
 from tswift.sampling.rule import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]

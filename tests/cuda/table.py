@@ -40,7 +40,7 @@ from tswift.forward import target as targets
 from tswift.forward.cuda import runner
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
-from tswift.speculators.formats import find_drafter
+from tswift.speculators.drafter_files import find_drafter
 
 PROMPT, WARM = 70, 4
 COUNTS = ("waits", "sent", "fetched", "kernels", "launches")

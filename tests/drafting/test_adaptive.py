@@ -33,7 +33,7 @@ from tests.helpers import (
 )
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter
-from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
+from tswift.decoding.pass_costs import NOMINAL, PassCosts, PassTimes
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions

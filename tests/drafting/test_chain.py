@@ -21,7 +21,7 @@ from tests.helpers import (
 from tswift.caches import FullKV, PartialKV, StreamingKV
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.decoding.prices import NOMINAL
+from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.chains import CAUGHT_UP_TOGETHER, ChainSource, DraftModel, SmallDraftModel
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS, DraftOptions

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.helpers import tiny_heads, tiny_target
-from tswift.decoding import prices
+from tswift.decoding import pass_costs
 from tswift.decoding.loop import HostStepper
-from tswift.decoding.prices import NOMINAL
+from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting import costs
 from tswift.drafting.costs import costs_of, folder, measure
 
@@ -123,7 +123,7 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
 
 @pytest.mark.slow
 def test_what_was_measured_is_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(prices, "STEADY", 1e9)
+    monkeypatch.setattr(pass_costs, "STEADY", 1e9)
     target = tiny_target()
     heads = tiny_heads()
     first = costs_of(target, heads)
@@ -143,7 +143,7 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
 
 
 def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
-    monkeypatch.setattr(prices, "STEADY", 1e9)
+    monkeypatch.setattr(pass_costs, "STEADY", 1e9)
     target = tiny_target()
     found = costs_of(target, None)
     monkeypatch.setattr(costs, "measure", lambda *given: found)

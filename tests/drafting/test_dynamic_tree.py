@@ -22,7 +22,7 @@ from tests.helpers import (
     tiny_target,
     tokens_of,
 )
-from tswift.decoding.prices import NOMINAL, PassCosts
+from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.drafting import chains
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree, TreeBudget
 from tswift.drafting.methods import make_drafter

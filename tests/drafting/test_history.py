@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_to, tiny_target
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
-from tswift.decoding.prices import NOMINAL
+from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import (
     AcceptanceEstimator,

@@ -26,7 +26,7 @@ from tests.helpers import (
 from tests.reweighted import broken, change, garbage, rounded
 from tswift.caches import KVShape
 from tswift.decoding.drafter import Drafter
-from tswift.decoding.prices import NOMINAL
+from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import (

@@ -21,7 +21,7 @@ from tests.helpers import NO_PROGRAM, decode, decode_steps, first, random_prompt
 from tswift.attention.sdpa import BatchInvariantAttention, TreeAttention
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
-from tswift.decoding.prices import NOMINAL
+from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
@@ -29,7 +29,7 @@ from tswift.forward.cuda.graphs import Graphs
 from tswift.forward.exact_passes import choose_fixed_rows
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
-from tswift.speculators.formats import find_drafter
+from tswift.speculators.drafter_files import find_drafter
 
 SAMPLED, PENALISED = (
     SamplingParams(min_p=0.02, penalty=1.0),

@@ -403,10 +403,10 @@ def test_attention_by_others_refuses_it_on_cuda() -> None:
     asked = {"device": "cpu", "dtype": "bfloat16", "kv_dtype": "int8", "attention": "sdpa"}
     plan = plan_model(ModelConfig(model="demo", **asked))
     plan = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16, kv_reader="triton")
-    assert plan.cached("triton") == torch.int8
+    assert plan.kv_dtype_with("triton") == torch.int8
     for other in ("sdpa", "flash"):
         with pytest.raises(
             InputError,
             match=rf"^kv_dtype: int8 is read by triton attention alone .*; here it is {other}$",
         ):
-            plan.cached(other)
+            plan.kv_dtype_with(other)

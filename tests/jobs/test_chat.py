@@ -59,7 +59,7 @@ def test_answers_are_those_of_a_decode_of_all_that_was_said(model: LoadedModel) 
         run = begin_run(model, prompt, config, talk.params)
         text = TextStream(model.tokenizer, run.rules)
         whole = "".join(text.add(step.tokens) for step in run.steps()) + text.finish()
-        assert (whole, run.decoding.kept) == (answers[-1], 0)
+        assert (whole, run.decoding.copied) == (answers[-1], 0)
         said.append({"role": "assistant", "content": whole})
         assert talk._last is not None
         for ours, theirs in zip(talk._last._kv.buffers, run.decoding._kv.buffers, strict=True):

@@ -35,7 +35,7 @@ from tswift.loading.plan import plan_model
 from tswift.models import checkpoint
 from tswift.models.checkpoint import Checkpoint, weights_hash
 from tswift.models.codes import Codes, PackedCodes
-from tswift.models.config import ModelConfig
+from tswift.models.config import BITS, ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
 from tswift.sampling.generation_config import params_of, usual_source
 from tswift.sampling.parameters import SamplingParams
@@ -336,7 +336,7 @@ def test_checkpoints_are_rounded(weights: str, checkpoint: Path) -> None:
         owner = rounded.target.model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() < 2:
             continue
-        bits = 8 if "embed" in name or "lm_head" in name else coded.BITS[weights]
+        bits = 8 if "embed" in name or "lm_head" in name else BITS[weights]
         codes = owner.packed.codes()
         assert codes.bits == bits
         apart = (codes.dequantized() - parameter).abs().unflatten(1, (-1, codes.block))

@@ -21,7 +21,7 @@ from tswift.errors import InputError
 from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.assistant import AssistantSpeculator
-from tswift.speculators.formats import describe_drafter, find_drafter
+from tswift.speculators.drafter_files import describe_drafter, find_drafter
 
 Assistant = getattr(transformers, "Gemma4AssistantForCausalLM", None)
 pytestmark = pytest.mark.skipif(Assistant is None, reason="this transformers has no assistants")

@@ -43,7 +43,7 @@ from tswift.models import shapes
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
 from tswift.speculators.draft_network import DraftNetwork
-from tswift.speculators.formats import describe_drafter, find_drafter, published_spec
+from tswift.speculators.drafter_files import describe_drafter, find_drafter, published_spec
 from tswift.speculators.networks import weights_of
 
 BUDGET, SINKS = 12, 2

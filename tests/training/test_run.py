@@ -28,7 +28,7 @@ from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import DecodeError, InputError
 from tswift.files import LOCK
-from tswift.speculators.formats import describe_drafter
+from tswift.speculators.drafter_files import describe_drafter
 from tswift.tables import Reporter
 from tswift.training import run as module
 from tswift.training.config import DraftConfig, HeadsConfig

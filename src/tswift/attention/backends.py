@@ -32,7 +32,7 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
     "flash": partial(_load, "sdpa", "FlashAttention"),
 }
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
@@ -46,7 +46,7 @@ def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = US
         return None
     if name == "native" and device.type != "cpu":
         return "native attention is for the CPU"
-    if dtype not in (_HALVES if name != "native" else (torch.float32, *_HALVES)):
+    if dtype not in (HALVES if name != "native" else (torch.float32, *HALVES)):
         taken = "bfloat16 and float16" if name != "native" else "float32, bfloat16 and float16"
         return f"{name} attention takes {taken}, not {str(dtype).removeprefix('torch.')}"
     if name == "native":

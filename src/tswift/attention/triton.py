@@ -46,6 +46,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tswift.attention.backends import HALVES
 from tswift.attention.sdpa import MAX_WIDTH, Attention, AttentionSpec, Layout
 from tswift.caches import steps_of
 
@@ -404,7 +405,6 @@ def append_path(
 
 _PROMPT = 128  # nodes; a pass of more is over a prompt
 _LONG = 32  # times as long are the chunks of a prompt
-_DTYPES = (torch.bfloat16, torch.float16)
 _INTERPRETED = not isinstance(attend_chunk, triton.JITFunction)
 _NOTHING = AttentionSpec()
 
@@ -423,7 +423,7 @@ class TritonAttention(Attention):
     def __init__(
         self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
     ) -> None:
-        if layout.dtype not in _DTYPES:
+        if layout.dtype not in HALVES:
             raise ValueError(f"triton attention takes bfloat16 and float16, not {layout.dtype}")
         if not isinstance(prefix, Tensor):
             prefix = torch.full((), prefix, dtype=torch.int32, device=layout.device)

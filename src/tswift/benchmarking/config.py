@@ -22,7 +22,7 @@ from tswift.drafting.options import (
 )
 from tswift.errors import InputError, Object, renamed
 from tswift.jobs.config import TextConfig, refuse_with_chat, to_load
-from tswift.models.config import DEMO, KV_DTYPES, SHAPES, ModelConfig, dtype_name
+from tswift.models.config import DEMO, KV_DTYPES, SHAPES, ModelConfig, parse_dtype_name
 from tswift.options import (
     Values,
     changed,
@@ -343,7 +343,7 @@ class RooflineQuery:
         "auto",
         "auto (as bench takes it), int8 or another dtype of the KV cache.",
         panel="Model",
-        parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
+        parse=partial(parse_dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )
     device: str | None = _machine(
         None,

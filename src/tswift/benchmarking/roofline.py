@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tswift.attention.backends import HALVES
 from tswift.benchmarking.config import RooflineQuery, fit_grid, fit_note
 from tswift.benchmarking.record import Environment, Machine, Options, to_json
-from tswift.decoding.prices import STEADY
+from tswift.decoding.pass_costs import STEADY
 from tswift.errors import InputError, no_such
-from tswift.forward.cpu.products import HALVES, library
+from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import may_serve
 from tswift.loading.packing import gguf_bytes, rounded_bytes
 from tswift.machine import ask_for_huge_pages, available_bytes, environment

@@ -188,7 +188,7 @@ def open_runs(
                 options=contender.options,
                 stop_at_eos=config.stop_at_eos,
             ),
-            accept=None if alpha is None else partial(SimulatedWalk, alpha),
+            simulate=None if alpha is None else partial(SimulatedWalk, alpha),
         )
         need += generation.need.held_bytes(device)
         runs.append(Run(contender.label, contender.method, generation, comparable=alpha is None))

@@ -39,12 +39,12 @@ from tswift.decoding import device_tree
 from tswift.decoding.device_state import DeviceState, HostBlock
 from tswift.decoding.device_tree import Path
 from tswift.decoding.drafter import (
-    AcceptFn,
     Context,
     DeviceDraft,
     Drafter,
     DraftTree,
     LogitReader,
+    WalkFn,
 )
 from tswift.decoding.step import Stepper, Walked
 from tswift.forward.cuda.graphs import sizes
@@ -123,10 +123,10 @@ class DeviceStepper(Stepper[_Proposed]):
         target: Target,
         context: Context,
         drafter: Drafter,
-        accept: AcceptFn | None = None,
+        simulate: WalkFn | None = None,
         ahead: bool = False,
     ) -> None:
-        super().__init__(target, context, drafter, accept)
+        super().__init__(target, context, drafter, simulate)
         self._kv = context.kv
         self._limit = drafter.limit
         self._depth = drafter.depth
@@ -275,7 +275,7 @@ class DeviceStepper(Stepper[_Proposed]):
             )
             sources, drafted = tree.sources, False
         return _Proposed(
-            nodes, drafted, (max_new, _forced(self._accept, tree, max_new)), sources, more
+            nodes, drafted, (max_new, _forced(self._simulate, tree, max_new)), sources, more
         )
 
     def _launch(self, proposed: _Proposed) -> _Launched:
@@ -366,11 +366,11 @@ def _tree_operators(target: Target) -> ModuleType:
     return device_tree if fault else device_tree_triton
 
 
-def _forced(accept: AcceptFn | None, tree: DraftTree, max_new: int) -> int:
+def _forced(simulate: WalkFn | None, tree: DraftTree, max_new: int) -> int:
     """Last node of a simulated path, no deeper than tokens are wanted;
     ``_BY_RULE`` if nothing is simulated.
     """
-    if accept is None:
+    if simulate is None:
         return _BY_RULE
-    path = accept(tree, ())
+    path = simulate(tree, ())
     return path[min(len(path), max_new) - 1]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.caches import KVBuffer
-from tswift.decoding.prices import WORTH_A_TRIAL, PassCosts
+from tswift.decoding.pass_costs import WORTH_A_TRIAL, PassCosts
 from tswift.forward.passes import Forwarded
 from tswift.sampling.rule import Sampler
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tswift.sampling.rule import LogprobRecorder
 
 
-AcceptFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
+WalkFn = Callable[["DraftTree", Sequence[int]], list[int]]  # as DraftTree.walk
 TruncateFn = Callable[[Sequence[int]], int]  # of tokens in order, how many belong to the text
 _ALONE = torch.ones(1, 1, dtype=torch.bool)  # a node without ancestors but itself
 _CHANCE = 0.9  # that a drafted token comes true, in texts where most do

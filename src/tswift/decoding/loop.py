@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import AcceptFn, Context, Drafter, DraftTree, Step
+from tswift.decoding.drafter import Context, Drafter, DraftTree, Step, WalkFn
 from tswift.decoding.step import Stepper, Walked
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
@@ -42,7 +42,7 @@ class HostStepper(Stepper[DraftTree]):
     """Takes steps whose trees are walked by the host.
 
     Args:
-        target, context, drafter, accept: as for :class:`Stepper`.
+        target, context, drafter, simulate: as for :class:`Stepper`.
         with_runner_up: give each token's runner-up and its lead over that.
     """
 
@@ -51,10 +51,10 @@ class HostStepper(Stepper[DraftTree]):
         target: Target,
         context: Context,
         drafter: Drafter,
-        accept: AcceptFn | None = None,
+        simulate: WalkFn | None = None,
         with_runner_up: bool = False,
     ) -> None:
-        super().__init__(target, context, drafter, accept)
+        super().__init__(target, context, drafter, simulate)
         self._with_runner_up = with_runner_up
         self._propose = partial(drafter.propose, context)
 
@@ -67,7 +67,7 @@ class HostStepper(Stepper[DraftTree]):
         ancestors = tree.ancestors().to(target.device, non_blocking=True)
         sampler = context.sampler
         nodes = (tokens, positions, ancestors)
-        parents = None if self._accept else tree.parents
+        parents = None if self._simulate else tree.parents
         with_runner_up = self._with_runner_up
         found: Drawn | None = None
         verified = None
@@ -83,7 +83,7 @@ class HostStepper(Stepper[DraftTree]):
             logits = target.logits(forwarded.hidden)
         context.digest = None
         drawn, leads = found or sampler.draw_nodes(logits, nodes, parents, with_runner_up)
-        path = self._accept(tree, drawn) if self._accept else tree.walk(drawn)
+        path = self._simulate(tree, drawn) if self._simulate else tree.walk(drawn)
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         if any(drawn[node] == NO_TOKEN for node in path):
             path = []
@@ -102,15 +102,15 @@ def stepper_for(
     target: Target,
     context: Context,
     drafter: Drafter,
-    accept: AcceptFn | None = None,
+    simulate: WalkFn | None = None,
     ahead: bool = False,
 ) -> Stepper[Any]:
     """What takes the steps of a decode over its full cache: see :class:`Stepper`,
     and ``ahead`` of :class:`DeviceStepper`.
     """
     if target.replays:
-        return DeviceStepper(target, context, drafter, accept, ahead)
-    return HostStepper(target, context, drafter, accept)
+        return DeviceStepper(target, context, drafter, simulate, ahead)
+    return HostStepper(target, context, drafter, simulate)
 
 
 class Decoding:
@@ -122,12 +122,12 @@ class Decoding:
         drafter: decides the speed and nothing else. It holds state: a new one for every decode.
         length: most tokens to generate, those in ``written`` included; the KV cache is allocated
             for them.
-        accept: chooses the drafted tokens to accept, to time a given acceptance; the text is not
+        simulate: chooses the drafted tokens to accept, to time a given acceptance; the text is not
             the model's then. None accepts what the sampling rule draws.
         written: tokens generated already. The decode goes on after them as if it had never stopped.
         logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones;
             None for not.
-        kept: an earlier decode by the model: what its cache holds of this text's beginning is
+        earlier: an earlier decode by the model: what its cache holds of this text's beginning is
             copied instead of forwarded.
 
     Raises:
@@ -143,10 +143,10 @@ class Decoding:
         seed: int,
         drafter: Drafter,
         length: int,
-        accept: AcceptFn | None = None,
+        simulate: WalkFn | None = None,
         written: Sequence[int] = (),
         logprobs: int | None = None,
-        kept: Decoding | None = None,
+        earlier: Decoding | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -160,15 +160,15 @@ class Decoding:
         self._target = target
         self._drafter = drafter
         self._left = length - len(written)
-        self._accept = accept
+        self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed
         self._logprobs = logprobs
-        self._earlier = kept
-        self.kept = 0  # tokens that were copied
+        self._earlier = earlier
+        self.copied = 0  # tokens that were copied
         self._prefilled = False
         self._stepper: Stepper[Any] | None = None
         self._plain: Stepper[Any] | None = None
@@ -196,7 +196,7 @@ class Decoding:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
         self._take_kept(text)
-        for forwarded in chunks(self._target, text[self.kept :], self._kv, self._prompt - 1):
+        for forwarded in chunks(self._target, text[self.copied :], self._kv, self._prompt - 1):
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -217,7 +217,11 @@ class Decoding:
             each._prefilled = True
             use_kernels(context.sampler, self._target.dtype)
             each._stepper = stepper_for(
-                self._target, context, each._drafter, each._accept, ahead=each._accept is None
+                self._target,
+                context,
+                each._drafter,
+                each._simulate,
+                ahead=each._simulate is None,
             )
         synchronize(self._target.device)
         return time.perf_counter() - started
@@ -234,7 +238,7 @@ class Decoding:
         if held < _LEAST_KEPT or (self._kv.states is not None and held < earlier._kv.length):
             return
         self._kv.copy_from(earlier._kv, held)
-        self.kept = held
+        self.copied = held
         # the drafter's memories know of them that they came
         begun = replace(self._context, text=self._context.text[: held + 1])
         for memory in self._drafter.memories:

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tswift.decoding.drafter import AcceptFn, Context, Drafter, Step, TruncateFn
+from tswift.decoding.drafter import Context, Drafter, Step, TruncateFn, WalkFn
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.sampling.rule import NoTokenLeft, Sampler
@@ -51,7 +51,7 @@ class Stepper(ABC, Generic[T]):
     Args:
         target, context, drafter: the model that draws, the decode, which moves on, and what
             proposes the draft trees.
-        accept: as for :class:`~tswift.decoding.loop.Decoding`.
+        simulate: as for :class:`~tswift.decoding.loop.Decoding`.
 
     Attributes:
         runs_ahead: whether the device may know of a token that the text has not yet.
@@ -61,12 +61,16 @@ class Stepper(ABC, Generic[T]):
     _propose: Callable[[int], T]  # drafts a tree for a step of at most so many tokens
 
     def __init__(
-        self, target: Target, context: Context, drafter: Drafter, accept: AcceptFn | None = None
+        self,
+        target: Target,
+        context: Context,
+        drafter: Drafter,
+        simulate: WalkFn | None = None,
     ) -> None:
         self._target = target
         self._context = context
         self._drafter = drafter
-        self._accept = accept
+        self._simulate = simulate
 
     @torch.inference_mode()
     def step(self, max_new: int, truncate: TruncateFn = len) -> Step:

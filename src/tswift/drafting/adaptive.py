@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree, LogitReader
-from tswift.decoding.prices import PassTimes
+from tswift.decoding.pass_costs import PassTimes
 
 if TYPE_CHECKING:
     from tswift.decoding.device_state import DeviceState

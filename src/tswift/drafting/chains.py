@@ -20,7 +20,7 @@ from tswift.caches import KVBuffer, Mark, PartialKV, StreamingKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import HostStepper
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.pass_costs import PassCosts
 from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
 from tswift.forward.target import Target
 from tswift.sampling.kernels import use_kernels
@@ -156,7 +156,7 @@ class ChainSource(Source):
 
     Args:
         name: of the source.
-        level: the model that decodes it, and over what.
+        draft_model: the model that decodes it, and over what.
         gamma: tokens of the chain.
         drafter: what the chain is drafted from; of nothing it is decoded token by token.
         shared_noise: draw the chain's tokens with the noise the target will draw with; otherwise
@@ -164,10 +164,10 @@ class ChainSource(Source):
     """
 
     def __init__(
-        self, name: str, level: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool
+        self, name: str, draft_model: DraftModel, gamma: int, drafter: Drafter, shared_noise: bool
     ) -> None:
         self.name = name
-        self.draft_model = level
+        self.draft_model = draft_model
         self.drafter = drafter
         self._gamma = gamma
         self._shared_noise = shared_noise
@@ -245,7 +245,7 @@ _AHEAD = 1.2
 _CHAINS = (2, 4, 8, 16)
 # leads are told apart by this much; probabilities by them at first
 _STEP = 0.25
-_CONFIDENCE_BORDERS = (0.6, 0.75, 0.85, 0.9, 0.95)
+_CHANCES_BY_LEAD = (0.6, 0.75, 0.85, 0.9, 0.95)
 
 
 _OTHERS = (0.35, 0.2, 0.1, 0.06, 0.03)  # of the runner-up
@@ -259,13 +259,13 @@ class CascadeSource(ChainSource):
 
     def __init__(
         self,
-        level: DraftModel,
+        draft_model: DraftModel,
         drafter: Drafter,
         shared_noise: bool,
         budget: TreeBudget,
         costs: PassCosts,
     ) -> None:
-        super().__init__("self", level, 0, drafter, shared_noise)
+        super().__init__("self", draft_model, 0, drafter, shared_noise)
         self._budget = budget
         self._costs = costs
         self._tokens = 1.0  # of a step on the level, of late
@@ -304,10 +304,10 @@ class CascadeSource(ChainSource):
             self._tokens += 0.05 * (len(step.tokens) - self._tokens)
             for token, (other, lead) in zip(step.tokens, step.leads, strict=True):
                 steps = round(min(lead / _STEP, FAR_GAP))
-                sure = min(steps, len(_CONFIDENCE_BORDERS) - 1)
+                sure = min(steps, len(_CHANCES_BY_LEAD) - 1)
                 if lead < inf:  # else nothing but the token was left to be drawn
                     tree.propose(node, other, self.name, (1, steps), _OTHERS[sure])
-                below = tree.propose(node, token, self.name, (0, steps), _CONFIDENCE_BORDERS[sure])
+                below = tree.propose(node, token, self.name, (0, steps), _CHANCES_BY_LEAD[sure])
                 assert below is not None  # no step goes deeper than was wanted
                 node = below
 

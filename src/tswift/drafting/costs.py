@@ -22,7 +22,7 @@ import tswift
 from tswift.caches import FullKV
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import stepper_for
-from tswift.decoding.prices import NOMINAL, PassCosts
+from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
 from tswift.files import cache_folder, put

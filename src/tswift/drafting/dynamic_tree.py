@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tswift.decoding.drafter import Context, Drafter, DraftTree
-from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
+from tswift.decoding.pass_costs import NOMINAL, PassCosts, PassTimes
 
 _PRIOR_WEIGHT = 8.0  # observations that the probability guessed at first counts for
 _HALF_LIFE = 2048.0  # observations after which older ones count for half: texts change

@@ -32,8 +32,9 @@ class FixedTreeDrafter(Drafter):
         """As :meth:`Drafter.on_device`."""
         heads = self.sources[0]
         assert isinstance(heads, HeadSource)
-        level = heads.draft_model
-        static = not isinstance(level, PartialDraftModel) or level.target.serves(level.kv)
+        draft_model = heads.draft_model
+        partial = draft_model if isinstance(draft_model, PartialDraftModel) else None
+        static = partial is None or partial.target.serves(partial.kv)
         return FixedTree(self, heads, state) if static else None
 
 
@@ -49,9 +50,9 @@ class FixedTree:
         self._drafter = drafter
         self._heads = heads
         self._state = state
-        level = heads.draft_model
-        self.target = level.target if level else heads.target
-        self._partial = level.kv if isinstance(level, PartialDraftModel) else None
+        draft_model = heads.draft_model
+        self.target = draft_model.target if draft_model else heads.target
+        self._partial = draft_model.kv if isinstance(draft_model, PartialDraftModel) else None
         device = state.tokens.device
         ngrams = next((each for each in drafter.sources if isinstance(each, ReuseSource)), None)
         reserved = 0
@@ -116,8 +117,8 @@ class FixedTree:
         it.
         """
         state = self._state
-        level = self._heads.draft_model
-        if level is None:
+        draft_model = self._heads.draft_model
+        if draft_model is None:
             pre_norm = (
                 None if state.pre_norm is None else state.pre_norm.index_select(0, state.last)[0]
             )
@@ -125,7 +126,9 @@ class FixedTree:
         length = state.length if self._partial is None else self._partial.device_length
         assert length is not None
         kv = self._partial or self._kv
-        forwarded = level.target.compute_static(state.tokens[:1], state.position, kv, length, None)
+        forwarded = draft_model.target.compute_static(
+            state.tokens[:1], state.position, kv, length, None
+        )
         return forwarded.hidden[0], None if forwarded.pre_norm is None else forwarded.pre_norm[0]
 
     def draft(self) -> None:

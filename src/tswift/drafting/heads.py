@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, DraftTree, Source
-from tswift.decoding.prices import WORTH_A_TRIAL, PassCosts
+from tswift.decoding.pass_costs import WORTH_A_TRIAL, PassCosts
 from tswift.drafting.chains import DraftModel
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.forward.passes import Forwarded
@@ -35,10 +35,10 @@ class HeadSource(Source):
     Args:
         target: for its LM head and embeddings.
         heads: the heads.
-        level: what makes a drafting pass over the root, from whose state they start: the LM head on
-            it gives the first level (paper, section 3.3). Its keys and values are not kept: a
-            partial cache is filled with the exact ones of verification. None to start from the pass
-            that drew the root, whose state knows nothing of the root.
+        draft_model: what makes a drafting pass over the root, from whose state they start: the LM
+            head on it gives the first level (paper, section 3.3). Its keys and values are not kept:
+            a partial cache is filled with the exact ones of verification. None to start from the
+            pass that drew the root, whose state knows nothing of the root.
         tree: candidates per level.
         shared_noise: rank candidates by what the target would draw with the noise of their
             position, not by what is likely. The noise is a pure function, so this is no peeking: it
@@ -55,13 +55,13 @@ class HeadSource(Source):
         self,
         target: Target,
         heads: Heads,
-        level: DraftModel | None,
+        draft_model: DraftModel | None,
         tree: Sequence[int],
         shared_noise: bool,
     ) -> None:
         self.target = target
         self._heads = heads
-        self.draft_model = level
+        self.draft_model = draft_model
         self.tree = tree
         self._shared_noise = shared_noise
         if target.replays:  # before its programs are captured

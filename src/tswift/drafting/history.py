@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, Source
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.pass_costs import PassCosts
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target

@@ -14,7 +14,7 @@ import torch
 from tswift.attention.sdpa import ROWS
 from tswift.caches import POLICIES, PartialKV, StreamingKV
 from tswift.decoding.drafter import Drafter, Source
-from tswift.decoding.prices import NOMINAL, PassCosts, PassTimes
+from tswift.decoding.pass_costs import NOMINAL, PassCosts, PassTimes
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import (
     CAUGHT_UP_TOGETHER,
@@ -31,7 +31,8 @@ from tswift.drafting.history import HistorySource, LogitHistory, unbuilt
 from tswift.drafting.networks import BEAM, NetworkSource
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import (
-    AUTO,
+    AUTO_METHOD,
+    AUTO_TREE,
     FULL,
     MEASURED,
     METHODS,
@@ -102,7 +103,7 @@ def tokenswift(models: Models, options: DraftOptions) -> Drafter:
 def _of_heads(
     models: Models,
     options: DraftOptions,
-    level: DraftModel | None,
+    draft_model: DraftModel | None,
     others: list[ReuseSource],
     every_level: bool = False,
 ) -> Drafter:
@@ -116,16 +117,16 @@ def _of_heads(
     nodes = _set(options.nodes)
     longest = NGRAM if others else 0
     if isinstance(tree, tuple):
-        source = HeadSource(target, heads, level, tree, options.shared_noise)
+        source = HeadSource(target, heads, draft_model, tree, options.shared_noise)
         return FixedTreeDrafter([source, *others], max(len(tree), longest), nodes)
-    by_lm_head = int(level is not None)
+    by_lm_head = int(draft_model is not None)
     levels = (
         heads.count + by_lm_head
         if options.gamma is None
         else min(options.gamma + by_lm_head, nodes - 1)
     )
     budget = _budget(models, options)
-    beams = HeadTreeSource(target, heads, level, (WIDTH,) * levels, options.shared_noise)
+    beams = HeadTreeSource(target, heads, draft_model, (WIDTH,) * levels, options.shared_noise)
     beams.budget = None if every_level else budget
     return _pruned(models, options, max(levels, longest), [beams, *others], budget)
 
@@ -184,16 +185,16 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     nodes = _set(options.nodes)
     inner = Drafter()
     passes = replace(models, costs=models.draft_costs)
-    limited = replace(options, tree=AUTO, gamma=None, nodes=min(nodes, INNER_NODES))
+    limited = replace(options, tree=AUTO_TREE, gamma=None, nodes=min(nodes, INNER_NODES))
     if models.heads is not None:
         # a chain's trees are small
         inner = _of_heads(passes, limited, None, [], every_level=True)
     elif models.memory is not None:
         inner = recall(passes, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in
-    level = _self_draft(models.drafting, options, gamma, INNER_NODES)
+    draft_model = _self_draft(models.drafting, options, gamma, INNER_NODES)
     budget = _budget(models, options)
-    chain = CascadeSource(level, inner, options.shared_noise, budget, models.draft_costs)
+    chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.draft_costs)
     return replace(_pruned(models, options, 0, [chain], budget), depth=min(gamma, nodes - 1))
 
 
@@ -213,7 +214,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     if memory is not None and steady:
         memory.costs = models.costs
     beside = models if steady else replace(models, memory=None)
-    paying = replace(options, tree=AUTO, gamma=None)
+    paying = replace(options, tree=AUTO_TREE, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
     if heads is not None and (target.replays or not steady):
         nodes = min(_set(options.nodes), usual_nodes(target.device, target.groups))
@@ -291,8 +292,10 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target over retrieved keys, itself drafted by a smaller model."""
     small = _small_draft(models, options, between=True)
     inner = _chain("model", small, replace(options, gamma=options.inner_gamma))
-    level = _self_draft(models.drafting, options, _set(options.gamma), inner.limit, kv="retrieval")
-    return _chain("retrieval", level, options, inner)
+    draft_model = _self_draft(
+        models.drafting, options, _set(options.gamma), inner.limit, kv="retrieval"
+    )
+    return _chain("retrieval", draft_model, options, inner)
 
 
 def _self_draft(
@@ -332,11 +335,11 @@ def _small_cache_size(options: DraftOptions, positions: int, between: bool) -> t
 
 
 def _chain(
-    name: str, level: DraftModel, options: DraftOptions, inner: Drafter | None = None
+    name: str, draft_model: DraftModel, options: DraftOptions, inner: Drafter | None = None
 ) -> Drafter:
     gamma = _set(options.gamma)
     return Drafter(
-        [ChainSource(name, level, gamma, inner or Drafter(), options.shared_noise)],
+        [ChainSource(name, draft_model, gamma, inner or Drafter(), options.shared_noise)],
         gamma,
         gamma + 1,
     )
@@ -418,7 +421,7 @@ def resolve(
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
     _refuse_missing(method, model, count)
     tree, gamma = _tree_and_gamma(method, model, count, options)
-    chooses = "costs" in method.uses and tree in (None, AUTO)
+    chooses = "costs" in method.uses and tree in (None, AUTO_TREE)
     recall = _recalled(method, options) if chooses else None
     only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(
         name, (None, 1)
@@ -520,17 +523,17 @@ def _tree_and_gamma(
     if "tree" not in method.uses:
         return None, gamma
     levels = network.count if network else heads + method.by_lm_head
-    usual = AUTO if network else usual_tree(method, model.device, levels)
+    usual = AUTO_TREE if network else usual_tree(method, model.device, levels)
     tree = options.tree or usual
     if options.gamma is not None:
         least = 1 - method.by_lm_head
-        most = (levels if tree == AUTO else len(usual)) - method.by_lm_head
+        most = (levels if tree == AUTO_TREE else len(usual)) - method.by_lm_head
         if not least <= options.gamma <= most:
             raise InputError(
                 f"must be between {least} and {most} for {method.name}, got {options.gamma}",
                 "gamma",
             )
-        if tree == AUTO:
+        if tree == AUTO_TREE:
             gamma = options.gamma
         elif isinstance(usual, tuple):
             tree = usual[: options.gamma + method.by_lm_head]
@@ -649,7 +652,7 @@ def cache_slots(
         inner = options.inner_gamma if "inner_gamma" in method.uses else 0
         partial = budget + chain + nodes + inner
     if "draft_model" in method.loads:
-        own = _standalone_options(options) if method.name == AUTO else options
+        own = _standalone_options(options) if method.name == AUTO_METHOD else options
         held, ahead = _small_cache_size(own, positions, between="inner_gamma" in method.uses)
         small = held + 2 * ahead + CAUGHT_UP_TOGETHER
     if network is not None and (method.speculator_kinds or "drafter" in method.may_use):

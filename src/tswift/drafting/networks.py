@@ -15,7 +15,7 @@ from torch import Tensor
 from tswift.caches import KVBuffer, WindowKV
 from tswift.decoding.device_state import HostBlock
 from tswift.decoding.drafter import Context, Source
-from tswift.decoding.prices import PassCosts
+from tswift.decoding.pass_costs import PassCosts
 from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
 from tswift.forward.passes import Forwarded

@@ -14,7 +14,8 @@ from tswift.errors import InputError, no_such
 from tswift.options import DRAFTING, Values, check_options, given_options, option
 
 FULL = "full"
-AUTO = "auto"  # the tree that pays
+AUTO_TREE = "auto"  # the tree that pays
+AUTO_METHOD = "auto"
 MEASURED = "measured"
 COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
@@ -30,7 +31,7 @@ def parse_tree(text: str) -> tuple[int, ...] | str:
     Raises:
         InputError: it is no such thing.
     """
-    if text == AUTO:
+    if text == AUTO_TREE:
         return text
     try:
         return tuple(int(width) for width in text.split(","))
@@ -132,7 +133,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        widths = (1,) if self.tree in (None, AUTO) else self.tree
+        widths = (1,) if self.tree in (None, AUTO_TREE) else self.tree
         if not (
             isinstance(widths, tuple)
             and widths
@@ -272,10 +273,10 @@ def find_method(name: str) -> Method:
 def used(method: Method, options: DraftOptions) -> frozenset[str]:
     """The fields of its options that a method looks at, by their values."""
     uses = method.uses
-    tree = options.tree or (AUTO if method.speculator_kinds else None)
+    tree = options.tree or (AUTO_TREE if method.speculator_kinds else None)
     if "kv" in uses and options.kv == FULL:
         uses -= _OF_PARTIAL
-    if "tree" in uses and tree != AUTO:
+    if "tree" in uses and tree != AUTO_TREE:
         uses -= OF_CHOICE
     elif "tree" in uses and options.recall != 0:  # recalls instead
         uses -= OF_NGRAMS

@@ -148,7 +148,7 @@ def _as_compared(
     """
     target = Target(network, BACKENDS[backend]())
     try:
-        target.pack()
+        target.use_program()
         if kv_dtype is not None and kv_dtype != target.dtype:
             target.set_kv_dtype(kv_dtype)
     except (Unfit, Unbuilt):
@@ -164,7 +164,7 @@ def _try_program(
     """
     fault: str | None = "a C program gave other logits"
     try:
-        target.pack()
+        target.use_program()
         if all(_apart(target, ids, at, place) <= allowed for place, at in expected.items()):
             fault = None
     except Unfit as error:
@@ -172,7 +172,7 @@ def _try_program(
     except Unbuilt as error:  # which was told before anything was loaded
         fault = NoFault(f"a C program {error}")
     if fault is not None:
-        target.pack(False)
+        target.use_program(False)
         target.fallbacks.note("layers", fault)
 
 

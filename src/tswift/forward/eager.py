@@ -73,7 +73,7 @@ class EagerRunner:
         return type(self)(memo[id(self.target)])  # a copied target's
 
     @property
-    def most_exact(self) -> int | None:
+    def exact_rows(self) -> int | None:
         """Most nodes of passes whose rows are exact by themselves;
         None where they have to be padded to one width.
         """
@@ -127,7 +127,7 @@ class EagerRunner:
         if width is None:
             return output(hidden)
         parts = hidden.split(width)
-        if len(parts[-1]) < width and self.most_exact is None:
+        if len(parts[-1]) < width and self.exact_rows is None:
             parts = (*parts[:-1], F.pad(parts[-1], (0, 0, 0, width - len(parts[-1]))))
         logits = [output(part) for part in parts]
         logits[-1] = logits[-1][: len(hidden) - (len(parts) - 1) * width]

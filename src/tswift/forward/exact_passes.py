@@ -259,7 +259,7 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
     if is_moe(target.model.config):
         return "an expert takes as many rows as choose it"
     if target.runner.program is not None:
-        target.set_fixed_rows(target.runner.most_exact)
+        target.set_fixed_rows(target.runner.exact_rows)
     else:
         rows = 0 if target.device.type == "cpu" else ROWS // target.groups
         wide = target.device.type == "cuda"

@@ -165,7 +165,7 @@ class Target:
         replays = self.backend.STATIC and not self.split
         return ReplayedRunner(self) if replays else EagerRunner(self)
 
-    def pack(self, wanted: bool = True) -> None:
+    def use_program(self, wanted: bool = True) -> None:
         """Let a C program make passes over caches in their dtype; or PyTorch again.
 
         Raises:

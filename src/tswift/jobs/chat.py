@@ -46,9 +46,9 @@ class Chat:
         prompt = Text("chat", said, messages=tuple(messages)).encode(model, chat=True)
         length = fit_length(self.config.text.length, len(prompt), model.target.max_positions)
         config = replace(self.config, text=replace(self.config.text, length=length))
-        run = begin_run(model, prompt, config, self.params, kept=self._last)
+        run = begin_run(model, prompt, config, self.params, earlier=self._last)
         run.decoding.prefill()
-        self.kept = run.decoding.kept
+        self.kept = run.decoding.copied
         self._last = run.decoding
         self.stats = DecodeStats(run.depth)
         given: list[str] = []

@@ -26,7 +26,7 @@ from tswift.decoding.text import TextStream, text_of
 from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import (
-    AUTO,
+    AUTO_TREE,
     MEASURED,
     DraftOptions,
     refuse_unused,
@@ -588,9 +588,9 @@ def begin_run(
     config: RunConfig,
     params: SamplingParams,
     written: Sequence[int] = (),
-    kept: Decoding | None = None,
+    earlier: Decoding | None = None,
 ) -> Generation:
-    """A job's decode, ready to run; ``written`` and ``kept`` are as for :class:`Decoding`."""
+    """A job's decode, ready to run; ``written`` and ``earlier`` are as for :class:`Decoding`."""
     request = Request(
         prompt=prompt,
         length=config.text.length,
@@ -605,7 +605,7 @@ def begin_run(
         texts=True,
         logprobs=config.logprobs,
     )
-    return begin(model, request, kept=kept)
+    return begin(model, request, earlier=earlier)
 
 
 def _identity(model: LoadedModel) -> dict[str, object]:
@@ -650,7 +650,7 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
     typed = options.get("drafting", {})
     drafting = fields_of(DraftOptions, asked)
     if drafting:
-        auto = record.drafting.get("tree") == drafting.get("tree", AUTO) == AUTO
+        auto = record.drafting.get("tree") == drafting.get("tree", AUTO_TREE) == AUTO_TREE
         kept = {
             name: record.drafting.get(name)
             for name in ("kv", *(("tree", "recall") if auto else ()))

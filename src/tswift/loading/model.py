@@ -70,7 +70,7 @@ from tswift.speculators.heads_files import (
     heads_of_source,
     heads_source,
 )
-from tswift.speculators.mtp_files import NATIVE, native_head
+from tswift.speculators.mtp_files import OWN_HEAD, native_head
 from tswift.stages import tell
 
 if TYPE_CHECKING:
@@ -324,11 +324,15 @@ def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedMo
         slow = _slowness(plan)
         if slow is not None:  # loading takes longer without it, too
             warnings.warn(slow, SlowWarning, stacklevel=2)
-        loaded, note, checks = _open(plan, ranks)
+        loaded, note, checks = _load_network(plan, ranks)
         target = loaded.target
         source = plan.heads_source
         drafter = plan.drafter
-        if drafter is not None and drafter.layout == NATIVE and not (drafter.tensors or simulated):
+        if (
+            drafter is not None
+            and drafter.layout == OWN_HEAD
+            and not (drafter.tensors or simulated)
+        ):
             drafter = native_head(Checkpoint.find(_snapshot(asked.model), asked.yarn))
         if drafter is not None:  # before anything is prepared: passes have to give its taps
             drafter.load(target, simulated)
@@ -450,7 +454,7 @@ def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
 @renaming(model="draft_model")
 def _load_draft(plan: ModelPlan, loaded: LoadedModel) -> Target:
     """The smaller model that drafts for a loaded one."""
-    draft, note, _ = _open(plan, tokenizer_optional=True)
+    draft, note, _ = _load_network(plan, tokenizer_optional=True)
     draft.target.fallbacks.note("attention", note)
     try_graphs(draft.target)
     if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
@@ -473,7 +477,7 @@ def _refuse_other_tokens(
         raise InputError(f"{name} {reason}", "draft_model")
 
 
-def _open(
+def _load_network(
     plan: ModelPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
 ) -> tuple[LoadedModel, str, Checks]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
@@ -492,7 +496,7 @@ def _open(
         split = split_over(ranks, plan)
         # may compile a kernel: after all refusals
         backend, note = select_backend(asked.attention, plan.dtype, plan.device, plan.config)
-        kv_dtype, usual = plan.cached(backend), asked.kv_dtype == "auto"
+        kv_dtype, usual = plan.kv_dtype_with(backend), asked.kv_dtype == "auto"
         if not tokenizer_optional or folder is None or file or has_tokenizer(folder):
             tokenizer = checkpoint.tokenizer()
         if not plan.simulated:

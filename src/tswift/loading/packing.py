@@ -35,6 +35,7 @@ from tswift.models import codes
 from tswift.models.architecture import class_of
 from tswift.models.checkpoint import Checkpoint, StoredTensor
 from tswift.models.codes import BLOCK, Codes, CodesOnDevice, Packed, PackedCodes, quantize
+from tswift.models.config import BITS
 from tswift.models.shapes import Noise
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from tswift.models.gguf import GGUFFile
 
-BITS = {"int8": 8, "int4": 4}  # of a code, by the value of ``--weights``
 _END_BITS = 8  # of embeddings and LM head, at least: files of 4 bits have them in 6 or 8, too
 _FLOAT = torch.float32.itemsize
 _PIECE = 1 << 24  # weights that are rounded at a time
@@ -238,7 +238,7 @@ def load_rounded(
     Args:
         checkpoint: where it lies.
         stored: its tensors, by name.
-        kind: a key of :data:`BITS`.
+        kind: a key of :data:`~tswift.models.config.BITS`.
         by_transformers: reads the network as it is, where the checkpoint has other names for some.
         dtype: of what is not rounded.
         device: on which it is rounded, and stays.

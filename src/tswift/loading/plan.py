@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tswift.attention.backends import BACKENDS, choose, why_not
+from tswift.attention.backends import BACKENDS, HALVES, choose, why_not
 from tswift.caches import KVShape
 from tswift.distributed import ALONE, RANKS, Dist
 from tswift.errors import InputError, renaming
-from tswift.forward.cpu.products import HALVES, library
+from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import may_serve
 from tswift.forward.cuda import coded as coded_layers
 from tswift.forward.cuda.draft_weights import copy_bytes, refuse_draft_weights
@@ -36,7 +36,7 @@ from tswift.models.codes import UNIT
 from tswift.models.config import IF_QUICKER, TRIED, UNQUANTISED, ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
 from tswift.native_build import Unbuilt
-from tswift.speculators.formats import SpeculatorFile, drafter_of
+from tswift.speculators.drafter_files import SpeculatorFile, drafter_of
 from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
 from tswift.speculators.mtp_files import native_head
 from tswift.speculators.networks import weights_of
@@ -99,7 +99,7 @@ class ModelPlan:
             return None
         return source if installed(source) else None
 
-    def cached(self, backend: str) -> torch.dtype | None:
+    def kv_dtype_with(self, backend: str) -> torch.dtype | None:
         """Dtype of the KV cache; None for the model's own,
         as stock operators would convert another in every pass.
 

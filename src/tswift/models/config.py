@@ -24,7 +24,7 @@ KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-BITS = {"int4": 4, "int8": 8}  # of a drafting weight, by kind, without its scale
+BITS = {"int4": 4, "int8": 8}  # of a code, by the value of ``--weights`` or ``--draft-weights``
 # that auto tries: on SmolLM2 drafts in int4 lost more tokens than they saved time (docs/cuda.md)
 TRIED = "int8"
 UNQUANTISED = "none"  # drafting passes run on the model as it is
@@ -40,7 +40,7 @@ _ALIASES = {
 }
 
 
-def dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype") -> str:
+def parse_dtype_name(name: str, kinds: tuple[str, ...] = DTYPES, field: str = "dtype") -> str:
     """A dtype's own name, from that or a common one: ``bf16``, ``fp16``, ``half``, ``fp32``,
     ``torch.bfloat16``.
 
@@ -134,7 +134,7 @@ class ModelConfig:
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 ...", panel=_PANEL)
     dtype: str = option(
-        "auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=dtype_name
+        "auto", "auto, float32, float64, bfloat16 or float16.", panel=_PANEL, parse=parse_dtype_name
     )
     kv_dtype: str = option(
         "auto",
@@ -143,7 +143,7 @@ class ModelConfig:
         panel=_PANEL,
         rare=True,
         shown="the model's own; int16 for demo in float32",
-        parse=partial(dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
+        parse=partial(parse_dtype_name, kinds=KV_DTYPES, field="kv_dtype"),
     )
     attention: str = option(
         "auto",

@@ -8,8 +8,7 @@ import torch
 
 from tswift.distributed import Dist
 from tswift.errors import InputError
-from tswift.models.config import KV_DTYPES
-from tswift.models.config import dtype_name as known_dtype
+from tswift.models.config import KV_DTYPES, parse_dtype_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,7 +18,7 @@ def find_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name: ``bfloat16``, ``bf16``, ``torch.bfloat16`` and so on;
     not of ``auto``.
     """
-    named: torch.dtype = getattr(torch, known_dtype(str(dtype)))
+    named: torch.dtype = getattr(torch, parse_dtype_name(str(dtype)))
     return named
 
 
@@ -76,7 +75,7 @@ def kv_dtype_for(
     """
     if kv_dtype == "auto":
         return torch.int16 if program and (device.type, dtype) == ("cpu", torch.float32) else dtype
-    kind: torch.dtype = getattr(torch, known_dtype(str(kv_dtype), KV_DTYPES, "kv_dtype"))
+    kind: torch.dtype = getattr(torch, parse_dtype_name(str(kv_dtype), KV_DTYPES, "kv_dtype"))
     if kind not in (dtype, torch.int8) and device.type != "cpu":
         raise InputError(
             f"is the model's own on {device.type}, {dtype_name(dtype)}, or int8; got "

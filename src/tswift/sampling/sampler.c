@@ -13,7 +13,7 @@
 
 enum {
     LANES = 16,
-    MOST = 17,      /* most candidates of a row, and one that tells the lead of the last */
+    MOST_RANKED = 17,      /* most candidates of a row, and one that tells the lead of the last */
     LARGE = 1 << 14 /* logits that are worth a second thread */
 };
 
@@ -52,8 +52,8 @@ typedef struct {
 } Call;
 
 typedef struct {
-    double score[MOST];
-    int64_t token[MOST];
+    double score[MOST_RANKED];
+    int64_t token[MOST_RANKED];
 } Best;
 
 INLINE uint64_t mixed(uint64_t x) {

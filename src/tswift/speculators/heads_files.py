@@ -37,7 +37,7 @@ from tswift.models.checkpoint import (
 from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS
 from tswift.models.shapes import HEADS
-from tswift.speculators.formats import describe_drafter, is_drafter
+from tswift.speculators.drafter_files import describe_drafter, is_drafter
 from tswift.speculators.heads import (
     DRAFT_IDS,
     FORMAT,

@@ -12,14 +12,14 @@ import torch
 
 from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import Checkpoint, StoredTensor, check_tensors
-from tswift.speculators.formats import Shapes, SpeculatorFile, head_size
+from tswift.speculators.drafter_files import Shapes, SpeculatorFile, head_size
 from tswift.speculators.networks import build
 from tswift.speculators.spec import MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NATIVE = "the model's own"
+OWN_HEAD = "the model's own"
 # how Qwen and Mellum name its parts; DeepSeek and GLM have it as a layer behind the model's last
 _OF_QWEN = {
     "enorm": "mtp.pre_fc_norm_embedding",
@@ -65,7 +65,7 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
     folder = checkpoint.folder
     if folder is None:
         said = any(getattr(text, name, 0) for name in _PREDICTED)
-        return SpeculatorFile(Path(checkpoint.name), NATIVE, spec, {}, {}, ()) if said else None
+        return SpeculatorFile(Path(checkpoint.name), OWN_HEAD, spec, {}, {}, ()) if said else None
     behind = f"model.layers.{text.num_hidden_layers}."
     stored = {
         name: each for name, each in checkpoint.tensors.items() if name.startswith(("mtp.", behind))
@@ -90,7 +90,7 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
         name: _stacked(shapes[name], [stored[each] for each in part])
         for name, part in parts.items()
     }
-    return SpeculatorFile(folder, NATIVE, spec, tensors, {}, ())
+    return SpeculatorFile(folder, OWN_HEAD, spec, tensors, {}, ())
 
 
 def _own_layer(text: PreTrainedConfig) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from tswift.errors import InputError, Object, find_path
-from tswift.models.config import DEMO, HEAD_KINDS, dtype_name, refuse_shape
+from tswift.models.config import DEMO, HEAD_KINDS, parse_dtype_name, refuse_shape
 from tswift.options import Values, check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
@@ -113,7 +113,7 @@ class TrainConfig:
         "bfloat16, float32 or float64.",
         shown="bfloat16 on CUDA, float32 on CPU",
         choices=_DTYPES,
-        parse=dtype_name,
+        parse=parse_dtype_name,
     )
     attention: str = _model("auto", "auto, native, triton, flash or sdpa.", free=True)
     eval_every: int = _output(

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tswift.attention.backends import HALVES
 from tswift.errors import SlowWarning
 from tswift.machine import ask_for_huge_pages, available_bytes, processor, return_free_memory
 from tswift.models.codes import Codes, Packed, PackedCodes
 from tswift.native_build import Unbuilt, build, parallel_region, structures, widest_vectors
 
-HALVES = (torch.bfloat16, torch.float16)
 INPUT_BITS = 16  # to which the inputs of linear layers are rounded
 _SOURCE = Path(__file__).with_name("program.c")
 # of weights and scales, as in products.c

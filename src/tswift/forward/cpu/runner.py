@@ -31,8 +31,8 @@ class CompiledRunner(EagerRunner):
         self.program = PassProgram(target.model, target.kv_shape.dtype, target.layer_specs)
 
     @property
-    def most_exact(self) -> int | None:
-        """As :attr:`EagerRunner.most_exact`."""
+    def exact_rows(self) -> int | None:
+        """As :attr:`EagerRunner.exact_rows`."""
         return self.program.most_nodes
 
     def takes(self, kv: KVBuffer, nodes: int, chain: bool = False) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tswift.attention.backends import why_not
+from tswift.attention.backends import HALVES, why_not
 from tswift.errors import InputError
 from tswift.forward.cuda.coded import CodedLinear
 from tswift.models.architecture import own_quantization
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _DEVICES = ("cuda",)  # tests add the CPU, where the kernels are interpreted
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def refuse_draft_weights(
@@ -40,7 +39,7 @@ def refuse_draft_weights(
         reason = f"the model's weights are quantised already ({own})"
     elif device.type not in _DEVICES:
         reason = "weights of fewer bits for drafts need a CUDA device"
-    elif dtype not in _DTYPES:
+    elif dtype not in HALVES:
         reason = "weights of fewer bits for drafts need a model in bfloat16 or float16"
     else:
         reason = why_not("triton", dtype, device) or ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tswift.attention.backends import HALVES
 from tswift.errors import NoFault
 from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.hf import UnsupportedModel, final_norm
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # triton may not be installed
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
 _WIDEST_HEAD = 128  # that one program can multiply
-_DTYPES = (torch.bfloat16, torch.float16)
 # rotary embeddings that a text's length does not change
 _STATIC = ("default", "linear", "llama3", "yarn")
 _BEYOND = 1024  # positions, as drafted nodes may lie beyond the last one that is asked for
@@ -315,7 +315,7 @@ def _unfit(network: PreTrainedModel) -> str | None:
         f"a row of {odd:,} is no multiple of {STEP}": odd,
         f"heads of {head} are too wide": head > _WIDEST_HEAD,
         f"heads of {head} have no halves": head % 2 != 0,
-        f"they are in {dtype_name(network.dtype)}": network.dtype not in _DTYPES,
+        f"they are in {dtype_name(network.dtype)}": network.dtype not in HALVES,
         "norms are in another dtype": layers[0].input_layernorm.weight.dtype != network.dtype,
         _MIXED: {type(each) for each in linears} == {nn.Linear, CodedLinear},
         "their weights are quantised": not {type(each) for each in linears}

@@ -37,8 +37,8 @@ class ReplayedRunner(EagerRunner):
         return target.serves() and "steps" not in target.fallbacks and kernel
 
     @property
-    def most_exact(self) -> int | None:
-        """As :attr:`EagerRunner.most_exact`: where kernels make all products of codes."""
+    def exact_rows(self) -> int | None:
+        """As :attr:`EagerRunner.exact_rows`: where kernels make all products of codes."""
         target = self.target
         return target.width if rows_stand_alone(target.model) else None
 
