@@ -26,7 +26,7 @@ from recipes.pretrain import Plan, pretrain
 from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.forward.target import Target
-from tswift.models.checkpoint import fingerprint_in_any_dtype
+from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads

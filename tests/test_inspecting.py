@@ -22,8 +22,8 @@ from tswift.loading.plan import plan_model
 from tswift.machine import available_bytes
 from tswift.models import shapes
 from tswift.models.architecture import max_positions
-from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
+from tswift.models.hashes import named_weights
 from tswift.speculators.heads import HEAD_TYPES
 
 

@@ -5,6 +5,16 @@ import tswift
 model = tswift.load()
 steps = tswift.generate(model, "The ship had lain three days becalmed,", 200, seed=1)
 print("".join(step.text for step in steps))
+
+The rooms, from the command line down; each imports those below it, and says in its ``__init__``
+where to begin: ``cli``, ``serving``, ``training`` and ``benchmarking``; ``jobs`` (runs that are
+kept) and ``custom_generate`` (tswift within transformers); ``engine`` (a request becomes a decode)
+and ``memory`` (what it takes); ``drafting`` (methods, and what they propose); ``decoding`` (a step:
+propose, forward, draw, walk, commit); ``loading`` (a name becomes a model that decodes);
+``speculators`` (heads and published drafters); ``forward`` (a pass, with ``cpu`` and ``cuda``);
+``sampling`` (which token is drawn) and ``models`` (files, configurations, codes); ``attention`` and
+``caches``; and what knows no model: ``options``, ``tables``, ``distributed``, ``native_build``
+(C programs), ``files``, ``machine``, ``remembered`` (checks), ``errors``, ``stages``.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from tswift.errors import InputError
 from tswift.loading.model import load
 from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
-from tswift.models.checkpoint import named_weights
 from tswift.models.config import ModelConfig
+from tswift.models.hashes import named_weights
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 

@@ -31,8 +31,8 @@ from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel, load, load_model
 from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
-from tswift.models.checkpoint import fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
+from tswift.models.hashes import fingerprint_of, weights_hash
 from tswift.speculators.heads import MedusaHeads
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -20,8 +20,8 @@ from tswift.forward.cpu.products import HALVES, PackedFloats, PackedLinear, pack
 from tswift.forward.notes import PROGRAM
 from tswift.loading.model import LoadedModel, adopt, load
 from tswift.loading.plan import plan_model
-from tswift.models.checkpoint import fingerprint_in_any_dtype, fingerprint_of, weights_hash
 from tswift.models.config import ModelConfig
+from tswift.models.hashes import fingerprint_in_any_dtype, fingerprint_of, weights_hash
 
 pytestmark = needs_program
 

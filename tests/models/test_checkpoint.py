@@ -23,12 +23,8 @@ from tswift.errors import InputError
 from tswift.loading.model import load
 from tswift.models import checkpoint as module
 from tswift.models.architecture import skeleton
-from tswift.models.checkpoint import (
-    fingerprint_in_any_dtype,
-    fingerprint_of,
-    refuse_misfit,
-    stored_tensors,
-)
+from tswift.models.checkpoint import refuse_misfit, stored_tensors
+from tswift.models.hashes import fingerprint_in_any_dtype, fingerprint_of
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads
 

@@ -19,8 +19,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.text import chunks
 from tswift.loading.model import LoadedModel
-from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import DEMO_DRAFT
+from tswift.models.hashes import fingerprint_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.training.tasks import measure_agreement
 

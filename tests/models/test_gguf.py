@@ -33,10 +33,11 @@ from tswift.loading import packing as coded
 from tswift.loading.model import LoadedModel, load
 from tswift.loading.plan import plan_model
 from tswift.models import checkpoint
-from tswift.models.checkpoint import Checkpoint, weights_hash
+from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import Codes, PackedCodes
 from tswift.models.config import BITS, ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
+from tswift.models.hashes import weights_hash
 from tswift.sampling.generation_config import params_of, usual_source
 from tswift.sampling.parameters import SamplingParams
 

@@ -13,9 +13,10 @@ from tswift.errors import InputError
 from tswift.loading.model import load
 from tswift.models import shapes
 from tswift.models.architecture import is_moe, refuse_routed, skeleton
-from tswift.models.checkpoint import SHAPES, fingerprint_of, shape_config
+from tswift.models.checkpoint import SHAPES, shape_config
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.config import SHAPES as NAMES
+from tswift.models.hashes import fingerprint_of
 from tswift.models.shapes import Shape, shape_of
 
 # weights, as the model cards on the hub count them, and bytes of a token's keys and values

@@ -20,7 +20,7 @@ from tswift.caches import PartialKV
 from tswift.decoding.drafter import Drafter
 from tswift.distributed import Gone, join
 from tswift.loading.model import LoadedModel, load
-from tswift.models.checkpoint import fingerprint_of
+from tswift.models.hashes import fingerprint_of
 from tswift.sampling.rule import Sampler
 
 # How much methods write: with grouped heads; with biases and a tied LM head; by a plan that leaves

@@ -52,7 +52,7 @@ from tswift.errors import InputError, renamed
 from tswift.jobs.config import fingerprint
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.machine import available_bytes, environment, gigabytes, now
-from tswift.models.checkpoint import fingerprint_of
+from tswift.models.hashes import fingerprint_of
 from tswift.sampling.parameters import SamplingParams
 
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change

@@ -15,8 +15,8 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
-from tswift.models.checkpoint import config_hash
 from tswift.models.codes import Packed
+from tswift.models.hashes import config_hash
 from tswift.remembered import kernel_fault
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams

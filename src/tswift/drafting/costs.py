@@ -29,8 +29,8 @@ from tswift.files import cache_folder, put
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.target import Target
 from tswift.machine import available_bytes, gpu_name
-from tswift.models.checkpoint import config_hash
 from tswift.models.codes import read_bytes
+from tswift.models.hashes import config_hash
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads

@@ -198,7 +198,7 @@ class Batch:
     def _load(self, left: Sequence[Task]) -> LoadedModel:
         from tswift.loading.model import load_model
         from tswift.memory import fit_length
-        from tswift.models.checkpoint import weights_hash
+        from tswift.models.hashes import weights_hash
 
         model = load_model(self.config.to_load())
         # once, and not for every run

@@ -65,8 +65,9 @@ from tswift.loading.model import INTEGERS, PRODUCTS, LoadedModel, load_model
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
-from tswift.models.checkpoint import Checkpoint, config_hash, weights_hash
+from tswift.models.checkpoint import Checkpoint
 from tswift.models.config import NO_HEADS, ModelConfig
+from tswift.models.hashes import config_hash, weights_hash
 from tswift.options import Values, changed, fields_of
 from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
 from tswift.sampling.parameters import SamplingParams

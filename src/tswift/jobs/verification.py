@@ -16,10 +16,10 @@ from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
 from tswift.jobs.job import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
-from tswift.models.checkpoint import config_hash, weights_hash
 from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
+from tswift.models.hashes import config_hash, weights_hash
 from tswift.options import Values, changed, given_options
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 

@@ -47,14 +47,12 @@ from tswift.models.architecture import (
 from tswift.models.checkpoint import (
     Checkpoint,
     as_input_error,
-    config_hash,
     eos_ids,
     has_tokenizer,
     hub,
     refuse_misfit,
     silence,
     tokenizer_hash,
-    weights_hash,
 )
 from tswift.models.codes import holds_codes
 from tswift.models.config import (
@@ -62,6 +60,7 @@ from tswift.models.config import (
     ModelConfig,
 )
 from tswift.models.devices import dtype_name, dtype_note
+from tswift.models.hashes import config_hash, weights_hash
 from tswift.native_build import Unbuilt
 from tswift.remembered import NO_CHECKS, Checks
 from tswift.speculators.heads import Heads

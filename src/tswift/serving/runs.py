@@ -50,8 +50,8 @@ from tswift.jobs.folder import (
 from tswift.jobs.job import Job, resume, row_bytes, start, with_sampling
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
-from tswift.models.checkpoint import weights_hash
 from tswift.models.config import ModelConfig
+from tswift.models.hashes import weights_hash
 from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig

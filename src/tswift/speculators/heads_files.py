@@ -28,7 +28,6 @@ from tswift.models.checkpoint import (
     Checkpoint,
     StoredTensor,
     check_tensors,
-    fingerprint_in_any_dtype,
     read_header,
     read_into,
     read_object,
@@ -36,6 +35,7 @@ from tswift.models.checkpoint import (
 )
 from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS
+from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.models.shapes import HEADS
 from tswift.speculators.drafter_files import describe_drafter, is_drafter
 from tswift.speculators.heads import (

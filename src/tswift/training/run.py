@@ -26,9 +26,9 @@ from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, de
 from tswift.jobs.job import Signals, Stopped
 from tswift.loading.model import load
 from tswift.machine import environment, now, ran_out
-from tswift.models.checkpoint import fingerprint_of
 from tswift.models.config import NO_HEADS
 from tswift.models.devices import find_device
+from tswift.models.hashes import fingerprint_of
 from tswift.options import Values, fields_of
 from tswift.tables import Reporter
 from tswift.training.config import TEXT, TrainConfig, corpus_files

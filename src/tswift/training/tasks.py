@@ -25,7 +25,8 @@ from tswift.errors import InputError, Object, renamed
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.loading.model import LoadedModel
-from tswift.models.checkpoint import fingerprint_in_any_dtype, silence
+from tswift.models.checkpoint import silence
+from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES
