@@ -802,7 +802,7 @@ FAULTS = [
           "places = position.expand(1, len(tokens))", "places = (position + level).expand(1, len(tokens))"),
     Fault("an assistant's window is a token too wide", "speculators/drafter_files.py", ASSISTANTS,
           "text.sliding_window + 1", "text.sliding_window + 2"),
-    Fault("heads are found for other weights of the same shapes", "models/hashes.py", "test_found_heads.py",
+    Fault("heads are found for other weights of the same shapes", "models/checkpoint.py", "test_found_heads.py",
           "digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())", "pass"),
     Fault("a run goes on with heads that were installed since", "jobs/job.py", "test_found_heads.py",
           "wanted = replace(wanted, heads=NO_HEADS)", "pass"),

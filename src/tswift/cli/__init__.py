@@ -1,8 +1,8 @@
-"""The command line. One module per subcommand: parse, call, print.
+"""The command line: each subcommand parses, calls, prints; ``tools`` has the small ones.
 
 Begin with ``app``, which declares the subcommands and turns every error into one line;
-``options`` makes options of the configs' declared fields. Nothing imports it, and it imports
-torch only inside a subcommand.
+``options`` makes options of the configs' declared fields. It imports torch only inside a
+subcommand.
 """
 
 import os

@@ -2,6 +2,6 @@
 
 Begin with ``folder`` (what is written, and why it survives a crash) and ``job.Job``, which
 decodes into a folder; ``config`` is what a run is asked for, ``batch`` many prompts,
-``verification`` the audit of a folder. The command line, the server, benchmarks, training
-and ``custom_generate`` import it.
+``verification`` the audit of a folder. The command line, the server, benchmarks and training
+import it.
 """
