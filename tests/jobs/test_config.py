@@ -181,6 +181,8 @@ def test_right(options: dict[str, Any]) -> None:
         ("mtp", {}, {"drafter": None}),  # it is the model's own
         ("mtp", {"drafter": "x"}, "drafter: mtp does not use it; block, eagle, auto do"),
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
+        ("ar reuse", {"heads": "x"}, "heads: none of ar, reuse uses it; medusa, tokenswift, "),
+        ("ar", {"heads": "none"}, {"heads": "none"}),
         *(
             (
                 method,
@@ -204,6 +206,19 @@ def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: 
     else:
         with pytest.raises(InputError, match=f"^{re.escape(found)}"):
             to_load(config, methods.split())
+
+
+@every_row("name", ["length", "method", "seed", "stop_at_eos", "heads"])
+def test_a_record_without_what_all_versions_wrote_is_none(name: str) -> None:
+    asked = {"method": "tokenswift", "length": 7, "seed": 3, "stop": ("a", "b")}
+    options = RunConfig.of(prompt="p", **asked).recorded()
+    loaded = {"name": "x", "device": "cpu", "dtype": "float32", "attention": "native"}
+    found = RunConfig.from_record({**options, "stop": ["a", "b"]}, loaded, {"tree": [1, 2]})
+    assert (found.text.length, found.text.seed, found.stop) == (7, 3, ("a", "b"))
+    assert (found.model.model, found.model.attention, found.drafting.tree) == ("x", "auto", (1, 2))
+    del options[name]
+    with pytest.raises(KeyError, match=name):
+        RunConfig.from_record(options, loaded, {})
 
 
 # --- presets
