@@ -288,48 +288,52 @@ INLINE partial plus_small_fours(partial sum, integers x, integers y) {
 #endif
 
 /* Codes of neighbouring inputs, of every output of a vector, times rounded inputs of 16 bits, by fours. Of four inputs
-   a row has two words, and so the codes have two parts. */
+   a row has two words, which words_of_four leaves in the first two of their lanes, and so the codes have two parts. Which
+   of the words is multiplied, the compiler knows; three beyond it can be read. */
 #ifdef __ARM_FEATURE_DOTPROD
-/* The words are the low bytes and the high ones, both signed. Of codes of 8 bits 128 is taken off, for an offset. */
-INLINE uint32_t word_of_four(const int32_t *four, int part) {
-    uint32_t word = 0;
-    for (int i = 0; i < 4; i++) word |= (uint32_t)(uint8_t)(part ? (four[i] + 128) >> 8 : four[i]) << 8 * i;
-    return word;
+/* The words are the low bytes and the high ones, both signed. Of codes of 8 bits 128 is taken off, and so the sum of the
+   inputs comes first. */
+INLINE integers words_of_four(integers x) {
+    const uint8x16_t taken = {0, 4, 8, 12, 17, 21, 25, 29};
+    return (integers)vqtbl2q_u8((uint8x16x2_t){{(uint8x16_t)x, (uint8x16_t)(x + 128)}}, taken);
 }
 INLINE integers part_of_codes(integers codes, int four, int part, int bits) {
     if (bits == 8) return codes ^ (int32_t)0x80808080;
     return four ? (integers)vshrq_n_u8((uint8x16_t)codes, 4) : codes & 0x0f0f0f0f;
 }
-INLINE partial plus_codes(partial sum, integers codes, const int32_t *word, int part) {
-    if (part) sum.high = dot(sum.high, codes, spread_integer(*word));
-    else sum.low = dot(sum.low, codes, spread_integer(*word));
+INLINE integers dot_by(integers sum, integers codes, const int32_t *words, int at) {
+    const integers some = load_integers(words + at / 4 * 4);
+    switch (at % 4) {
+    case 0: return vdotq_laneq_s32(sum, (int8x16_t)codes, (int8x16_t)some, 0);
+    case 1: return vdotq_laneq_s32(sum, (int8x16_t)codes, (int8x16_t)some, 1);
+    case 2: return vdotq_laneq_s32(sum, (int8x16_t)codes, (int8x16_t)some, 2);
+    default: return vdotq_laneq_s32(sum, (int8x16_t)codes, (int8x16_t)some, 3);
+    }
+}
+INLINE partial begun_codes(int32_t inputs, int bits) { return begun(spread_integer(bits == 8 ? inputs * 128 : 0)); }
+INLINE partial plus_codes(partial sum, integers codes, const int32_t *words, int at, int part) {
+    if (part) sum.high = dot_by(sum.high, codes, words, at);
+    else sum.low = dot_by(sum.low, codes, words, at);
     return sum;
 }
-INLINE partial plus_offset(partial offset, const int32_t *word, int part, int bits) {
-    return bits == 8 ? plus_codes(offset, spread_integer(0x01010101), word, part) : offset;
-}
-INLINE integers total_of_codes(partial x, partial offset) {
-    return x.low + (x.high << 8) + ((offset.low + (offset.high << 8)) << 7);
-}
+INLINE integers total_of_codes(partial x) { return x.low + (x.high << 8); }
 #else
 /* The words are pairs of 16 bits: the first and the third, then the second and the fourth, as codes are widened. */
 typedef uint16_t pairs __attribute__((vector_size(4 * LANES)));
-INLINE uint32_t word_of_four(const int32_t *four, int part) {
-    return (four[part] & 0xffff) | (uint32_t)four[part + 2] << 16;
-}
+INLINE integers words_of_four(integers x) { return (x & 0xffff) | (integers)swap_pairs((vector)x) << 16; }
 INLINE integers part_of_codes(integers codes, int four, int part, int bits) {
     const int at = four * bits + part * 8;
     const pairs shifted = (pairs)codes >> at;
     return (integers)(at + bits == 16 ? shifted : shifted & (uint16_t)((1 << bits) - 1));
 }
-INLINE partial plus_codes(partial sum, integers codes, const int32_t *word, int part) {
+INLINE partial begun_codes(int32_t inputs, int bits) { return (partial){0}; }
+INLINE partial plus_codes(partial sum, integers codes, const int32_t *words, int at, int part) {
 #ifdef __AVX512VNNI__
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*word));
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(words[at]));
     return sum;
 #else
-    return plus_pairs(sum, codes, spread_integer(*word));
+    return plus_pairs(sum, codes, spread_integer(words[at]));
 #endif
 }
-INLINE partial plus_offset(partial offset, const int32_t *word, int part, int bits) { return offset; }
-INLINE integers total_of_codes(partial x, partial offset) { return total_of_pairs(x); }
+INLINE integers total_of_codes(partial x) { return total_of_pairs(x); }
 #endif

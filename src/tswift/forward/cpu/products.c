@@ -9,8 +9,8 @@
 
    Weights that are codes lie as models/codes.py says; tests/forward/plain_products.py defines their product. Rows are rounded to integers, which
    are multiplied as numbers of 16 bits in tiles of up to TILE rows, four inputs at a time, as vectors.h says. Of a tile
-   there are, for every block of inputs: the words of its fours, of all rows the first, then the next; a step for each
-   row; and for each row the step times the sum of its integers.
+   there are, for every block of inputs: the words of its fours, of all rows the first, then the next; and for each row a
+   step, the step times the sum of its integers, and that sum.
 
    program.c includes this file. */
 
@@ -26,7 +26,8 @@ enum {
     TILE = CODED,            /* most rows of integers */
     GROUP = 16,              /* outputs of a group of codes */
     HALVES = GROUP / LANES,  /* vectors of a group */
-    MOST = 4,                /* blocks that are multiplied together, for few rows: so many sums are under way */
+    MOST = 8 / VECTORS,      /* blocks that are multiplied together, for few rows: so many sums are under way */
+    INPUTS = LANES < 8 ? 4 : 1, /* of floats, that are loaded at a time */
     LINE = 64,               /* bytes of a line of the cache */
     AHEAD = 4096,            /* bytes before they are multiplied, weights are fetched */
     ALIGNED = 16,            /* numbers of a line of the cache */
@@ -118,6 +119,33 @@ INLINE void finish(const Linear *l, float *to, float *found, int64_t first, int6
     else memcpy(to + first, found, count * sizeof *to);
 }
 
+/* Add the products of some neighbouring inputs. Where they fill a vector, a row's are one load. */
+INLINE void add_inputs(
+    vector sum[ROWS][MOST * VECTORS], const char *at, const float *input, int64_t inputs, const int some,
+    const int blocks, const int rows, const int kind
+) {
+    const int size = kind == FLOAT32 ? 4 : 2;
+#pragma GCC unroll 4
+    for (int i = 0; i < some; i++) {
+        vector weight[MOST * VECTORS];
+        for (int b = 0; b < blocks; b++) {
+            const char *pair = at + (b * inputs + i) * BLOCK * size;
+            vector *to = weight + b * VECTORS;
+            if (i * BLOCK * size % LINE == 0)
+                for (int line = 0; line < BLOCK * size; line += LINE) __builtin_prefetch(pair + AHEAD + line);
+            for (int v = 0; v < VECTORS; v++)
+                if (kind == FLOAT32) to[v] = load((const float *)pair + v * LANES);
+                else if (kind == FLOAT16) to[v] = load_halves((const uint16_t *)pair + v * LANES);
+                else if (v % 2 == 0) load_pair((const uint16_t *)pair + v * LANES, to + v);
+        }
+        for (int r = 0; r < rows; r++) {
+            const float *own = input + r * inputs;
+            const vector x = some == LANES ? spread(load(own)[i]) : spread(own[i]);
+            for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = plus(sum[r][v], weight[v], x);
+        }
+    }
+}
+
 /* So many rows and neighbouring blocks, every sum from the first input to the last. */
 INLINE void multiply(
     const Linear *l, const float *input, float *output, int64_t width, int64_t block, const int blocks, const int rows,
@@ -125,26 +153,14 @@ INLINE void multiply(
 ) {
     const int size = kind == FLOAT32 ? 4 : 2;
     const char *at = weights(l, block);
-    const int64_t inputs = l->inputs, apart = inputs * BLOCK * size;
+    const int64_t inputs = l->inputs;
     vector sum[ROWS][MOST * VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = spread(0);
-    for (int64_t i = 0; i < inputs; i++) {
-        vector weight[MOST * VECTORS];
-        for (int b = 0; b < blocks; b++) {
-            const char *pair = at + b * apart + i * BLOCK * size;
-            vector *to = weight + b * VECTORS;
-            for (int line = 0; line < BLOCK * size; line += LINE) __builtin_prefetch(pair + AHEAD + line);
-            for (int v = 0; v < VECTORS; v++)
-                if (kind == FLOAT32) to[v] = load((const float *)pair + v * LANES);
-                else if (kind == FLOAT16) to[v] = load_halves((const uint16_t *)pair + v * LANES);
-                else if (v % 2 == 0) load_pair((const uint16_t *)pair + v * LANES, to + v);
-        }
-        for (int r = 0; r < rows; r++) {
-            const vector x = spread(input[r * inputs + i]);
-            for (int v = 0; v < blocks * VECTORS; v++) sum[r][v] = plus(sum[r][v], weight[v], x);
-        }
-    }
+    int64_t i = 0;
+    for (; i + INPUTS <= inputs; i += INPUTS)
+        add_inputs(sum, at + i * BLOCK * size, input + i, inputs, INPUTS, blocks, rows, kind);
+    for (; i < inputs; i++) add_inputs(sum, at + i * BLOCK * size, input + i, inputs, 1, blocks, rows, kind);
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < blocks; b++) {
             float found[BLOCK];
@@ -197,7 +213,7 @@ INLINE int64_t tile_rows(int64_t rows) {
 
 /* Bytes of a tile of rounded rows. */
 INLINE int64_t tile_size(const Linear *l, int64_t rows) {
-    return rows * l->inputs / l->block * (l->block * (int64_t)sizeof(int16_t) + 2 * (int64_t)sizeof(float));
+    return rows * l->inputs / l->block * (l->block * (int64_t)sizeof(int16_t) + 3 * (int64_t)sizeof(float));
 }
 
 /* Round a block of one row. */
@@ -214,19 +230,19 @@ INLINE void round_block(const float *from, char *to, int64_t row, int64_t rows, 
     memcpy(&size, &largest, sizeof size);
     if (size < LEAST) size = 0;
     const float by = size == 0 ? 0 : highest / size, step = size / highest;
-    int32_t counts[32], sum = 0;
-    for (int i = 0; i < block; i++) {
-        const float shifted = from[i] * by + 0x1.8p23f;
-        memcpy(counts + i, &shifted, sizeof shifted);
-        counts[i] -= shift;
-        sum += counts[i];
+    int32_t words[32], sum = 0;
+    integers sums = {0};
+    for (int i = 0; i < block; i += LANES) {
+        const integers counts = (integers)(load(from + i) * spread(by) + spread(0x1.8p23f)) - shift;
+        sums += counts;
+        store_integers(words + i, words_of_four(counts));
     }
-    uint32_t words[16];
-    for (int i = 0; i < block / 2; i++) words[i] = word_of_four(counts + i / 2 * 4, i % 2);
-    for (int i = 0; i < block / 2; i++) ((uint32_t *)to)[i * rows + row] = words[i];
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    for (int i = 0; i < block / 2; i++) ((int32_t *)to)[i * rows + row] = words[i / 2 * 4 + i % 2];
     to += rows * block * (int64_t)sizeof(int16_t);
     ((float *)to)[row] = step;
     ((float *)to)[rows + row] = (float)sum * step;
+    ((int32_t *)to)[2 * rows + row] = sum;
 }
 
 static void round_tile(const Linear *l, const float *input, char *to, int64_t rows) {
@@ -244,19 +260,21 @@ static void round_tile(const Linear *l, const float *input, char *to, int64_t ro
 /* Add the products of a block's codes and a tile of rounded rows. What is loaded of a row serves all vectors of a
    group. */
 INLINE void add_block(
-    partial exact[HALVES][TILE], partial offset[TILE], const char *codes, const int32_t *x, const int rows,
-    const int bits, int64_t block
+    partial exact[HALVES][TILE], const char *codes, const int32_t *x, const int rows, const int bits, int64_t block
 ) {
-    for (int64_t i = 0; i < block / 4; i += 8 / bits, codes += LINE) {
+    for (int64_t i = 0; i < block / 4; i += 8 / bits, codes += LINE, x += 8 / bits * 2 * rows) {
         integers own[HALVES], wide[HALVES];
         for (int h = 0; h < HALVES; h++) own[h] = load_integers(codes + h * LANES * 4);
+#pragma GCC unroll 2
         for (int four = 0; four < 8 / bits; four++)
-            for (int part = 0; part < 2; part++, x += rows) {
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
                 for (int h = 0; h < HALVES; h++) wide[h] = part_of_codes(own[h], four, part, bits);
-                for (int r = 0; r < rows; r++) {
-                    offset[r] = plus_offset(offset[r], x + r, part, bits);
-                    for (int h = 0; h < HALVES; h++) exact[h][r] = plus_codes(exact[h][r], wide[h], x + r, part);
-                }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int h = 0; h < HALVES; h++)
+                        exact[h][r] = plus_codes(exact[h][r], wide[h], x, (four * 2 + part) * rows + r, part);
             }
     }
 }
@@ -280,23 +298,23 @@ INLINE void multiply_codes(
         for (int r = 0; r < rows; r++) total[h][r] = spread(0);
     for (int64_t b = 0; b < blocks; b++, at += size) {
         const float *steps = (const float *)(tile + rows * block * 2), *sums = steps + rows;
+        const int32_t *inputs = (const int32_t *)(sums + rows);
         for (int64_t line = 0; line < size; line += LINE) __builtin_prefetch(at + FAR_AHEAD + line);
-        partial exact[HALVES][TILE], offset[TILE];
-        for (int r = 0; r < rows; r++) offset[r] = (partial){0};
+        partial exact[HALVES][TILE];
         for (int h = 0; h < HALVES; h++)
-            for (int r = 0; r < rows; r++) exact[h][r] = (partial){0};
-        add_block(exact, offset, at, (const int32_t *)tile, rows, bits, block);
+            for (int r = 0; r < rows; r++) exact[h][r] = begun_codes(inputs[r], bits);
+        add_block(exact, at, (const int32_t *)tile, rows, bits, block);
         for (int h = 0; h < HALVES; h++) {
             const char *factors = at + coded + h * tail / HALVES;
             const vector scale = load_as(factors, l->kind);
             const vector minimum = l->centre ? scale * centre : load_as(factors + tail, l->kind);
             for (int r = 0; r < rows; r++) {
-                const vector found = as_float(total_of_codes(exact[h][r], offset[r]));
+                const vector found = as_float(total_of_codes(exact[h][r]));
                 total[h][r] = plus(total[h][r], scale * spread(steps[r]), found);
                 total[h][r] = plus(total[h][r], minimum, spread(sums[r]));
             }
         }
-        tile = (const char *)(sums + rows);
+        tile = (const char *)(inputs + rows);
     }
     for (int r = 0; r < rows; r++) {
         float found[GROUP];
