@@ -28,6 +28,7 @@ COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64-static"
 ROOT = "/usr/aarch64-linux-gnu"
 MISSING = [tool for tool in (COMPILER, EMULATOR) if not shutil.which(tool)]
+DOTS = "asimddp"  # with which integers are summed by other instructions, and nothing else differs
 _WORD = struct.Struct("q")
 _PAGE = 4096
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -138,37 +139,61 @@ def pytest_configure() -> None:
     native_build.ctypes = SimpleNamespace(**{**vars(ctypes), "CDLL": Library})
 
 
-def hashes() -> dict[str, str]:
-    """Of attention, and of products with weights of every kind, by one thread."""
-    from tests.attention.oracle import by, case
+def hashes(integers_only: bool) -> dict[str, str]:
+    """Of what the C programs compute by one thread: attention, products with weights of every kind
+    and, unless only sums of integers are asked for, the recurrence, tokens drawn, and what is
+    recalled.
+    """
+    from tests.attention.test_native import attend, made
+    from tests.drafting.test_history import RULES, recalled, thoughts, words
+    from tests.forward.test_recurrent import random_rows
     from tests.lossless.bits import bits
-    from tswift.attention.native import NativeAttention
+    from tests.sampling.test_sampler_c import rows as logits_of
     from tswift.forward.cpu.products import PackedFloats, PackedLinear, multiply
+    from tswift.forward.recurrent import step_states
     from tswift.models.codes import quantize
+    from tswift.sampling.rule import Sampler
 
     torch.set_num_threads(1)
+    floats = () if integers_only else _DTYPES
     found = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for nodes in (1, 2, 3, 7, 64):
-            query, keys, values, ancestors, scale = case(2, 3, 16, 700, nodes, dtype)
-            out = by(NativeAttention)(query, keys, values, ancestors, scale)
+    for dtype in (*floats, torch.int16, torch.int8):
+        for nodes, prefix in ((1, 700), (7, 130)):
+            out = attend(*made(2, 3, 16, prefix, nodes, dtype))
             found[f"attention of {nodes} nodes in {dtype}"] = bits(out)
     torch.manual_seed(0)
-    rows, weight = torch.randn(13, 96), torch.randn(40, 96)
-    packed = {str(dtype): PackedFloats(weight.to(dtype)) for dtype in _DTYPES}
-    packed |= {f"{count} bits": quantize(weight, count) for count in (4, 8)}
+    rows, weight = torch.randn(13, 97), torch.randn(40, 97)
+    packed = {str(dtype): PackedFloats(weight.to(dtype)) for dtype in floats}
+    packed |= {f"{count} bits": quantize(weight[:, 1:], count) for count in (4, 8)}
     for name, each in packed.items():
         linear = PackedLinear(each)
-        found[f"products with {name}"] = bits(
-            *(multiply(linear.c, rows[:n]) for n in (1, 2, 3, 13))
-        )
+        own = rows[:, -linear.in_features :]
+        outs = [multiply(linear.c, own[:n]) for n in (1, 2, 3, 13)]
+        found[f"products with {name}"] = bits(*outs)
+    if integers_only:
+        return found
+    for heads in (2, 4):
+        stepped, state = random_rows(9, heads, 24, 80)
+        chain = step_states(stepped, state, range(9), range(-1, 8), torch.empty_like(state))
+        tree = step_states(stepped, state, range(9), [-1, 0, 0, 1, 1, 2, -1, 6, 7])
+        found[f"a recurrence of {heads} heads"] = bits(chain, tree)
+    for name, params in RULES.items():
+        text = words(60)
+        recall, _ = recalled(text, thoughts(60), [21, 1, 3, 30, *[1] * 5], params)
+        guesses = recall.guess([[text[-1]], [text[-1], 4, 1]], 3)
+        found[f"recalled by {name}"] = str([(each.tokens, each.place) for each in guesses])
+        rule = Sampler(params, 1, 300, torch.device("cpu"), prompt=2)
+        rule.extend(text)
+        logits, tokens = logits_of("usual", 5, 300, 1, torch.float32), torch.tensor(text[-5:])
+        nodes = tokens, torch.arange(60, 65), torch.ones(5, 5, dtype=torch.bool).tril()
+        found[f"drawn by {name}"] = str(rule.draw_nodes(logits, nodes)[0])
     return found
 
 
 def main() -> None:
     """Print the hashes, in JSON."""
     pytest_configure()
-    print(json.dumps(hashes()))
+    print(json.dumps(hashes(integers_only=DOTS not in os.environ["TSWIFT_ARM"])))
 
 
 if __name__ == "__main__":

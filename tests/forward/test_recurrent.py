@@ -105,6 +105,22 @@ def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.Monk
     assert apart < (1e-4 if "Mamba2" in kind else 1e-6)
 
 
+def random_rows(count: int, heads: int, keys: int, values: int) -> tuple[Rows, torch.Tensor]:
+    """Rows, by two heads of queries and keys, and a state."""
+    source = torch.Generator().manual_seed(keys)
+    sizes = {
+        "queries": (2, keys),
+        "keys": (2, keys),
+        "contents": (heads, values),
+        "decays": (heads,),
+        "rates": (heads,),
+    }
+    made = {name: torch.rand(count, *size, generator=source) - 0.5 for name, size in sizes.items()}
+    keys_of = made["keys"] / made["keys"].norm(dim=-1, keepdim=True)
+    rows = Rows(**made | {"keys": keys_of}, corrects=heads != 2)
+    return rows, torch.randn(heads, keys, values, generator=source)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("heads", "keys", "values"), first(2, [(4, 24, 80), (2, 16, 16), (6, 128, 128)])
@@ -118,20 +134,7 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(
     if compiled and recurrence_library() is None:
         pytest.skip("no compiler")
     count = 30
-    source = torch.Generator().manual_seed(keys)
-    sizes = {
-        "queries": (2, keys),
-        "keys": (2, keys),
-        "contents": (heads, values),
-        "decays": (heads,),
-        "rates": (heads,),
-    }
-    made = {name: torch.rand(count, *size, generator=source) - 0.5 for name, size in sizes.items()}
-    rows = Rows(
-        **made | {"keys": made["keys"] / made["keys"].norm(dim=-1, keepdim=True)},
-        corrects=heads != 2,
-    )
-    state = torch.randn(heads, keys, values, generator=source)
+    rows, state = random_rows(count, heads, keys, values)
     other = step_states(rows, state, range(count), range(-1, count - 1))
     if not compiled:
         monkeypatch.setattr(recurrent, "recurrence_library", lambda: None)
