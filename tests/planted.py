@@ -344,6 +344,8 @@ FAULTS = [
           "return X86(fmadd_ps)(x, y, sum);", "return LANES == 8 ? sum + x * y : (vector)X86(fmadd_ps)(x, y, sum);"),
     Fault("lanes are added up in another order on ARM", "vectors.h", "test_vectors.py",
           "return vextq_f32(x, x, 2);", "return vrev64q_f32(x);"),
+    Fault("a job of the parent's is thought to be the forked child's", "pool.c", NATIVE,
+          "busy == own ||", "busy ||"),
     Fault("codes of 8 bits are not moved back on ARM", "vectors.h", "test_vectors.py",
           "bits == 8 ? inputs * 128 : 0", "0"),
     Fault("all inputs of floats are the first of four on ARM", "forward/cpu/products.c", "test_vectors.py",

@@ -25,7 +25,7 @@ static struct {
     uint32_t open;            /* how many more helpers may join it */
     uint32_t inside;          /* helpers at work, or about to see whether they may */
     uint32_t asleep;
-    uint32_t busy;            /* whether somebody's work is under way */
+    pid_t busy;               /* the process whose work is under way, or 0; after a fork amid it, the parent */
     uint32_t helpers;
     pid_t process;
     pthread_mutex_t lock;
@@ -73,8 +73,8 @@ static void *help(void *first) {
 }
 
 static void recruit(uint32_t wanted) {
-    if (pool.process != getpid()) { /* after a fork the helpers are the parent's */
-        pool.process = getpid();
+    if (pool.process != pool.busy) { /* after a fork the helpers are the parent's */
+        pool.process = pool.busy;
         pool.helpers = pool.asleep = pool.inside = 0;
         pthread_mutex_init(&pool.lock, 0);
         pthread_cond_init(&pool.begun, 0);
@@ -93,8 +93,10 @@ static void recruit(uint32_t wanted) {
 /* Do work that any number of threads can do together, with up to `threads` of them; as OpenMP's GOMP_parallel. */
 void tswift_parallel(void (*work)(void *), void *given, unsigned threads, unsigned flags) {
     (void)flags;
-    uint32_t idle = 0;
-    if (threads < 2 || !__atomic_compare_exchange_n(&pool.busy, &idle, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    const pid_t own = getpid();
+    pid_t busy = __atomic_load_n(&pool.busy, __ATOMIC_SEQ_CST);
+    if (threads < 2 || busy == own ||
+        !__atomic_compare_exchange_n(&pool.busy, &busy, own, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
         work(given);
         return;
     }
@@ -102,10 +104,11 @@ void tswift_parallel(void (*work)(void *), void *given, unsigned threads, unsign
     pool.work = work, pool.given = given;
     __atomic_store_n(&pool.open, threads - 1, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&pool.number, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool.asleep, __ATOMIC_SEQ_CST)) {
+    const uint32_t asleep = __atomic_load_n(&pool.asleep, __ATOMIC_SEQ_CST);
+    if (asleep) {
         pthread_mutex_lock(&pool.lock); /* whoever is about to sleep does so now, and hears */
         pthread_mutex_unlock(&pool.lock);
-        pthread_cond_broadcast(&pool.begun);
+        for (uint32_t woken = 0; woken < asleep && woken < threads - 1; woken++) pthread_cond_signal(&pool.begun);
     }
     work(given);
     __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -472,3 +473,33 @@ def test_after_a_fork() -> None:
     if child == 0:
         os._exit(int(share(10, 3)[0] != list(range(10))))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def meet() -> bool:
+    """Whether two threads are at work at a time."""
+    here = threading.Barrier(2)
+    met = list[int]()
+
+    @WORK
+    def work(given: object) -> None:
+        with suppress(threading.BrokenBarrierError):
+            met.append(here.wait(timeout=20))
+
+    REGION(parallel_region())(work, None, 2, 0)
+    return len(met) == 2
+
+
+def test_a_child_that_was_forked_amid_a_job_is_helped() -> None:
+    children = list[int]()
+    caller = threading.get_native_id()
+
+    @WORK
+    def work(given: object) -> None:
+        if threading.get_native_id() == caller:
+            child = os.fork()
+            if child == 0:
+                os._exit(int(not meet()))
+            children.append(child)
+
+    REGION(parallel_region())(work, None, 2, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
