@@ -180,6 +180,14 @@ def known_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_disk_is_waited_for() -> Iterator[None]:
+    """That a file is to be written through is seen, and takes no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """What a test has started and failed to stop is killed, and is there for no other test."""

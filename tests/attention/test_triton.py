@@ -177,7 +177,7 @@ def test_a_block_of_rows_reads_nothing_behind_the_last_node(unwritten, group, no
     group=st.integers(1, 8),
     dim=st.sampled_from([16, 64, 80, 128, 256]),
     prefix=st.sampled_from([0, 37, 63, 64, 129, 300, 517]),
-    nodes=st.integers(0, 75).map(lambda half: 2 * half + 1),
+    nodes=st.integers(0, 45).map(lambda half: 2 * half + 1),
     tree=st.booleans(),
     window=st.sampled_from([None, 1, 33, 270]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),

@@ -335,6 +335,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (adapting, "_TRIED", 6),
         (exact_passes, "_HELD_KEYS", 70),
         (exact_passes, "_OTHER_LENGTHS", (0,)),
+        (exact_passes, "_PROMPT_SIZES", (70,)),
         (layers_check, "_REPEATS", 2),
     ):
         monkeypatch.setattr(place, name, value)
@@ -369,12 +370,12 @@ def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypat
     target.set_fixed_rows(6, True)
     fingerprint(target)
     prompt = [(7 * at + 3) % 97 for at in range(66)]
-    texts = []
+    found = []
     for method in ("ar", "reuse", "magicdec"):
         options = options_for(method, nodes=6, gamma=3, budget=64)
-        found = drafter_of(method, target, options)
-        texts.append(decode(target, found, prompt, PARAMS, 3, 5))
-    assert texts[1:] == texts[:1] * 2
+        drafter = drafter_of(method, target, options)
+        found.append(decode(target, drafter, prompt, PARAMS, 3, 5))
+    assert found[1:] == found[:1] * 2
 
 
 @interpreted

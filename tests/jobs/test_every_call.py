@@ -24,7 +24,6 @@ from tswift.options import changed
 LENGTH, LONGER = 12, 18
 # of the calls, every second one of those up to the first tokens, or all
 BEGINNING, ALL = range(1, 40, 2), range(1, 1000)
-REOPENING = range(5, 30, 4)
 
 
 @pytest.fixture
@@ -124,7 +123,6 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
 @pytest.mark.parametrize(
     ("length", "calls"),
     [
-        (LONGER, REOPENING),
         (LENGTH, ALL),
         (LONGER, ALL),
     ],

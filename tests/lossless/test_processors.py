@@ -22,6 +22,7 @@ import pytest
 from tests.helpers import NO_PROGRAM
 from tests.jobs.killing import result
 from tests.lossless.bits import PROMPT as NOVEL
+from tswift.cli import main as tswift
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -97,20 +98,9 @@ def test_what_rounding_could_turn(setting: str) -> None:
 
 
 def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) -> None:
-    words = [
-        "tswift",
-        "generate",
-        "--prompt",
-        NOVEL,
-        "--seed",
-        7,
-        "--len",
-        2000,
-        "--quiet",
-        "--out",
-    ]
-    run("its own", *words, tmp_path / "whole")
+    words = [*["tswift", "generate", "--seed", "7", "--len", "2000", "--quiet", "--prompt"], NOVEL, "--out"]
     with start("its own", *words, tmp_path / "run", "--method", "ar") as process:
+        assert tswift([*map(str, words[1:]), str(tmp_path / "whole")]) == 0
         assert process.stdout is not None
         # behind the first checkpoint, which comes after 512 tokens; the pipe holds 4,096 bytes
         # more, so a text of 6,800 waits for its reader, however late that is

@@ -143,8 +143,10 @@ def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize("length", first(1, [60, 2000]))
-@pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    first(1, [*((kind, 60) for kind in ARCHITECTURES), ("llama", 2000), ("qwen3_5_text", 600)]),
+)
 def test_all_methods_give_the_tokens_of_plain_decoding(
     kind: str, length: int, tmp_path: Path
 ) -> None:
