@@ -98,7 +98,8 @@ def test_what_rounding_could_turn(setting: str) -> None:
 
 
 def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) -> None:
-    words = [*["tswift", "generate", "--seed", "7", "--len", "2000", "--quiet", "--prompt"], NOVEL, "--out"]
+    words = ["tswift", "generate", "--seed", 7, "--len", 2000, "--quiet"]
+    words += ["--prompt", NOVEL, "--out"]
     with start("its own", *words, tmp_path / "run", "--method", "ar") as process:
         assert tswift([*map(str, words[1:]), str(tmp_path / "whole")]) == 0
         assert process.stdout is not None
