@@ -426,7 +426,7 @@ def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path: Path) -> No
         raise Opened
 
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr(loading, "_open", opened)
+    monkeypatch.setattr(loading, "_load_network", opened)
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
     with pytest.warns(SlowWarning, match="needs a C compiler"), pytest.raises(Opened):
         load(str(checkpoint), device="cpu", dtype="float32")
