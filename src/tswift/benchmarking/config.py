@@ -425,7 +425,9 @@ class BenchConfig:
 
     def drafting(self) -> dict[str, dict[str, object]]:
         """For records: by label, the options that its method uses."""
-        return {one.label: used_options(one.method, one.options) for one in self.contenders}
+        return {
+            one.label: used_options(find_method(one.method), one.options) for one in self.contenders
+        }
 
 
 def configure(

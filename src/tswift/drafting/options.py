@@ -283,9 +283,9 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
     return uses
 
 
-def used_options(method: str, options: DraftOptions) -> dict[str, object]:
+def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
     """The options that a method looks at, by name."""
-    looked_at = used(find_method(method), options)
+    looked_at = used(method, options)
     return {name: value for name, value in asdict(options).items() if name in looked_at}
 
 
