@@ -23,7 +23,7 @@ from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram, may_serve
 from tswift.forward.notes import PROGRAM, execution_note
 from tswift.loading import packing as coded
-from tswift.loading.model import LoadedModel, load
+from tswift.loading.model import LoadedModel, adopt, load
 from tswift.models.architecture import skeleton
 from tswift.sampling.parameters import SamplingParams
 
@@ -166,5 +166,7 @@ def test_other_layers_are_told() -> None:
         pad_token_id=0,
     )
     assert not may_serve(skeleton(config))
-    target = wrap_model(AutoModelForCausalLM.from_config(config).eval(), "m", "native")
-    assert execution_note(target) == "eager, as CohereDecoderLayer has parts that have no program"
+    network = AutoModelForCausalLM.from_config(config).eval()
+    reason = "CohereDecoderLayer has parts that have no program"
+    assert execution_note(wrap_model(network, "m", "native")) == f"eager, as {reason}"
+    assert adopt(network).remarks().endswith(f", layers by PyTorch, as {reason}")

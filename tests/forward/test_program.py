@@ -189,7 +189,7 @@ def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
 )
 def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     target = target_of(kind, half)
-    assert target.runner.program is not None
+    assert target.runner.program is not None, target.fallbacks
     assert execution_note(target) == PROGRAM
     for held, nodes in ((0, 1), (0, 7), (200, 1), (200, 23), (130, 64)):
         tree = tree_of(nodes, held)
@@ -267,7 +267,7 @@ def test_avx2_has_the_bits_of_avx512(
         for module in (products, native):
             monkeypatch.setattr(module, "widest_vectors", lambda vectors=vectors: vectors)
         target = target_of(kind, kv_dtype=kv_dtype)
-        assert target.runner.program is not None
+        assert target.runner.program is not None, target.fallbacks
         assert products.library().tswift_lanes() == (16 if vectors else 8)
         target.width = target.runner.program.most_nodes
         found.append(fingerprint(target))
@@ -288,7 +288,7 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
         caches.append(kv)
         assert kv.shape.dtype == kind
         written.append([buffer[0, :, 3:] for buffer in kv.buffers])
-    assert target.runner.program is not None
+    assert target.runner.program is not None, target.fallbacks
     assert [target.runner.program.takes(each, 1) for each in caches] == [False, True]
     for part, (wide, narrow) in enumerate(zip(*written, strict=True)):
         assert torch.equal(kv.shape.narrowed(wide, part, 0), narrow)
@@ -380,7 +380,7 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
     target = target_of(kv_dtype=kv_dtype)
     params = SamplingParams(penalty=1.1)
     prompt = [*range(1, 60), *range(20, 50)]
-    assert target.runner.program is not None
+    assert target.runner.program is not None, target.fallbacks
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     prepare(heads)
     wanted = decode_method("ar", target, prompt, params, 3, 100)
@@ -562,7 +562,7 @@ def test_changed_weights_are_packed_anew() -> None:
         for weight in target.model.parameters():
             weight.mul_(0.7)
     after = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
-    assert target.runner.program is not None
+    assert target.runner.program is not None, target.fallbacks
     fresh = wrap_model(target.model, "m", "native")
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
 

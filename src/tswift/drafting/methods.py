@@ -628,7 +628,7 @@ def make_drafter(
         target, drafting or target, heads, draft, positions, costs, draft_costs or costs, memory
     )
     drafter = BUILDERS[name](models, options)
-    drafter.varies = varies(find_method(name), options)
+    drafter.varies |= varies(find_method(name), options)
     return drafter
 
 

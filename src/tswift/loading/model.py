@@ -198,6 +198,7 @@ class LoadedModel:
         """What is out of the ordinary, to be printed after name, device and dtype."""
         kv_dtype = self.about().get("kv_dtype")
         inexact = self.target.fallbacks.get("exact")
+        layers = self.target.fallbacks.get("layers")  # a fault has its warning
         exact = (
             "exact"
             if self.target.runner.program
@@ -209,6 +210,7 @@ class LoadedModel:
             f"KV in {kv_dtype}" if kv_dtype else "",
             "" if self.exact is None else exact,
             f"not exact, as {inexact}" if inexact else "",
+            f"layers by PyTorch, as {layers}" if isinstance(layers, NoFault) else "",
             f"weights quantised ({self.quantization})" if self.quantization else "",
             ""
             if self.heads_found is None
