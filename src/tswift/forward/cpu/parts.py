@@ -244,6 +244,8 @@ def _layer(layer: nn.Module, rotary: int | None, spec: AttentionSpec) -> LayerPa
 def _recurrent_layer(layer: nn.Module) -> LayerParts:
     """A layer with a gated delta net in the place of attention."""
     own: Any = getattr(layer, "linear_attn", None)
+    # under the names of attention's products, as program.c's Layer has them: what is convolved,
+    # gates for what it puts out, how much a node writes, and how much it forgets
     products = {
         "queries": "in_proj_qkv",
         "keys": "in_proj_z",
