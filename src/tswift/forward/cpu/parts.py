@@ -245,7 +245,7 @@ def _recurrent_layer(layer: nn.Module) -> LayerParts:
     """A layer with a gated delta net in the place of attention."""
     own: Any = getattr(layer, "linear_attn", None)
     # under the names of attention's products, as program.c's Layer has them: what is convolved,
-    # gates for what it puts out, how much a node writes, and how much it forgets
+    # gates for what it puts out, how much is new, and how much time passes
     products = {
         "queries": "in_proj_qkv",
         "keys": "in_proj_z",
