@@ -164,6 +164,10 @@ FAULTS = [
     Fault("a text that was begun is taken for finished", "jobs/batch.py",
           f"{MANY}::test_a_kill_at_any_moment_leaves_exactly_the_rest",
           'read_record(self.folder).state == FINISHED', "True"),
+    Fault("seconds of prefill that are no numbers are read", "jobs/folder.py", "cli/test_all_bad_inputs.py",
+          "sum(seconds, record.prefill_seconds or 0.0)", "sum(seconds)"),
+    Fault("a recorded drafting option that none has is passed over", "jobs/config.py", "cli/test_all_bad_inputs.py",
+          "        DraftOptions(**of_json(drafting))  # a name that none has is refused\n", ""),
     Fault("another file goes on with a folder", "jobs/batch.py", MANY, 'if known["sha256"] != digest:', "if False:"),
     # compiled libraries, and paths
     Fault("a library is loaded whatever its content", "native_build.py", BUILDING,

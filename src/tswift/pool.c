@@ -72,9 +72,9 @@ static void *help(void *first) {
     return 0;
 }
 
-static void recruit(uint32_t wanted) {
-    if (pool.process != pool.busy) { /* after a fork the helpers are the parent's */
-        pool.process = pool.busy;
+static void recruit(uint32_t wanted, pid_t own) {
+    if (pool.process != own) { /* after a fork the helpers are the parent's */
+        pool.process = own;
         pool.helpers = pool.asleep = pool.inside = 0;
         pthread_mutex_init(&pool.lock, 0);
         pthread_cond_init(&pool.begun, 0);
@@ -100,7 +100,7 @@ void tswift_parallel(void (*work)(void *), void *given, unsigned threads, unsign
         work(given);
         return;
     }
-    recruit(threads - 1);
+    recruit(threads - 1, own);
     pool.work = work, pool.given = given;
     __atomic_store_n(&pool.open, threads - 1, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&pool.number, 1, __ATOMIC_SEQ_CST);

@@ -234,11 +234,12 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         dtype = torch.bfloat16
     words = str(dtype).removeprefix("torch.")
     with silence(), as_input_error(query.model):
-        serves = may_serve(checkpoint.skeleton)
+        in_c = not on_cpu or _has_programs()
+        serves = in_c and may_serve(checkpoint.skeleton)
         kept = kv_dtype_for(query.kv_dtype, dtype, place or torch.device("cuda"), serves)
         shape = shape_of(checkpoint.skeleton, dtype.itemsize, kept.itemsize)
-        if on_cpu and not _multiplies_codes():
-            pass  # they are made floats once
+        if not in_c:
+            pass  # codes are made floats, once where memory has room
         elif query.weights is not None:
             read = rounded_bytes(checkpoint.skeleton, query.weights, dtype, read=True)
             shape = replace(shape, coded_bytes=read)
@@ -259,8 +260,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
 
 
-def _multiplies_codes() -> bool:
-    """Whether a CPU multiplies weights of integer codes as they are: a C program does."""
+def _has_programs() -> bool:
+    """Whether C programs can be compiled here."""
     try:
         library()
     except Unbuilt:

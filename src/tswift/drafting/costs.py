@@ -91,7 +91,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     """
     most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
-    keys, most_bytes = _LONG[target.device.type]
+    keys, most_bytes = _LONG.get(target.device.type, _LONG["cpu"])
     free = available_bytes(target.device)
     if free is not None:
         most_bytes = min(most_bytes, free // _FREE_FACTOR)

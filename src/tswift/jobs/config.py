@@ -479,6 +479,7 @@ class RunConfig:
         Attention is ``auto`` where that was ``native``, which another machine may lack.
         AttributeError, KeyError, TypeError or ValueError if the record is broken.
         """
+        DraftOptions(**of_json(drafting))  # a name that none has is refused
         attention = loaded["attention"]
         names = (*_RECORDED, *options)
         draft, drafter = (loaded.get(name) or {"name": None} for name in ("draft", "drafter"))

@@ -497,7 +497,8 @@ def read_run(path: Path) -> RunRecord:
     with reading(path / RECORD):
         exact = [each.get("exact") for each in (record.model, *record.resumed)]
         bits = {None if how is None else how["bits"] for how in exact}
-        sum(part.get("prefill_seconds", 0.0) for part in record.resumed)  # as figures will
+        seconds = (part.get("prefill_seconds", 0.0) for part in record.resumed)
+        sum(seconds, record.prefill_seconds or 0.0)  # as figures will
         run = RunRecord(
             path,
             record,

@@ -599,7 +599,7 @@ class Service:
             return run
         entry, record, last = inspect_run(path)
         if record is None:
-            raise InputError(entry.reason)
+            raise InputError(entry.reason or f"{path.name} holds no run")
         with reading(path / RECORD):
             config = RunConfig.from_record(record.options, record.model, record.drafting)
             run = run or Run(
