@@ -24,7 +24,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tests.reweighted import broken, change, garbage, rounded
-from tswift.caches import KVShape
+from tswift.caches import POLICIES, KVShape
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
@@ -37,13 +37,18 @@ from tswift.drafting.methods import (
     used,
     usual_nodes,
 )
-from tswift.drafting.options import DraftOptions, find_method
+from tswift.drafting.options import FULL, KV, DraftOptions, find_method
 from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
+
+
+def test_every_cache_policy_can_be_named() -> None:
+    """But for what a method reads by itself."""
+    assert {*POLICIES} - {"retrieval"} == {*KV} - {FULL}
 
 
 def test_ngrams_are_looked_for_where_heads_leave_room() -> None:
