@@ -238,12 +238,11 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
         serves = in_c and may_serve(checkpoint.skeleton)
         kept = kv_dtype_for(query.kv_dtype, dtype, place or torch.device("cuda"), serves)
         shape = shape_of(checkpoint.skeleton, dtype.itemsize, kept.itemsize)
-        if not in_c:
-            pass  # codes are made floats, once where memory has room
-        elif query.weights is not None:
+        # without C codes are made floats, once where memory has room
+        if in_c and query.weights is not None:
             read = rounded_bytes(checkpoint.skeleton, query.weights, dtype, read=True)
             shape = replace(shape, coded_bytes=read)
-        elif coded and checkpoint.gguf is not None:
+        elif in_c and coded and checkpoint.gguf is not None:
             shape = replace(shape, coded_bytes=gguf_bytes(checkpoint.gguf, dtype, read=True))
     if query.bandwidth is not None and query.flops is not None:
         machine = Machine(query.bandwidth * 1e9, query.flops * 1e12)
