@@ -343,8 +343,7 @@ class KVBuffer:
         self.keys = [parts[0] for parts in self.parts]
         self.values = [parts[1] for parts in self.parts]
         # NumPy's views of the bytes: to move a few tokens, PyTorch takes four times as long
-        on_host = shape.device.type == "cpu"
-        self.rows = [each.view(torch.uint8).numpy() for each in self.buffers] if on_host else []
+        self.rows = [each.view(torch.uint8).numpy() for each in self.buffers if each.is_cpu]
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:

@@ -28,7 +28,7 @@ from tswift.errors import InputError, no_such
 from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import may_serve
 from tswift.loading.packing import gguf_bytes, rounded_bytes
-from tswift.machine import ask_for_huge_pages, available_bytes, environment
+from tswift.machine import ask_for_huge_pages, available_bytes, environment, synchronize
 from tswift.models.architecture import (
     is_moe,
     max_positions,
@@ -166,8 +166,7 @@ def _repeated(work: Callable[[], Tensor], device: torch.device) -> tuple[float, 
     while len(seconds) <= _TRIES or sum(seconds) < _LEAST_SECONDS:
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - started)
     seconds = sorted(seconds[1:])  # the first one warms up
     return seconds[0], seconds[len(seconds) // 2] / seconds[0]

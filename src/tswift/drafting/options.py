@@ -206,9 +206,15 @@ _OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
 _OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
+
+def _usually(kv: str, known: Sequence[str] = KV) -> tuple[str, ...]:
+    """Of the caches that drafting can read, the usual one first."""
+    return (kv, *(other for other in known if other != kv))
+
+
 _CASCADE = Method(
     frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
-    kv=("streaming", "dynamic", "partial", "snapkv"),
+    kv=_usually("streaming", KV[1:]),
     gamma=24,
     budget=1024,
     may_use=("heads", "draft_weights"),
@@ -223,7 +229,7 @@ _METHODS = {
         by_lm_head=1,
         cuda_tree=(1, 3, 3, 3),
         cpu_tree=(1, 2, 2, 2, 2),
-        kv=("dynamic", FULL, "partial", "streaming", "snapkv"),
+        kv=_usually("dynamic"),
         needs=("heads",),
         may_use=("draft_weights",),
     ),
@@ -232,7 +238,7 @@ _METHODS = {
     "reuse": Method(_OF_REUSE),
     "magicdec": Method(
         _OF_CHAINS | _OF_PARTIAL | {"kv"},
-        kv=("snapkv", "streaming", "dynamic", "partial", FULL),
+        kv=_usually("snapkv"),
         gamma=4,
         may_use=("draft_weights",),
     ),

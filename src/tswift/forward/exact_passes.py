@@ -261,8 +261,8 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
     if target.runner.program is not None:
         target.set_fixed_rows(target.runner.exact_rows)
     else:
-        rows = 0 if target.device.type == "cpu" else ROWS // target.groups
         wide = target.device.type == "cuda"
+        rows = ROWS // target.groups if wide else 0
         width = min(MAX_WIDTH, max(_LEAST_WIDTH, rows))
         target.set_fixed_rows(width, wide, wide and wide_text_has_the_bits)
     return None

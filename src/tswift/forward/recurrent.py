@@ -52,7 +52,7 @@ def step_states(
     Returns:
         What each node reads from its state, ``[nodes, heads, values]``.
     """
-    on_host = state.device.type == "cpu" and state.dtype == torch.float32
+    on_host = state.is_cpu and state.dtype == torch.float32
     if on_host and (library := recurrence_library()) is not None:
         return step_in_c(library, rows, state, nodes, parents, after)
     if (kernel := device_kernel(state.device, state.dtype)) is not None:

@@ -47,7 +47,7 @@ def weights_hash(network: nn.Module) -> str:
     digest = sha256(fingerprint_of(network).encode())
     for name, weight in _weights_of(network):
         bits = weight.contiguous().view(_INTEGERS[weight.element_size()])
-        if bits.device.type == "cpu":
+        if bits.is_cpu:
             total = int(
                 bits.numpy().sum(dtype=np.int64)
             )  # many times as quick as PyTorch for bytes

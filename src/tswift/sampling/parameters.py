@@ -420,7 +420,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     probs = logits.softmax(-1)
     # on the CPU only as many are sorted as it takes; elsewhere to find that out would be a wait for
     # the device
-    best = _enough(probs, top_p) if probs.device.type == "cpu" else _sorted(probs)
+    best = _enough(probs, top_p) if probs.is_cpu else _sorted(probs)
     return logits.masked_fill(_too_much(probs, top_p, best), -math.inf)
 
 

@@ -167,7 +167,7 @@ class Sampler:
             vocab_size if params.counts else 0, dtype=torch.float64, device=device
         )
         self._tokens = torch.arange(vocab_size, device=device)
-        self._on_host = self._tokens.device.type == "cpu"
+        self._on_host = self._tokens.is_cpu
         self.newest = torch.full((vocab_size,), FAR, dtype=torch.int64, device=device)
         self._noise = _noise_blocks(seed, self._tokens)  # shared by copies
         self._rules: dict[SamplingParams, _Rule] = {}

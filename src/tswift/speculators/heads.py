@@ -365,7 +365,7 @@ def build(about: Mapping[str, Any]) -> Heads:
 def prepare(heads: Heads) -> Heads:
     """Have heads that were loaded compute fast; their weights stay as they are from now on."""
     weights = list(heads.parameters())
-    plain = all(weight.dtype == torch.float32 and weight.device.type == "cpu" for weight in weights)
+    plain = all(weight.dtype == torch.float32 and weight.is_cpu for weight in weights)
     small = sum(weight.numel() for weight in weights) * torch.float32.itemsize <= MAX_COPIED
     if isinstance(heads, ChainedHeads) and plain and small:
         with suppress(Unbuilt):  # PyTorch computes them then

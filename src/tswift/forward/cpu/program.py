@@ -509,7 +509,7 @@ def _refuse_unfit(network: PreTrainedModel, head_dim: int) -> None:
     for reason, wrong in {
         "its weights are not plain float32": {(type(each), each.dtype) for each in weights}
         != {_FLOATS},
-        "it is not on the CPU": any(weight.device.type != "cpu" for weight in weights),
+        "it is not on the CPU": not all(weight.is_cpu for weight in weights),
         "its weights are too large to be held twice": too_large_to_copy(network),
         "its heads are of a size that native attention does not take": not native.takes(head_dim),
     }.items():
