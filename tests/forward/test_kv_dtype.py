@@ -32,7 +32,7 @@ from tswift.forward.text import chunks
 from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import CHECKSUM, RECORD, checksum
-from tswift.jobs.job import resume
+from tswift.jobs.resuming import resume
 from tswift.loading.model import load
 from tswift.loading.plan import plan_model
 from tswift.models.config import ModelConfig

@@ -45,7 +45,7 @@ from tswift.forward.recurrent import step_states
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.jobs import folder as files
-from tswift.jobs import job
+from tswift.jobs import job, resuming
 from tswift.jobs.config import RunConfig
 from tswift.loading.model import load
 from tswift.options import changed
@@ -278,7 +278,7 @@ def test_a_run_killed_within_its_prompt_goes_on_the_same(
         begun.run(lambda text, stats: None)
 
     def go_on() -> None:
-        run(job.resume(asked.out, {}, False, []))
+        run(resuming.resume(asked.out, {}, False, []))
 
     def tokens(folder: Path) -> bytes:
         return (folder / "tokens.u32").read_bytes()

@@ -23,7 +23,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
-from tswift.jobs.job import resume, start
+from tswift.jobs.job import start
+from tswift.jobs.resuming import resume
 from tswift.loading.model import load
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.memory import Demand, preflight

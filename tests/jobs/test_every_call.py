@@ -15,9 +15,11 @@ from tests.jobs.killing import killed_before
 from tswift.errors import InputError
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
+from tswift.jobs import resuming
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import RECORD, list_runs
-from tswift.jobs.job import Job, resume, start
+from tswift.jobs.job import Job, start
+from tswift.jobs.resuming import resume
 from tswift.loading.model import load as real_load
 from tswift.options import changed
 
@@ -30,7 +32,8 @@ BEGINNING, ALL = range(1, 40, 2), range(1, 1000)
 def asked(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A short run with frequent checkpoints and log-probabilities; the model is loaded once."""
     model = real_load(str(checkpoint), dtype="float64", device="cpu")
-    monkeypatch.setattr(jobs, "load_model", lambda config, ranks: model)
+    for module in (jobs, resuming):
+        monkeypatch.setattr(module, "load_model", lambda config, ranks: model)
     monkeypatch.setattr(files, "_TOKENS", 5)
     monkeypatch.setattr(files, "_SECONDS", 3600.0)
     sampling = {"temperature": 1.3, "min_p": 0.0}

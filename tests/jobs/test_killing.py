@@ -15,7 +15,8 @@ from tests.helpers import needs_program
 from tests.jobs.killing import Process
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs, read_run
-from tswift.jobs.job import Signals, Stopped, resume
+from tswift.jobs.job import Signals, Stopped
+from tswift.jobs.resuming import resume
 
 
 @pytest.fixture

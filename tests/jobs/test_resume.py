@@ -27,9 +27,11 @@ from tswift.errors import DecodeError, InputError
 from tswift.files import in_use
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
+from tswift.jobs import resuming
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import list_runs, read_run, read_saved
-from tswift.jobs.job import Job, Signals, Stopped, resume, start
+from tswift.jobs.job import Job, Signals, Stopped, start
+from tswift.jobs.resuming import resume
 from tswift.jobs.verification import with_model
 from tswift.loading.model import LoadedModel
 from tswift.loading.model import load as real_load
@@ -51,7 +53,8 @@ def model(checkpoint: Path) -> LoadedModel:
 @pytest.fixture(autouse=True)
 def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded once, and checkpoints are frequent."""
-    monkeypatch.setattr(jobs, "load_model", lambda config, ranks: model)
+    for module in (jobs, resuming):
+        monkeypatch.setattr(module, "load_model", lambda config, ranks: model)
     monkeypatch.setattr(files, "_TOKENS", 16)
 
 
@@ -430,7 +433,7 @@ def test_another_tokenizer_is_refused(
     record = record_of(folder)
     del record["model"]["tokenizer"]
     (folder / "run.json").write_text(json.dumps({**record, "checksum": files.checksum(record)}))
-    monkeypatch.setattr(jobs, "load_model", lambda config, ranks: again)
+    monkeypatch.setattr(resuming, "load_model", lambda config, ranks: again)
     assert go_on(folder).tokens == whole[0]
 
 

@@ -198,7 +198,7 @@ def generate(
         with loading_notice(what, quiet):
             from tswift.cli.output import Display
             from tswift.jobs.job import Signals, start
-            from tswift.jobs.job import resume as resumed
+            from tswift.jobs.resuming import resume as resumed
 
             signals = stack.enter_context(Signals())
             all_of_them = stack.enter_context(leading(device))

@@ -222,7 +222,8 @@ class Batch:
         return task.text.encode(model, self.config.chat, self._system)
 
     def _job(self, task: Task, model: LoadedModel, command: Sequence[str]) -> Job | None:
-        from tswift.jobs.job import resume, start
+        from tswift.jobs.job import start
+        from tswift.jobs.resuming import resume
 
         if (task.folder / RECORD).exists():
             return resume(task.folder, {}, False, command, loaded=model)

@@ -13,7 +13,7 @@ from tswift.errors import InputError
 from tswift.forward.text import OnProgress
 from tswift.jobs.config import AuditConfig, first_tokens
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
-from tswift.jobs.job import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
+from tswift.jobs.resuming import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
 from tswift.models.codes import holds_codes

@@ -47,7 +47,8 @@ from tswift.jobs.folder import (
     read_saved,
     reading,
 )
-from tswift.jobs.job import Job, resume, row_bytes, start, with_sampling
+from tswift.jobs.job import Job, row_bytes, start, with_sampling
+from tswift.jobs.resuming import resume
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
 from tswift.models.config import ModelConfig
