@@ -30,7 +30,7 @@ from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads
-from tswift.training.tasks import read_logits
+from tswift.training.agreement import read_logits
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POSITIONS = (0, 10_000, 40_000, 100_000)

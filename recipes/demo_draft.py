@@ -26,9 +26,10 @@ from tswift.forward.target import Target
 from tswift.loading.model import LoadedModel, load
 from tswift.models.config import DEMO
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
+from tswift.training.agreement import Scores, compare, mean, read_logits
 from tswift.training.config import DraftConfig
 from tswift.training.run import METRICS, RECORD, resume, train
-from tswift.training.tasks import MODEL, Scores, compare, mean, read_logits
+from tswift.training.tasks import MODEL
 
 FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)

@@ -22,7 +22,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.engine import Request, begin
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
-from tswift.training.tasks import read_logits
+from tswift.training.agreement import read_logits
 
 pytestmark = pytest.mark.slow
 PARAMS = SamplingParams(window=100)  # shorter than prompt and text, so that its length matters

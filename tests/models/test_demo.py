@@ -22,7 +22,7 @@ from tswift.loading.model import LoadedModel
 from tswift.models.config import DEMO_DRAFT
 from tswift.models.hashes import fingerprint_of
 from tswift.sampling.parameters import SamplingParams
-from tswift.training.tasks import measure_agreement
+from tswift.training.agreement import measure_agreement
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"
 DRAFT = FOLDER / "draft"

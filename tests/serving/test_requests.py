@@ -216,7 +216,7 @@ def test_bad_options(values: dict[str, Any]) -> None:
 def test_what_it_takes_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tswift.cli.tools.find_spec", lambda name: None)
+    monkeypatch.setattr("tswift.cli.serve.find_spec", lambda name: None)
     assert main(["serve", "--port", "0"]) == 2
     error = "tswift serve needs starlette, uvicorn, pydantic: pip install 'tswift[serve]'"
     assert capsys.readouterr().err == f"tswift: error: {error}\n"

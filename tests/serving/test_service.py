@@ -19,15 +19,16 @@ import pytest
 from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.stats import DecodeStats
-from tswift.files import Lock
+from tswift.files import Lock, write_whole
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.loading.model import LoadedModel, load
-from tswift.serving import routes, runs
+from tswift.serving import routes
 from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused
 from tswift.serving.routes import Api, Logprobs, authorize
-from tswift.serving.runs import QUEUED, Run, Service
+from tswift.serving.run import QUEUED, Run
+from tswift.serving.service import Service
 
 ASKED = {"prompt": TEXT, "seed": 3, "stop_at_eos": False, "method": "ar"}
 LONG = {**ASKED, "max_tokens": 3000}
@@ -189,7 +190,7 @@ def test_clients_do_not_repeat_a_run_that_failed(
 ) -> None:
     status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
     assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
-    monkeypatch.setattr(runs, "start", lambda *words, **others: 1 / 0)
+    monkeypatch.setattr("tswift.serving.service.start", lambda *words, **others: 1 / 0)
     status, headers, _ = asked(service, "POST", "/v1/completions", SHORT)
     assert (status, headers["x-should-retry"]) == (500, "false")
     assert service.find(headers["x-run-id"]).state == "failed"
@@ -397,7 +398,6 @@ def test_cancel_and_resume_at_the_same_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes last decides what the file says."""
-    write = runs.write_whole
     threads = list[threading.Thread]()
 
     def slow(path: Path, content: bytes) -> None:
@@ -405,11 +405,11 @@ def test_cancel_and_resume_at_the_same_time(
             threads.append(threading.Thread(target=service.resume, args=(waiting.id,)))
             threads[0].start()
             threads[0].join(0.3)
-        write(path, content)
+        write_whole(path, content)
 
     begun(service.accept_one(LONG, False))
     waiting = service.accept_one(SHORT, False)
-    monkeypatch.setattr(runs, "write_whole", slow)
+    monkeypatch.setattr("tswift.serving.run.write_whole", slow)
     service.cancel(waiting)
     threads[0].join()
     assert "state" not in json.loads((waiting.path / "request.json").read_text())
@@ -472,7 +472,7 @@ def test_what_is_shown_of_a_text(
 def test_reading_by_pieces_gives_the_text_however_it_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs, "_MAX_TEXT", 5)
+    monkeypatch.setattr("tswift.serving.run._MAX_TEXT", 5)
     run = Run(Path("run"), RunConfig())
     words = ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None

@@ -22,10 +22,11 @@ from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, Heads
-from tswift.training import tasks
+from tswift.training import agreement
+from tswift.training.agreement import measure_agreement
 from tswift.training.config import OBJECTIVES
 from tswift.training.losses import CAUSAL, DraftLoss, HeadsLoss, Metrics
-from tswift.training.tasks import Trainer, learning_rate, measure_agreement, muon
+from tswift.training.tasks import Trainer, learning_rate, muon
 from tswift.training.teacher import teach
 
 ROWS, LENGTH, COUNT = 2, 23, 3
@@ -237,7 +238,7 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
 def test_agreement_counts_tokens_that_both_draw(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "_ROWS", 7)
+    monkeypatch.setattr(agreement, "_ROWS", 7)
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
     large = stock()
     small = changed(0.3, 5)

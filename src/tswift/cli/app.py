@@ -28,7 +28,8 @@ from tswift.cli.output import (
     open_closed,
     warnings_in_a_line,
 )
-from tswift.cli.tools import env, export_generate, heads, roofline, runs, serve
+from tswift.cli.serve import serve
+from tswift.cli.tools import env, export_generate, heads, roofline, runs
 from tswift.cli.train import train, train_draft
 from tswift.cli.verify import verify
 from tswift.errors import TRACEBACK, DecodeError, InputError

@@ -32,9 +32,10 @@ from tswift.attention.sdpa import (
     TreeAttention,
 )
 from tswift.caches import FullKV, KVBuffer, KVShape
+from tswift.forward.cpu.kv_bounds import integer_steps
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import PackedEmbedding
-from tswift.forward.cpu.program import integer_steps, weights_state
+from tswift.forward.cpu.program import weights_state
 from tswift.forward.cpu.runner import CompiledRunner
 from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.runner import ReplayedRunner

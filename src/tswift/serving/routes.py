@@ -37,7 +37,8 @@ from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
 from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused, parse_body
-from tswift.serving.runs import Run, Service
+from tswift.serving.run import Run
+from tswift.serving.service import Service
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,10 +31,11 @@ from tswift.models.devices import find_device
 from tswift.models.hashes import fingerprint_of
 from tswift.options import Values, fields_of
 from tswift.tables import Reporter
+from tswift.training.agreement import Scores
 from tswift.training.config import TEXT, TrainConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.tasks import TEACHER, Scores, Trainee, learning_rate, trainee_of
+from tswift.training.tasks import TEACHER, Trainee, learning_rate, trainee_of
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
 _SCHEMA = 1

@@ -14,24 +14,21 @@ from typing import Any, Generic
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tswift.caches import FullKV
 from tswift.decoding.stats import DecodeStats
 from tswift.distributed import Dist
 from tswift.engine import Request, begin
-from tswift.errors import InputError, Object, renamed
+from tswift.errors import InputError, renamed
 from tswift.forward.target import Target
-from tswift.forward.text import chunks, prefill
 from tswift.loading.model import LoadedModel
 from tswift.models.checkpoint import silence
 from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
-from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES
 from tswift.speculators.heads_files import load_heads
 from tswift.tables import Reporter
+from tswift.training.agreement import Scores, mean, measure_agreement
 from tswift.training.config import DISTILL, TIMES, Config, DraftConfig, HeadsConfig, TrainConfig
 from tswift.training.data import Documents, jumping_positions
 from tswift.training.losses import (
@@ -46,12 +43,8 @@ from tswift.training.teacher import LIKELIEST, Lessons, Taught, teach
 HEADS, MODEL = "heads.safetensors", "model.safetensors"
 TEACHER = "teacher-{}.bin"  # by rank
 _PROMPT = 1024  # most tokens of a held-out text that decoding continues
-_ROWS = 256  # of scores in float64 at a time, for each model
 _NEW = 0.5  # share of a training of heads in which rows are new ones
 _WARMUP_SHARE = 0.25  # most of a training in which the rate rises: table 9's 50 steps of 200
-
-
-Scores = Object  # of the held-out texts, as metrics.jsonl and train.json have them
 _NO_ALPHA: Scores = {"alpha": None, "tokens_per_step": None, **dict.fromkeys(TIMES)}
 _PLAIN = 64  # tokens that plain decoding writes after each held-out text, to be timed
 
@@ -408,65 +401,6 @@ class DraftTrainee(Trainee[DraftConfig]):
 def trainee_of(config: TrainConfig) -> type[Trainee[Any]]:
     """What these settings train."""
     return HeadsTrainee if isinstance(config, HeadsConfig) else DraftTrainee
-
-
-@torch.inference_mode()
-def measure_agreement(
-    target: Target, draft: Target, text: Sequence[int], params: SamplingParams
-) -> Scores:
-    """Compare a draft model with its target, under the same sampling rule and noise,
-    at every token of a text.
-    """
-    count = len(text) - 1
-    logits = (
-        read_logits(model, text, 0, count, FullKV(model.kv_shape, count))
-        for model in (target, draft)
-    )
-    return compare(params, text, 0, *logits)
-
-
-def read_logits(
-    model: Target, text: Sequence[int], position: int, window: int, kv: FullKV
-) -> Tensor:
-    """``[window, V]`` logits from a position on, with all of the text before it in the cache."""
-    prefill(model, text[kv.length : position], kv)
-    parts = [part.hidden for part in chunks(model, text[position : position + window], kv)]
-    return model.logits(torch.cat(parts)).float()
-
-
-def compare(
-    params: SamplingParams, text: Sequence[int], position: int, target: Tensor, draft: Tensor
-) -> Scores:
-    """Compare a draft model with its target, by their logits ``[n, V]`` from a position of a text
-    on.
-
-    Returns:
-        ``loss`` and ``target_loss``, in nats per token, and ``agreement``: how often both draw the
-        same token.
-    """
-    device = target.device
-    count = len(target)
-    same = 0
-    ids = torch.tensor(text[position : position + count + 1], device=device)
-    sampler = Sampler(params, 0, target.shape[1], device)
-    sampler.extend(text[:position])
-    for start in range(0, count, _ROWS):
-        rows = slice(start, min(start + _ROWS, count))
-        tokens = text[position + rows.start : position + rows.stop]
-        sampler.extend(tokens[:1])
-        _, seen = sampler.along(target[rows], tokens)
-        following = range(position + rows.start + 1, position + rows.stop + 1)
-        ours, theirs = (
-            sampler.scores(logits[rows], seen, following).argmax(-1) for logits in (draft, target)
-        )
-        same += int((ours == theirs).sum())
-    loss, target_loss = (F.cross_entropy(logits, ids[1:]).item() for logits in (draft, target))
-    return {"loss": loss, "target_loss": target_loss, "agreement": same / count}
-
-
-def mean(scores: Sequence[Scores]) -> Scores:
-    """The mean of several comparisons."""
-    return {name: sum(each[name] for each in scores) / len(scores) for name in scores[0]}
 
 
 def learning_rate(step: int, share: float, warmup: int) -> float:

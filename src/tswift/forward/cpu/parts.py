@@ -205,6 +205,12 @@ def norm_weight(norm: Any) -> Tensor:
     raise Unfit("it has norms that are no RMS norms")
 
 
+def in_float32(weight: Any) -> Tensor:
+    """A parameter's numbers."""
+    numbers: Tensor = weight.detach().to(torch.float32)
+    return numbers
+
+
 def _size(norm: Any) -> int:
     """How many numbers a norm takes; Unfit if it has no weights to tell."""
     if getattr(norm, "weight", None) is None:

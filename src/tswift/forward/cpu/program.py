@@ -22,7 +22,14 @@ from transformers import PreTrainedModel
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
 from tswift.caches import FullKV, KVBuffer, States
-from tswift.forward.cpu.parts import LayerParts, MemoryParts, Unfit, norm_weight, read_parts
+from tswift.forward.cpu.parts import (
+    LayerParts,
+    MemoryParts,
+    Unfit,
+    in_float32,
+    norm_weight,
+    read_parts,
+)
 from tswift.forward.cpu.products import (
     C,
     PackedEmbedding,
@@ -152,12 +159,12 @@ class PassProgram:
 
     def _memory(self, memory: MemoryParts) -> ctypes.Structure:
         """The structure of a gated delta net."""
-        taps = _plain(memory.convolution.weight).squeeze(1).T
+        taps = in_float32(memory.convolution.weight).squeeze(1).T
         if memory.convolution.bias is not None:
             raise Unfit("a convolution with a bias has no program")
         made: ctypes.Structure = C.Memory(
             self._pointer(taps),
-            self._pointer(-_plain(memory.module.A_log).exp()),
+            self._pointer(-in_float32(memory.module.A_log).exp()),
             self._pointer(memory.module.dt_bias),
             self._pointer(memory.norm.weight),
             *taps.shape,
@@ -188,7 +195,7 @@ class PassProgram:
         )
 
     def _pointer(self, weight: Tensor) -> int:
-        kept = _plain(weight).contiguous()
+        kept = in_float32(weight).contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
 
@@ -409,7 +416,7 @@ class HeadProgram:
                 made.mix = own[0].c
                 norms["embedding_norm"] = head.embedding_layernorm
             for name, norm in norms.items():
-                weight = _plain(norm.weight).contiguous()
+                weight = in_float32(norm.weight).contiguous()
                 setattr(made, name, weight.data_ptr())
                 self._kept.append(weight)
             self._kept.append(own)
@@ -515,81 +522,6 @@ def _refuse_unfit(network: PreTrainedModel, head_dim: int) -> None:
     }.items():
         if wrong:
             raise Unfit(reason)
-
-
-def integer_steps(network: PreTrainedModel) -> Tensor:
-    """The finest steps in which 16 bits hold every key and value that the weights can give.
-
-    Returns:
-        As in :class:`~tswift.caches.KVShape`.
-
-    Raises:
-        Unfit: the modeling code is not known to put them together from a norm, a linear layer and a
-            rotation.
-    """
-    config = network.config.get_text_config()
-    parts = read_parts(network)
-    width = parts.head_dim
-    turned = max(abs(scale) for _, scale in parts.rotaries)
-    share = 2 * len(parts.rotaries[0][0])  # of a head, which rotation mixes
-    queries = config.num_attention_heads * width
-    rows = config.num_key_value_heads * width
-
-    def most(layer: LayerParts, name: str, before: int) -> Tensor:
-        # what a norm puts out is at most the root of its size times its weights, and its product
-        # with a row follows
-        own = layer.linears[name]
-        mine = slice(None) if own is not None else slice(queries + before, queries + before + rows)
-        linear = own or layer.linears["queries"]
-        norm = layer.norms["pre_attention_norm"]
-        if not (isinstance(linear, PackedLinear) or type(linear.weight) is nn.Parameter):
-            raise Unfit("its weights are quantised or split")
-        weight = _plain(linear.weight)[mine]
-        # without a norm it reads the sum of the embedding and of what layers have added
-        bound = weight.norm(dim=1) * (longest if norm is None else 0.0)
-        for each in added if norm is None else [norm_weight(norm)]:
-            bound += (weight * each).norm(dim=1) * config.hidden_size**0.5
-        if linear.bias is not None:
-            bound = bound + _plain(linear.bias)[mine].abs()
-        return bound.view(-1, width)
-
-    bounds = []
-    added: list[Tensor] = []  # by the norms of what layers have added
-    longest = 0.0  # embedding
-    if any(layer.norms["pre_attention_norm"] is None for layer in parts.layers):
-        if any(
-            layer.norms[name] is None
-            for layer in parts.layers
-            for name in ("post_attention_norm", "post_mlp_norm")
-        ):
-            raise Unfit("there are no bounds of its keys and values")
-        longest = _longest_row(parts.embeddings, config.vocab_size) * abs(parts.embedding_scale)
-    for layer in parts.layers:
-        if layer.memory is not None:
-            continue
-        keys = most(layer, "keys", 0)
-        values = most(layer, "values", rows)
-        norm = layer.norms["key_norm"]
-        if norm is not None:
-            weight = norm_weight(norm)
-            keys = (weight.abs() * len(weight) ** 0.5).view(-1, width).expand_as(keys)
-        pair = keys[:, :share].unflatten(1, (2, -1)).norm(dim=1) * turned
-        bounds.append(torch.stack([torch.cat([pair, pair, keys[:, share:]], 1), values]))
-        if longest:
-            ends = (layer.norms[name] for name in ("post_attention_norm", "post_mlp_norm"))
-            added += [norm_weight(each) * parts.residual_scale for each in ends]
-    return torch.stack(bounds, 1).clamp_min(1e-30) / (2**15 - 1)
-
-
-def _longest_row(embeddings: nn.Embedding | PackedEmbedding, count: int) -> float:
-    """The largest norm of an embedding."""
-    some = torch.arange(count).split(PROMPT_CHUNK)
-    return max(float(embeddings(ids).float().norm(dim=1).max()) for ids in some)
-
-
-def _plain(weight: Any) -> Tensor:
-    plain: Tensor = weight.detach().to(torch.float32)
-    return plain
 
 
 def _address(function: Any) -> int:
