@@ -165,7 +165,7 @@ def round_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = right(self, hidden)
         return (
             logits.nextafter(logits.abs() + 1)
-            if self.width is None and len(hidden) == 1
+            if self.fixed_rows is None and len(hidden) == 1
             else logits
         )
 
@@ -250,7 +250,7 @@ class ToyTarget:
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
         self.replays = self.chunked_prompt = self.chunked_text = False
-        self.width = None
+        self.fixed_rows = None
         self.runner = EagerRunner(self)  # type: ignore[arg-type]
 
     def forward(

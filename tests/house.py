@@ -101,7 +101,7 @@ def methods_of(name: str, path: Path) -> list[str]:
 
 
 def set_from_outside(name: str, path: Path) -> list[str]:
-    """Where a field of what is called so, or ends so, is set in a file: ``target.width = None``."""
+    """Where a field of what is called so, or ends so, is set in a file: ``target.kv = None``."""
 
     def is_one(node: ast.expr) -> bool:
         return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[

@@ -123,7 +123,9 @@ def _steps(run: Run, *kinds: tuple[str, int | None, bool, Sequence[int]], **how:
         for context in some:
             if run.late():
                 break
-            with patch.object(run.model.target, "width", run.model.target.width if exact else None):
+            with patch.object(
+                run.model.target, "width", run.model.target.fixed_rows if exact else None
+            ):
                 decode = at_context(run.model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)
             per_token[context] = figures["ms"] / 1e3 / figures["tokens"]

@@ -270,7 +270,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     run = begin(model, Request(prompt=prompt, length=150, method="medusa", seed=3))
     tokens = [token for step in run.steps() for token in step.tokens]
     found = audit(model.target, prompt, tokens, run.params, 3)
-    assert (found.ok, found.exact, found.width) == (True, 150, model.target.width)
+    assert (found.ok, found.exact, found.width) == (True, 150, model.target.fixed_rows)
     assert (found.measured, found.bound, found.near_ties) == (0, 0, 0)
 
     greedy = replace(run.params, temperature=0, penalty=1)
@@ -283,11 +283,11 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
     index = tokens.index(token)
     other = 1
     assert other not in {*tokens, *model.eos_ids}
-    with near_tie(model.target.model, token, other, rows=model.target.width):
+    with near_tie(model.target.model, token, other, rows=model.target.fixed_rows):
         found = audit(model.target, prompt, tokens, greedy, 0)
         assert (found.exact, found.measured) == (40, 0)
         changed = audit(model.target, prompt, [*tokens[:index], other], greedy, 0)
-        model.target.width = None
+        model.target.fixed_rows = None
         near = audit(model.target, prompt, tokens, greedy, 0)  # the same text by other passes
     assert near.ok
     assert (token, other) in [(finding.token, finding.drawn) for finding in near.within]

@@ -69,7 +69,7 @@ class Text:
         first = len(self.prompt) - 1
         count = 80
         with torch.inference_mode():
-            kv = FullKV(target.kv_shape, len(text) + (target.width or 0))
+            kv = FullKV(target.kv_shape, len(text) + (target.fixed_rows or 0))
             logits = read_logits(target, text, first, count, kv).double()
         sampler = Sampler(self.params, self.seed, target.vocab_size, target.device)
         places = torch.arange(count) + first

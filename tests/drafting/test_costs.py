@@ -70,7 +70,7 @@ def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch) -
         kv_shape=shape,
         max_positions=131_072,
         most_nodes=None,
-        width=32,
+        fixed_rows=32,
     )
     monkeypatch.setattr(costs, "available_bytes", lambda device: 120 << 30)
     monkeypatch.setattr(costs, "_Trial", lambda *given: SimpleNamespace(step_s=gpu_s))

@@ -342,4 +342,4 @@ def test_exact_passes_give_taps_too() -> None:
     assert choose_fixed_rows(target, "sdpa", True) is None
     steps = decode_steps(target, drafter_of("dspark", target), PROMPT, SAMPLED, 3, 30)
     assert tokens_of(steps) == decode(target, Drafter(), PROMPT, SAMPLED, 3, 30)
-    assert 1 < max(step.nodes for step in steps) <= target.width
+    assert 1 < max(step.nodes for step in steps) <= target.fixed_rows

@@ -304,7 +304,7 @@ def test_layers_and_rows_stand_alone(
     target = model.target
     assert (model.layers, target.fallbacks) == (FUSED, {})
     assert rows_stand_alone(target.model)
-    assert target.runner.exact_rows == target.width
+    assert target.runner.exact_rows == target.fixed_rows
     assert model.exact is not None  # the fingerprint raises where a row's bits depend on others
     assert text(model, "tokenswift", 4) == text(model, "ar", 4)
 

@@ -461,7 +461,7 @@ def test_rows_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_passes, "_HELD_KEYS", 70)  # the interpreter is slow
     monkeypatch.setattr(exact_passes, "_OTHER_LENGTHS", (0,))
     target = wrapped(name, torch.bfloat16)
-    target.width = 6
+    target.fixed_rows = 6
     fingerprint(target)  # raises where a row's bits depend on anything else
 
 
@@ -600,7 +600,7 @@ def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(
 def test_few_operators_surround_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
     target = wrapped("Llama, MQA", torch.bfloat16, 1)
-    target.width = 8
+    target.fixed_rows = 8
     operators = Operators()
     monkeypatch.setattr(kernels, "add_norm", operators.counting("norm", kernels.add_norm))
     layer = target.model.get_decoder().layers[0]
@@ -819,7 +819,7 @@ class Operators(TorchDispatchMode):
 def test_a_layer_is_six_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
     """Four products and the attention's two; also where a pass is padded to a width."""
     target = wrapped(name, torch.bfloat16)
-    target.width = 8
+    target.fixed_rows = 8
     operators = Operators()
     launched = {"project_heads": 1, "add_product": 2, "multiply_silu": 1}
     for each in launched:

@@ -268,9 +268,9 @@ def test_floats_are_exact_at_a_fixed_width_and_only_if_that_is_asked_for(
     hold_floats(made)
     target = wrap_model(made, "llama", "sdpa")
     assert choose_fixed_rows(target, "sdpa", None) is None
-    assert target.width is None
+    assert target.fixed_rows is None
     assert choose_fixed_rows(target, "sdpa", True) is None
-    assert target.width == 16
+    assert target.fixed_rows == 16
     fingerprint(target)
     params = SamplingParams(penalty=1.05)
     prompt = [*range(1, 60)]

@@ -269,7 +269,7 @@ def test_avx2_has_the_bits_of_avx512(
         target = target_of(kind, kv_dtype=kv_dtype)
         assert target.runner.program is not None, target.fallbacks
         assert products.library().tswift_lanes() == (16 if vectors else 8)
-        target.width = target.runner.program.most_nodes
+        target.fixed_rows = target.runner.program.most_nodes
         found.append(fingerprint(target))
     assert found[0] == found[1]
 
@@ -336,7 +336,7 @@ def test_what_is_broken_in_a_prompt_is_told(prompt: list[int], kv_dtype: torch.d
     target.model.get_input_embeddings().weight[3] = torch.nan
     with pytest.raises(NotFinite, match="embed_tokens at position 2"):
         decode_method("ar", target, prompt, SamplingParams(), 3, 5)
-    target.width = 16  # an audit of exact passes does not look at the logits of a prompt
+    target.fixed_rows = 16  # an audit of exact passes does not look at the logits of a prompt
     with pytest.raises(NotFinite, match="embed_tokens at position 2"):
         audit(target, prompt, [5, 6, 7], SamplingParams(), 3)
 
@@ -356,7 +356,7 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
         return compiled_pass(self, tokens, positions, kv, *rest)
 
     monkeypatch.setattr(PassProgram, "__call__", watched)
-    target.width = 16
+    target.fixed_rows = 16
     assert fingerprint(target) == fingerprint(target)
     assert 0.9 < held[0].std() < 1.1
     tree = tree_of(17, 0)

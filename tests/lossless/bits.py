@@ -33,7 +33,7 @@ def of_the_program() -> dict[str, str]:
         target = target_of(kind, kv_dtype=dtype)
         if target.runner.program is None:
             return {}
-        target.width = target.runner.program.most_nodes
+        target.fixed_rows = target.runner.program.most_nodes
         found[f"a small {kind} with a cache in {dtype}"] = fingerprint(target)
     for nodes, dtype in ((1, torch.float32), (7, torch.bfloat16), (64, torch.float16)):
         # with the small model's size of heads, as each takes the compiler two seconds

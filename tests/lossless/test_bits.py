@@ -61,7 +61,7 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
         kv = cache_of(target, held + length + 64, held, seed)
         if prepared and way is not by_chunks:
             target.prepare(kv, prepared)
-        given = () if way is plainly else (Random(seed), prepared or target.width)
+        given = () if way is plainly else (Random(seed), prepared or target.fixed_rows)
         hidden, logits = way(target, text, kv, *given)
         assert kv.length == held + length
         found.append((hidden, logits, *state_of(kv)))
@@ -127,7 +127,7 @@ def test_native_attention(held: int, dtype: torch.dtype) -> None:
 def test_triton_attention() -> None:
     """Interpreted, which takes a tenth of a second for every layer of a pass."""
     target = Target(network("Gemma 2 (windows, soft caps)", torch.bfloat16), BACKENDS["triton"]())
-    target.width = 5
+    target.fixed_rows = 5
     assert same(target, 61, 5, length=5, prepared=5)
 
 
@@ -152,13 +152,13 @@ def large_chunks(patch: Patch) -> None:
     right = text.chunks
 
     def chunks(target, tokens, kv, *given):
-        width = target.width
-        target.width = None
+        width = target.fixed_rows
+        target.fixed_rows = None
         target.forward_eager = partial(unpadded, target)
         try:
             yield from right(target, tokens, kv)
         finally:
-            target.width = width
+            target.fixed_rows = width
             del target.forward_eager
 
     def unpadded(target, tokens, positions, kv, ancestors=None, width=None):
@@ -197,7 +197,7 @@ def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patc
                 lambda part, given, out: out + out * (out.shape[-2] * torch.finfo(dtype).eps)
             )
     target = Target(model, BatchInvariantAttention)
-    target.width = 16
+    target.fixed_rows = 16
     fingerprint(target)
     assert same(target, 70, 7)
     OF_WIDTH[name](monkeypatch)
@@ -234,7 +234,7 @@ def with_module(place: str, module: type, dtype: torch.dtype) -> Target:
     model = network("Llama, GQA", dtype)
     model.set_submodule(place, nn.Sequential(model.get_submodule(place), module()))
     target = Target(model, BatchInvariantAttention)
-    target.width = 16
+    target.fixed_rows = 16
     return target
 
 
@@ -271,7 +271,7 @@ def test_experts_are_named(name: str, tmp_path: Path) -> None:
     ):
         load(str(tmp_path), dtype="float16", device="cpu", exact=True)
     model = load(str(tmp_path), dtype="float16", device="cpu")
-    assert (model.exact, model.target.width) == (None, None)
+    assert (model.exact, model.target.fixed_rows) == (None, None)
     assert model.about()["inexact"] == "an expert takes as many rows as choose it"
 
 

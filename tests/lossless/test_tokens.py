@@ -227,7 +227,7 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
     for part in target.model.modules():
         if isinstance(part, torch.nn.Linear):
             part.register_forward_hook(lambda part, given, out: out * (1 + out.shape[-2] / 4096))
-    target.width = 16
+    target.fixed_rows = 16
     target.chunked_prompt = True
     return target
 

@@ -469,6 +469,6 @@ def configure(
     if options.sampling.stop_token_ids and not options.stop_at_eos:
         raise InputError("go with --stop-at-eos: else lengths are exact", "stop_token_ids")
     params, _ = apply_eos_policy(options.sampling, model.eos_ids, options.stop_at_eos)
-    cuts = [cut_note(asked, model.target.width) for asked in drafting.values()]
+    cuts = [cut_note(asked, model.target.fixed_rows) for asked in drafting.values()]
     note = next((cut for cut in cuts if cut is not None), None)
     return BenchConfig(model, params, contenders, options.simulate_alpha, options.stop_at_eos, note)

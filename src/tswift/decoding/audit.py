@@ -174,7 +174,7 @@ def audit(
     # the node that draws the first generated token; nodes in all
     first = len(prompt) - 1
     nodes = len(text) - 1
-    starts = probe_starts(first, nodes) if target.width is None else []
+    starts = probe_starts(first, nodes) if target.fixed_rows is None else []
     cuts = [min([first, *starts])]
     while cuts[-1] < nodes:
         cuts.append(
@@ -187,9 +187,9 @@ def audit(
             )
         )
     on_progress = on_progress or (lambda done, total: None)
-    kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.width or 0))
+    kv = FullKV(target.kv_shape, nodes + max(*_WIDTHS, target.fixed_rows or 0))
     # passes as narrow as those that decode are to be the same
-    target.prepare(kv, target.width or max(_WIDTHS))
+    target.prepare(kv, target.fixed_rows or max(_WIDTHS))
     sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=first + 1)
     judge = _Judge(sampler, text, first, target)
     for _ in chunks(target, text[: cuts[0]], kv, first):
@@ -393,7 +393,7 @@ class _Judge:
             least_lead=least,
             greatest_lead=greatest,
             seconds=seconds,
-            width=self._target.width,
+            width=self._target.fixed_rows,
             near_ties=self._near_ties,
         )
 

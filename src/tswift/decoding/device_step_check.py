@@ -67,7 +67,14 @@ def try_steps(target: Target, params: SamplingParams) -> None:
         dtypes = target.dtype, target.kv_shape.dtype
         held = [each for each in target.model.modules() if isinstance(each, Packed)]
         codes = sorted({(each.bits, each.block, len(list(each.buffers()))) for each in held})
-        asked = config_hash(target.model), *dtypes, target.attention, target.width, kinds, codes
+        asked = (
+            config_hash(target.model),
+            *dtypes,
+            target.attention,
+            target.fixed_rows,
+            kinds,
+            codes,
+        )
         check = partial(_difference, target)
         target.fallbacks.note("steps", kernel_fault("steps", check, target.device, *asked))
     sampler = Sampler(params, 0, target.vocab_size, target.device)
@@ -78,7 +85,7 @@ def try_steps(target: Target, params: SamplingParams) -> None:
 def _difference(target: Target) -> str | None:
     """What is wrong with device steps, in one line; None if nothing is."""
     for seed, (length, nodes) in enumerate(_TRIED):
-        nodes = min(nodes, target.width or nodes)
+        nodes = min(nodes, target.fixed_rows or nodes)
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
         known = [*prompt]
@@ -136,7 +143,7 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
         if not worst <= target.kv_shape.rounding:
             return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
-        if target.width is not None and not torch.equal(
+        if target.fixed_rows is not None and not torch.equal(
             ours[:, :, : kv.length], theirs[:, :, : kv.length]
         ):
             return "steps on the device leave keys and values with other bits than a prefill"

@@ -89,7 +89,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     Every figure is the best of some repeats. It takes about a second for the bundled model on a
     CPU, and at most 128 MiB of memory for keys and values there.
     """
-    most = min(target.most_nodes or NODES[-1], target.width or NODES[-1])
+    most = min(target.most_nodes or NODES[-1], target.fixed_rows or NODES[-1])
     sizes = tuple(size for size in NODES if size <= most)
     keys, most_bytes = _LONG.get(target.device.type, _LONG["cpu"])
     free = available_bytes(target.device)
@@ -218,7 +218,7 @@ def _key(target: Target, heads: Heads | None) -> str:
         target.runner.program is not None,
         multiplies_integers(target.model),
         read_bytes(target.model),
-        target.width,
+        target.fixed_rows,
         heads and heads.about(),
         gpu_name(target.device) or torch.get_num_threads(),
         # quantised ones have other names

@@ -441,7 +441,7 @@ def resolve(
     budget = options.budget or method.budget
     if "sinks" in used(method, options):
         refuse_sinks(options.sinks, budget)
-    width = model.width if isinstance(model, Target) else None
+    width = model.fixed_rows if isinstance(model, Target) else None
     if width is not None:
         nodes = nodes and min(nodes, width)
         gamma = gamma and min(gamma, width - 1)

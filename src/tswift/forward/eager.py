@@ -32,7 +32,7 @@ class Owner(Protocol):
     device: torch.device
     kv_shape: KVShape
     layer_specs: list[AttentionSpec]
-    width: int | None
+    fixed_rows: int | None
     has_pre_norm: bool
     tapped: tuple[int, ...]
     fallbacks: Fallbacks
@@ -108,7 +108,7 @@ class EagerRunner:
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
     ) -> Forwarded:
         """As :meth:`~tswift.forward.target.Target.forward`."""
-        return self.target.forward_eager(tokens, positions, kv, ancestors, self.target.width)
+        return self.target.forward_eager(tokens, positions, kv, ancestors, self.target.fixed_rows)
 
     def verify(
         self,
@@ -123,7 +123,7 @@ class EagerRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]`` logits of hidden states ``[n, H]``, in passes of the fixed width if any."""
-        width, output = self.target.width, self.target.output
+        width, output = self.target.fixed_rows, self.target.output
         if width is None:
             return output(hidden)
         parts = hidden.split(width)

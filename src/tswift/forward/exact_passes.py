@@ -50,7 +50,7 @@ def fingerprint(target: Target) -> str:
         Inexact: a token's bits depend on its place in a pass, on the other nodes, or on whether its
             ancestors are drafted or committed.
     """
-    width = target.width
+    width = target.fixed_rows
     device = target.device
     assert width is not None
     random = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def wide_text_has_the_bits(target: Target) -> bool:
     """
     count = sum(_CHUNK_SIZES)
     known = target.chunked_prompt and target.replays and count <= target.max_positions
-    if target.width is None or not (known and is_fused(target.model)):
+    if target.fixed_rows is None or not (known and is_fused(target.model)):
         return False
     fault = fault_of(partial(_other_bits, target, count))
     target.fallbacks.note("wide", fault)
@@ -170,7 +170,7 @@ def _other_bits(target: Target, count: int) -> str | None:
     narrow = partial(target.forward, ancestors=None)
     for sizes, forward in (
         ([*_CHUNK_SIZES], partial(forward_wide, target)),
-        (target.width, narrow),
+        (target.fixed_rows, narrow),
     ):
         kv.length = before
         hidden = []

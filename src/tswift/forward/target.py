@@ -89,12 +89,12 @@ class Target:
         self.tapped: tuple[int, ...] = ()  # layers whose states are asked for, in order
         # rows that every pass over the text is padded to, so that a token's bits do not depend on
         # how it was forwarded; None if passes are as wide as they happen to be
-        self.width: int | None = None
-        # with a width: a prompt is forwarded in chunks of PROMPT_CHUNK tokens all the same, as
+        self.fixed_rows: int | None = None
+        # with these: a prompt is forwarded in chunks of PROMPT_CHUNK tokens all the same, as
         # products of few rows are slow. Their bits differ from those of narrow passes, so every
         # method has to forward the same tokens as the prompt
         self.chunked_prompt = False
-        # with a width: what was generated may be forwarded in chunks of PROMPT_CHUNK tokens, too,
+        # with these: what was generated may be forwarded in chunks of PROMPT_CHUNK tokens, too,
         # as a token's bits are those of narrow passes there; a function where that is yet to be
         # tried
         self.chunked_text: bool | Callable[[Target], bool] = False
@@ -135,7 +135,7 @@ class Target:
         """The same model with the slow attention of reference implementations, for comparison."""
         twin = copy(self)
         twin.fallbacks = Fallbacks(self.fallbacks)
-        twin.width = None
+        twin.fixed_rows = None
         # it reads what the others read, and converts nothing on the way
         shape = self.kv_shape
         twin.kv_shape = replace(shape, dtype=self.dtype, rounded=shape.dtype, apart=False)
@@ -158,7 +158,7 @@ class Target:
             chunked_prompt: forward prompts in chunks of PROMPT_CHUNK tokens all the same.
             chunked_text: and what was generated, where that gives a token the same bits.
         """
-        self.width = rows
+        self.fixed_rows = rows
         self.chunked_prompt = chunked_prompt
         self.chunked_text = chunked_text
 
@@ -294,7 +294,7 @@ class Target:
             rows = nodes
             attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
         else:
-            rows = self._rows(self.width, kv, nodes)
+            rows = self._rows(self.fixed_rows, kv, nodes)
             attend = _each(self._layouts, self.backend, length, nodes, ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         states = None

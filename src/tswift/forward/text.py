@@ -80,11 +80,11 @@ def chunks(
         if not wide and callable(target.chunked_text) and end - start > 1:
             target.chunked_text = target.chunked_text(target)
         batch_invariant = not wide and target.chunked_text is True and target.replays
-        if target.width is not None and not target.runner.takes(kv, 1) and not batch_invariant:
+        if target.fixed_rows is not None and not target.runner.takes(kv, 1) and not batch_invariant:
             width = (
                 min(PROMPT_CHUNK - start % PROMPT_CHUNK, prompt - start)
                 if wide
-                else min(PROMPT_CHUNK, target.width)
+                else min(PROMPT_CHUNK, target.fixed_rows)
             )
         chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
         tokens = tokens[len(chunk) :]
@@ -113,12 +113,12 @@ def _replayed(target: Target, kv: FullKV) -> StaticPass | None:
     None where there is none.
     """
     if (
-        target.width is None
+        target.fixed_rows is None
         or kv in target.runner.passes
         or not (target.replays and target.serves(kv))
     ):
         return None
-    return StaticPass(target.compute_static, target.capture, kv, target.width)
+    return StaticPass(target.compute_static, target.capture, kv, target.fixed_rows)
 
 
 def prefill(

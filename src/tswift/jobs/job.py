@@ -412,7 +412,7 @@ def start(
         environment=environment(model.target.device),
     )
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
-    cut = cut_note(config.drafting, model.target.width)
+    cut = cut_note(config.drafting, model.target.fixed_rows)
     notes += [] if cut is None else [cut]
     if config.text.length < asked:
         notes.append(

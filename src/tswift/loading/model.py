@@ -168,7 +168,7 @@ class LoadedModel:
             "layers": self.layers,
             "exact": None
             if self.exact is None
-            else {"width": self.target.width, "bits": self.exact},
+            else {"width": self.target.fixed_rows, "bits": self.exact},
             **({} if inexact is None else {"inexact": inexact}),
             "heads": None if self.heads is None else f"{self.heads.kind}, {self.heads.count}",
             **({} if self.heads_found is None else {"heads_found": str(self.heads_found)}),
@@ -202,7 +202,7 @@ class LoadedModel:
         exact = (
             "exact"
             if self.target.runner.program
-            else f"exact in passes of {self.target.width} rows"
+            else f"exact in passes of {self.target.fixed_rows} rows"
         )
         notes = [
             self.dtype_note,
@@ -388,10 +388,12 @@ def _prepare(
     target.fallbacks.note("exact", choose_fixed_rows(target, attention, exact))
     try_graphs(target)
     bits = None
-    if target.width is not None:
+    if target.fixed_rows is not None:
         try:
             made = "PyTorch" if target.runner.program is None else "a C program"
-            what = f"bits of {target.width} rows by {made}, wide prompts {target.chunked_prompt}"
+            what = (
+                f"bits of {target.fixed_rows} rows by {made}, wide prompts {target.chunked_prompt}"
+            )
             bits = checks.found(what)
             if bits is None:
                 tell("checking that its passes have the same bits")

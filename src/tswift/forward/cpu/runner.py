@@ -48,7 +48,7 @@ class CompiledRunner(EagerRunner):
             target.runner = CompiledRunner(target)
         except Unfit:
             # rows that PyTorch computes have not been found to be exact
-            target.runner, target.width = EagerRunner(target), None
+            target.runner, target.fixed_rows = EagerRunner(target), None
 
     def rebuilt(self) -> EagerRunner:
         """As :meth:`EagerRunner.rebuilt`; PyTorch makes passes where that cannot be built."""
@@ -65,7 +65,7 @@ class CompiledRunner(EagerRunner):
         if not self.program.takes(kv, nodes, chain=ancestors is None):
             return super().forward(tokens, positions, kv, ancestors)
         if ancestors is not None:
-            rows_of(target.width, kv, nodes)
+            rows_of(target.fixed_rows, kv, nodes)
         return self.program(tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped)
 
     def verify(
@@ -80,7 +80,7 @@ class CompiledRunner(EagerRunner):
         target, nodes = self.target, len(tokens)
         if not self.program.takes(kv, nodes):
             return None
-        rows_of(target.width, kv, nodes)
+        rows_of(target.fixed_rows, kv, nodes)
         return self.program.verify(
             follow, tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped
         )

@@ -40,7 +40,7 @@ class ReplayedRunner(EagerRunner):
     def exact_rows(self) -> int | None:
         """As :attr:`EagerRunner.exact_rows`: where kernels make all products of codes."""
         target = self.target
-        return target.width if rows_stand_alone(target.model) else None
+        return target.fixed_rows if rows_stand_alone(target.model) else None
 
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """On CUDA there is a graph for each of a few sizes; elsewhere a static pass is run like any
