@@ -357,7 +357,8 @@ FAULTS = [
     Fault("an ARM processor is given flags of x86", "native_build.py", BUILDING,
           '"aarch64": ("-mno-outline-atomics",)', '"aarch64": ("-mno-outline-atomics", "-mavx2")'),
     # CUDA: captures, prompts, what is fetched
-    Fault("the spare slot is set by a copy from the host", "caches.py", "cuda/test_device.py",
+    Fault("the spare slot is set by a copy from the host", "caches.py",
+          "cuda/test_device.py::test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to",
           "self.held[self.budget : self.budget + 1].fill_(False)", "self.held[self.budget] = False"),
     Fault("why a capture failed is lost", "forward/cuda/graphs.py", "cuda/test_capture.py",
           "self.failure = cause_of(error) + _SPOILED", "pass"),

@@ -434,7 +434,7 @@ LONG = AttentionSpec(window=270)
         ),
     ],
 )
-@pytest.mark.parametrize("name", first(1, [*SPECS, "a long window"]))
+@pytest.mark.parametrize("name", first(2, ["a long window", *SPECS]))
 def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
     spec = SPECS.get(name, LONG)
     query, keys, values, ancestors, scale = case(
