@@ -288,7 +288,7 @@ FAULTS = [
           "return (self.packed.rows(tokens) * scale).to(self.dtype)", "return self.packed.rows(tokens).to(self.dtype)"),
     # GGUF files
     Fault("rows of codes are the first of their groups", "models/codes.py", "forward/test_integers.py",
-          "each[wanted // _GROUP, :, :, wanted % _GROUP]", "each[wanted // _GROUP, :, :, 0 * wanted]"),
+          "each[outputs // _GROUP, :, :, outputs % _GROUP]", "each[outputs // _GROUP, :, :, 0 * outputs]"),
     Fault("rows of queries and keys stay as llama.cpp has them", "models/gguf.py", GGUF,
           "if heads is not None and self.architecture.permuted:", "if False:"),
     Fault("the minimum of a block of Q4_K is added", "models/gguf.py", GGUF,
@@ -528,6 +528,9 @@ FAULTS = [
           "c->banned[c->ids ? c->ids[t] : t]", "c->banned[t]"),
     Fault("drafts have other tokens' logits", "speculators/heads.py", "speculators/test_draft_head.py",
           "logits.index_copy_(-1, self._places, drafted)", "logits.index_copy_(-1, self._places - 1, drafted)"),
+    Fault("codes of a draft vocabulary are rounded once more", "speculators/heads.py", "speculators/test_draft_head.py",
+          "PackedLinear(lm_head.packed.chosen(self._places), bias, DRAFT_BITS)",
+          "rounded_linear(lm_head_rows(lm_head, self._places, target.dtype))"),
     Fault("the kernels forget biases", "sampling/sampler_triton.py", "sampling/test_sampler_triton.py",
           "logit + tl.load(bias + ids", "logit + 0 * tl.load(bias + ids"),
     Fault("padding is stored", "forward/cuda/layer_kernels.py", "forward/test_fused_layers.py",

@@ -67,14 +67,15 @@ def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("scale", "cap"), [(0, 0), (0.5, 0), (0, 2)])
 def test_by_codes(bits: int, scale: float, cap: float) -> None:
-    """In 8 bits, with the factor and the cap of the model's outputs."""
+    """The model's own codes, with the factor and the cap of its outputs."""
     target = target_of("llama", bits)
     assert target.runner.program is not None
     target.runner.program.lm_head_c.scale, target.runner.program.lm_head_c.softcap = scale, cap
     ids = torch.arange(1, target.vocab_size, 3, dtype=torch.int32)
     found = check(target, ids, 0.03)
     head = DraftHead(target, ids)
-    assert head.c.outputs == len(ids)
+    assert (head.c.outputs, head.c.bits) == (len(ids), bits)
+    assert torch.equal(head._linear.weight, target.model.get_output_embeddings().weight[ids.long()])
     assert torch.equal(head(states(target.hidden_size, target.dtype)), found)
 
 

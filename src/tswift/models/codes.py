@@ -193,9 +193,24 @@ class PackedCodes(Packed):
         found = [self._rows(some) for some in outputs.flatten().split(_UNPACKED)]
         return torch.cat(found).view(*outputs.shape, self.inputs)
 
+    def chosen(self, outputs: Tensor) -> PackedCodes:
+        """The codes of some outputs ``[n]``, as they are."""
+        parts = self._picked(nn.functional.pad(outputs, (0, -len(outputs) % _GROUP)))
+        groups = (each.unflatten(0, (-1, _GROUP)).movedim(1, 3).contiguous() for each in parts)
+        data = torch.cat([each.view(torch.uint8).flatten(2) for each in groups], 2)
+        return self.kept(data, (len(outputs), *self.form[1:]))
+
     def _rows(self, wanted: Tensor) -> Tensor:
-        codes, factors = (each[wanted // _GROUP, :, :, wanted % _GROUP] for each in self._parts)
-        return self._unpacked(codes, factors).dequantized()
+        fours, factors = self._picked(wanted)
+        return self._unpacked(fours.unsqueeze(3).view(torch.uint8), factors).dequantized()
+
+    def _picked(self, outputs: Tensor) -> list[Tensor]:
+        """Of some outputs, ``[n, blocks, ..]``: codes, four as one number, which is less work to
+        move, and scales and minima.
+        """
+        codes, factors = self._parts
+        parts = codes.view(torch.int32).squeeze(4), factors
+        return [each[outputs // _GROUP, :, :, outputs % _GROUP] for each in parts]
 
     def _unpacked(self, codes: Tensor, factors: Tensor) -> Codes:
         """Those of outputs whose parts these are, ``[outputs, blocks, n, 4]`` and

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tswift.forward.cpu.products import lay_together, multiply
-from tswift.forward.cpu.program import MAX_COPIED, HeadProgram, rounded_linear
+from tswift.forward.cpu.products import PackedLinear, lay_together, multiply
+from tswift.forward.cpu.program import DRAFT_BITS, MAX_COPIED, HeadProgram, rounded_linear
 from tswift.forward.hf import output_of
 from tswift.forward.target import Target
 from tswift.machine import return_free_memory
@@ -38,8 +38,8 @@ _COPIED = 1 << 24  # weights of a whole LM head that may be held once more
 
 
 class DraftHead:
-    """The LM head of a model for its drafts: rows of the model's, as codes of 8 bits where a C
-    function multiplies them.
+    """The LM head of a model for its drafts: rows of the model's, where a C function multiplies
+    them as its codes, or as codes of 8 bits if it has none.
 
     It decides what is drafted, and never what is drawn: the target draws from all tokens, by its
     own LM head.
@@ -59,16 +59,18 @@ class DraftHead:
         self.program = target.runner.program
         self._places = None if ids is None else ids.to(target.device, torch.int64)
         own = None if self.program is None else self.program.lm_head_c
+        lm_head = target.model.get_output_embeddings()
         self._linear: Any = None  # None to ask the model for the logits of all tokens
-        if ids is not None or (
+        if self._places is not None and own is not None and own.bits:
+            bias = None if lm_head.bias is None else lm_head.bias[self._places]
+            self._linear = PackedLinear(lm_head.packed.chosen(self._places), bias, DRAFT_BITS)
+        elif ids is not None or (
             own is not None and not own.bits and own.inputs * own.outputs <= _COPIED
         ):
-            self._linear = lm_head_rows(
-                target.model.get_output_embeddings(), self._places, target.dtype
-            )
+            linear = lm_head_rows(lm_head, self._places, target.dtype)
+            self._linear = rounded_linear(linear) if linear and own is not None else linear
         self.c: Any = own if ids is None else None
         if self._linear is not None and own is not None:
-            self._linear = rounded_linear(self._linear)
             lay_together(self._linear)
             self.c = self._linear.c
             self.c.scale = own.scale
