@@ -669,6 +669,8 @@ FAULTS = [
           "tree.add(self._right.get(context.kv.length, ()), \"\")", "pass"),
     Fault("arms are tried without a prospect", "drafting/adaptive.py", "drafting/test_adaptive.py",
           "index == self._best or self._may_pay(index)", "True"),
+    Fault("passes correct costs at once after a prompt", "drafting/adaptive.py", "drafting/test_adaptive.py",
+          "if self._cold > 0:", "if False:"),
     Fault("heads are tried whatever a node costs", "drafting/heads.py", "drafting/test_adaptive.py",
           "sizes, costs.level) > WORTH_A_TRIAL", "sizes, costs.level) > -1"),
     Fault("a smaller model is tried whatever a node costs", "decoding/drafter.py", "drafting/test_adaptive.py",

@@ -171,6 +171,21 @@ def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one() -> None
     assert bandit.chosen == 1
 
 
+def test_the_first_passes_after_a_prompt_correct_no_costs() -> None:
+    times = PassTimes(timed=True)
+    drafter = AdaptiveDrafter(arms={"ar": Drafter(), "two": Drafter()}, times=times, clock=True)
+    context = context_of([1], PARAMS)
+    drafter.committed(context)
+    factors = []
+    for _ in range(60):
+        drafter.propose(context, 100)
+        context.text.append(1)
+        drafter.committed(context)
+        factors.append(times.factor(0))
+    assert {*factors[:8]} == {1.0}
+    assert factors[-1] < 1.0  # these are quicker than any pass
+
+
 def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
     class Noted(Drafter):
         def __init__(self) -> None:

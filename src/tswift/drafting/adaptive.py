@@ -36,6 +36,9 @@ _LONGEST_WAIT = 2048.0  # after which any is
 # together: what a step costs here is a share of a quick pass
 _LEARNT_TOGETHER = 8
 _FORGOTTEN_PER_STEP = 1 / 96  # of what is known of an arm, forgotten in each of its steps
+_COLD_PASSES = (
+    8  # after a prompt, which tell nothing of later ones: they took up to 1.3 times as long
+)
 # times its usual seconds that a step counts for at most: the process may have been stopped
 # meanwhile
 _FAR = 8.0
@@ -292,6 +295,7 @@ class AdaptiveDrafter(Drafter):
         self._steps = self._length = 0
         self._drafting = self._overhead = self._passed = 0.0
         self._passing = 0.0  # when the last pass began
+        self._cold = _COLD_PASSES  # passes that do not count yet
         self._nodes = self._keys = 0  # of that
         # the arm that drafts on the device, and nodes of its tree
         self._on_device: Drafter | None = None
@@ -381,7 +385,10 @@ class AdaptiveDrafter(Drafter):
             self.bandit.learn(tokens, self._drafting + self._passed, self._overhead, count=count)
         else:
             passing = count * self.times.costs.seconds(self._nodes, self._keys)
-            self.times.learn(self._nodes, passing, self._passed, count)
+            if self._cold > 0:
+                self._cold -= count
+            else:
+                self.times.learn(self._nodes, passing, self._passed, count)
             self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, passing, count)
         self._steps = 0
         self._length = len(context.text)
