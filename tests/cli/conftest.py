@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.words import words_of
 from tswift.cli import main
 
 if TYPE_CHECKING:
@@ -26,6 +27,21 @@ class Result:
     out: bytes
     err: str
 
+    @property
+    def text(self) -> str:
+        return self.out.decode()
+
+    def ok(self) -> Result:
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self, *said: str) -> Result:
+        """In one line, which says all of this, with exit code 2."""
+        assert (self.code, self.err.count("\n")) == (2, 1), self.err
+        for each in said:
+            assert each in self.err, self.err
+        return self
+
 
 Tswift = Callable[..., Result]
 
@@ -40,7 +56,7 @@ def tswift(
 
     def run(*words: object) -> Result:
         capfdbinary.readouterr()
-        code = main([str(word) for word in words])
+        code = main(words_of(words))
         captured = capfdbinary.readouterr()
         return Result(code, captured.out, captured.err.decode())
 

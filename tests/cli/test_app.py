@@ -97,7 +97,7 @@ def test_a_run_to_resume_that_is_not_there(tswift: Tswift) -> None:
 @pytest.mark.parametrize("command", ["bench", "roofline"])
 def test_the_help_lists_every_shape(tswift: Tswift, command: str) -> None:
     said = "".join(
-        character for character in tswift(command, "--help").out.decode() if character.isprintable()
+        character for character in tswift(command, "--help").text if character.isprintable()
     )
     assert all(name in "".join(said.replace("│", "").split()) for name in SHAPES)
 
@@ -105,12 +105,12 @@ def test_the_help_lists_every_shape(tswift: Tswift, command: str) -> None:
 def test_every_name_of_a_file_is_expanded(monkeypatch, tmp_path: Path, tswift: Tswift) -> None:
     """A shell leaves the ``~`` of ``--out=~/run`` as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tswift("export-generate", "~/model").code == 0
+    tswift("export-generate", "~/model").ok()
     assert (tmp_path / "model" / "custom_generate" / "generate.py").is_file()
-    assert tswift("roofline", "--json=~/found.json").code == 0
+    tswift("roofline", "--json=~/found.json").ok()
     assert (tmp_path / "found.json").is_file()
     (tmp_path / "runs").mkdir()
-    assert tswift("runs", "~/runs").code == 0
+    tswift("runs", "~/runs").ok()
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -141,7 +141,7 @@ def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> 
 
 def test_version_and_help(tswift: Tswift) -> None:
     result = tswift("--version")
-    assert (result.code, result.out.decode()) == (0, f"tswift {package.__version__}\n")
+    assert (result.code, result.text) == (0, f"tswift {package.__version__}\n")
     for words, said in (((), b"generate"), (("heads",), b"inspect")):
         result = tswift(*words)
         assert (result.code, said in result.out) == (0, True)
@@ -174,11 +174,10 @@ def test_what_breaks_on_the_way_is_one_line(
 
 def test_machine_and_costs(tswift: Tswift, checkpoint: Path) -> None:
     asked = ("env", "--model", checkpoint, "--dtype", "float32")
-    found = tswift(*asked)
-    assert found.code == 0
+    found = tswift(*asked).ok()
     told = json.loads(tswift(*asked, "--json", "-").out)
     assert told["kind"] == "env"
-    text = found.out.decode()
+    text = found.text
     assert told["environment"]["torch"] in text
     first = told["costs"]["base"][0] + 100 * told["costs"]["per_key"][0]
     assert f"{1e3 * first:.2f}" in text  # remembered, not measured anew
@@ -244,8 +243,8 @@ def test_what_is_left_counts_on_slower_passes(
 
 
 def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:
-    usual, whole = (tswift("generate", option).out.decode() for option in ("--help", "--help-all"))
+    usual, whole = (tswift("generate", option).text for option in ("--help", "--help-all"))
     assert "--temperature" in usual
     assert "--gamma" not in usual
     assert "--gamma" in whole
-    assert tswift("generate", "--help").out.decode() == usual
+    assert tswift("generate", "--help").text == usual

@@ -10,26 +10,18 @@ import pytest
 
 from tswift.benchmarking import run
 
-WORDS = ("bench", "--prefill", 4, "--methods", "tokenswift", "--warmup", 4)
-LENS = ("--lens", "10,25")
+WORDS = "bench --prefill 4 --methods tokenswift --warmup 4"
 
 
 @pytest.fixture
 def bench(tswift, checkpoint, prompt):
-    return lambda *words: tswift(
-        *WORDS,
-        *(() if "--lens" in words else LENS),
-        "--model",
-        checkpoint,
-        "--prompts",
-        prompt,
-        *words,
+    return lambda *words, lens="10,25": tswift(
+        WORDS, f"--lens {lens} --model {checkpoint} --prompts {prompt}", *words
     )
 
 
 def test_outputs_and_the_gate(bench):
-    result = bench("--out", "b", "--seeds", "1,2")
-    assert result.code == 0
+    result = bench("--out b --seeds 1,2").ok()
     plots = {f"{name}.{kind}" for name in ("time", "acceptance") for kind in ("png", "svg")}
     assert {path.name for path in Path("b").iterdir()} >= {
         "bench.json",
@@ -37,36 +29,23 @@ def test_outputs_and_the_gate(bench):
         "bench.md",
         *plots,
     }
-    assert "time / floor" in result.out.decode()
+    assert "time / floor" in result.text
     assert (
         "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
     )
     baseline = json.loads(Path("b/bench.json").read_text())
     assert baseline["workload"]["seeds"] == [1, 2]
-    words = (
-        "--no-plots",
-        "--against",
-        "b/bench.json",
-        "--fail-on",
-        "alpha:0",
-        "--fail-on",
-        "passes",
-    )
-    same = bench("--out", "c", *words, "--seeds", "1,2")
-    assert same.code == 0
-    assert "0 of 16 comparisons regressed" in same.out.decode()
-    foreign = bench("--out", "e", *words, "--seeds", 3)
-    assert foreign.code == 2
-    assert "another workload: seeds differs" in foreign.err
+    words = "--no-plots --against b/bench.json --fail-on alpha:0 --fail-on passes"
+    same = bench("--out c", words, "--seeds 1,2").ok()
+    assert "0 of 16 comparisons regressed" in same.text
+    bench("--out e", words, "--seeds 3").refused("another workload: seeds differs")
     for sample in baseline["samples"]:
         for point in sample["points"]:
             point["passes"] -= sample["method"] == "tokenswift" and sample["seed"] == 2
     Path("b/bench.json").write_text(json.dumps(baseline))
-    worse = bench("--out", "d", *words, "--seeds", "1,2")
+    worse = bench("--out d", words, "--seeds 1,2")
     assert worse.code == 1
-    regressed = [
-        line.split()[:2] for line in worse.out.decode().splitlines() if "REGRESSED" in line
-    ]
+    regressed = [line.split()[:2] for line in worse.text.splitlines() if "REGRESSED" in line]
     assert regressed == [["passes", "tokenswift"]] * 2
 
 
@@ -77,20 +56,12 @@ def test_a_workload_is_resumed(tswift, checkpoint, tmp_path):
         {"id": 2, "prompt": "Nobody spoke of it."},
     )
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = (
-        "--workload",
-        tmp_path / "own.jsonl",
-        "--workload",
-        "structured:1",
-    )
-    refused = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--prompts", "x.txt")
+    words = f"--workload {tmp_path}/own.jsonl --workload structured:1"
+    refused = tswift(WORDS, f"--lens 10,25 --model {checkpoint} {words}", "--prompts x.txt")
     assert "--workload: cannot be given together with --prompts" in refused.err
-    result = tswift(*WORDS, *LENS, "--model", checkpoint, *words, "--out", "b", "--no-plots")
-    assert result.code == 0, result.err
+    result = tswift(WORDS, f"--lens 10,25 --model {checkpoint} {words}", "--out b --no-plots").ok()
     lines = [
-        line.split()[:4]
-        for line in result.out.decode().splitlines()
-        if line.startswith("tokenswift ")
+        line.split()[:4] for line in result.text.splitlines() if line.startswith("tokenswift ")
     ]
     assert lines == [
         ["tokenswift", kind, "4", length]
@@ -104,7 +75,7 @@ def test_a_workload_is_resumed(tswift, checkpoint, tmp_path):
         sessions=[{**record["sessions"][0], "cells": record["sessions"][0]["cells"][:1]}],
     )
     Path("b/bench.json").write_text(json.dumps(record))
-    assert tswift("bench", "--resume", "b").code == 0
+    tswift("bench --resume b").ok()
     again = json.loads(Path("b/bench.json").read_text())
     assert [len(session["cells"]) for session in again["sessions"]] == [1, 2]
     assert len(again["samples"]) == len(record["samples"]) == 6
@@ -113,8 +84,7 @@ def test_a_workload_is_resumed(tswift, checkpoint, tmp_path):
 
 @pytest.mark.slow
 def test_a_given_acceptance_is_labelled_everywhere(bench):
-    result = bench("--out", "b", "--simulate-alpha", 0.75, "--lens", "40,100")
-    assert result.code == 0
+    result = bench("--out b --simulate-alpha 0.75", lens="40,100").ok()
     assert "simulated: acceptance set to 0.75" in result.err
     files = {path.name for path in Path("b").iterdir()}
     assert files >= {"bench-simulated.json", "bench-simulated.csv", "time-simulated.png"}
@@ -123,15 +93,14 @@ def test_a_given_acceptance_is_labelled_everywhere(bench):
     assert found["simulated"] is True
     assert found["workload"]["simulated"] == {"weights": False, "alpha": 0.75}
     assert found["samples"][1]["points"][-1]["alpha"] == pytest.approx(0.75, abs=0.03)
-    rows = [line for line in result.out.decode().splitlines() if line.startswith("tokenswift")]
+    rows = [line for line in result.text.splitlines() if line.startswith("tokenswift")]
     assert [row[:22] for row in rows] == ["tokenswift (simulated)"] * 2
 
 
 @pytest.mark.slow
 def test_random_weights_in_a_shape(tswift, tiny_shapes):
-    words = ("bench", "--prefill", 8, "--lens", "10,30", "--methods", "medusa", "--warmup", 4)
-    result = tswift(*words, "--model", "shape:tiny", "--simulate-alpha", 0.9, "--no-plots")
-    assert result.code == 0
+    words = "bench --prefill 8 --lens 10,30 --methods medusa --warmup 4"
+    result = tswift(words, "--model shape:tiny --simulate-alpha 0.9 --no-plots").ok()
     assert "simulated: random weights, acceptance set to 0.9" in result.err
 
 
@@ -142,7 +111,7 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "advance", press)
-    result = bench("--out", "b")
+    result = bench("--out b")
     assert result.code == 130
     assert "interrupted; what was measured is in b" in result.err
     assert json.loads(Path("b/bench.json").read_text())["state"] == "interrupted"
@@ -165,10 +134,10 @@ def penalise_not(monkeypatch, method):
 @pytest.mark.parametrize("ar", ["full", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     penalise_not(monkeypatch, "tokenswift")
-    result = bench("--out", "b", "--ar", ar, "--lens", 80)
+    result = bench(f"--out b --ar {ar}", lens=80)
     assert result.code == 1
     assert "1 texts differ from plain decoding beyond rounding" in result.err
-    assert "Not: tokenswift" in result.out.decode()
+    assert "Not: tokenswift" in result.text
 
 
 # -------------------------------------------------------------------------------------------------
@@ -176,26 +145,15 @@ def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
 
 
 def test_table_and_json(tswift, checkpoint, prompt):
-    words = (
-        "compare",
-        "--len",
-        30,
-        "--model",
-        checkpoint,
-        "--prompt",
-        prompt,
-        "--methods",
-        "reuse",
-        "--quiet",
-    )
-    result = tswift(*words, "--with-reference-ar")
+    words = f"compare --len 30 --model {checkpoint} --prompt {prompt} --methods reuse --quiet"
+    result = tswift(words, "--with-reference-ar")
     assert (result.code, result.err) == (0, "")
-    lines = result.out.decode().splitlines()
+    lines = result.text.splitlines()
     assert "30 tokens" in lines[0]
     assert "x over reference style" in lines[1]
     assert [line.split("  ")[0] for line in lines[2:5]] == ["AR", "reuse", "AR, reference style"]
     assert "yes" in lines[3]
-    record = json.loads(tswift(*words, "--json", "-").out)
+    record = json.loads(tswift(words, "--json -").out)
     assert (record["ok"], record["command"][:2]) == (True, ["tswift", "compare"])
     assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "reuse"]
     assert (record["drafting"]["reuse"]["ngrams"], record["sampling"]["banned"]) == (20, [0])
@@ -203,8 +161,6 @@ def test_table_and_json(tswift, checkpoint, prompt):
 
 def test_a_wrong_method_exits_with_one(tswift, checkpoint, prompt, monkeypatch):
     penalise_not(monkeypatch, "medusa")
-    result = tswift(
-        "compare", "--len", 40, "--model", checkpoint, "--prompt", prompt, "--methods", "medusa"
-    )
+    result = tswift(f"compare --len 40 --model {checkpoint} --prompt {prompt} --methods medusa")
     assert result.code == 1
-    assert "NOT rounding" in result.out.decode()
+    assert "NOT rounding" in result.text

@@ -13,24 +13,13 @@ import pytest
 
 from tests.conftest import SENTENCES
 from tests.helpers import needs_program
+from tests.words import words_of
 from tswift.benchmarking import run as run_module
 from tswift.cli import main
 
-GRID = ("--warmup", 0, "--seeds", "1,2", "--no-plots")
-WORDS = ("bench", "--prefill", 4, "--lens", "10,25", "--methods", "reuse", *GRID)
-SUITE = (
-    "bench",
-    "--suite",
-    "case-study",
-    "--prefill",
-    4,
-    "--lens",
-    "6,12",
-    "--warmup",
-    0,
-    "--seeds",
-    "1,2",
-)
+GRID = "--warmup 0 --seeds 1,2 --no-plots"
+WORDS = f"bench --prefill 4 --lens 10,25 --methods reuse {GRID}"
+SUITE = "bench --suite case-study --prefill 4 --lens 6,12 --warmup 0 --seeds 1,2"
 COUNTERS = ("tokens", "passes", "nodes", "accepted", "reused", "depth")
 
 
@@ -38,11 +27,11 @@ class Killed(BaseException):
     """The process has ended here."""
 
 
-def write_texts(folder: Path) -> list[object]:
+def write_texts(folder: Path) -> list[str]:
     """Two prompts in files, as options."""
     for name in "ab":
         (folder / f"{name}.txt").write_text(" ".join(SENTENCES[ord(name) - 97 :][:4]))
-    return [word for name in "ab" for word in ("--prompts", folder / f"{name}.txt")]
+    return [f"--prompts {folder}/{name}.txt" for name in "ab"]
 
 
 @pytest.fixture
@@ -58,16 +47,9 @@ def whole(checkpoint, tmp_path_factory, load_once):
 
     @functools.cache
     def of(words):
-        out = folder / words[1][2:]
-        assert (
-            main(
-                [
-                    str(word)
-                    for word in (*words, "--quiet", "--model", checkpoint, *texts, "--out", out)
-                ]
-            )
-            == 0
-        )
+        out = folder / str(len(words))
+        words = words_of([words, f"--quiet --model {checkpoint} --out {out}", *texts])
+        assert main(words) == 0
         return counted(out)
 
     return of
@@ -75,7 +57,7 @@ def whole(checkpoint, tmp_path_factory, load_once):
 
 @pytest.fixture
 def bench(tswift, checkpoint, texts, load_once):
-    return lambda *words: tswift(*words, "--model", checkpoint, *texts)
+    return lambda *words: tswift(*words, f"--model {checkpoint}", *texts)
 
 
 def read(folder: str | Path) -> dict:
@@ -144,9 +126,9 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
         stop(patch, 1 + (words is SUITE), error)
         if error is Killed:
             with pytest.raises(Killed):
-                bench(*words, "--out", "b")
+                bench(words, "--out b")
         else:
-            stopped = bench(*words, "--out", "b")
+            stopped = bench(words, "--out b")
             assert stopped.code == 130
             assert "interrupted; what was measured is in b; bench --resume b goes on" in stopped.err
     kept = read("b")
@@ -159,7 +141,7 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
             "open_runs",
             lambda *at, **named: opened.append(1) or open_runs(*at, **named),
         )
-        result = tswift("bench", "--resume", "b")  # nothing has to be said again
+        result = tswift("bench --resume b")  # nothing has to be said again
     assert result.code == 0, result.err
     assert counted("b") == whole(words)
     again = read("b")
@@ -171,8 +153,7 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
         # what was measured is not measured again, to the last bit of its times
         assert sample in parts(again)[0]["samples"]
     written = Path("b", f"{again['kind']}.json").read_bytes()
-    finished = tswift("bench", "--resume", "b")
-    assert finished.code == 0
+    tswift("bench --resume b").ok()
     assert Path("b", f"{again['kind']}.json").read_bytes() == written
     assert not list(Path("b").glob("*lock*"))
 
@@ -181,7 +162,7 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
 def test_a_resumed_gate_judges_as_it_was_to(
     bench, tswift, checkpoint, texts, monkeypatch, tmp_path
 ):
-    assert bench(*WORDS, "--out", "before").code == 0
+    bench(WORDS, "--out before").ok()
     baseline = read("before")
     for point in (point for sample in baseline["samples"] for point in sample["points"]):
         point["passes"] -= 1
@@ -189,64 +170,46 @@ def test_a_resumed_gate_judges_as_it_was_to(
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1, Killed)
         with pytest.raises(Killed):
-            bench(
-                *WORDS,
-                "--out",
-                "b",
-                "--against",
-                "before/bench.json",
-                "--fail-on",
-                "passes",
-                "--paper",
-            )
+            bench(WORDS, "--out b --against before/bench.json --fail-on passes --paper")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     folder = tmp_path / "cwd" / "b"
     for _ in range(2):  # when it ends, and shown again
-        judged = tswift("bench", "--resume", folder, "--no-plots")
+        judged = tswift(f"bench --resume {folder} --no-plots")
         assert judged.code == 1, judged.err
-        assert "16 of 16 comparisons regressed" in judged.out.decode()
-        assert "The paper has no row of these" in judged.out.decode()
+        assert "16 of 16 comparisons regressed" in judged.text
+        assert "The paper has no row of these" in judged.text
     # judged anew
-    other = tswift("bench", "--resume", folder, "--fail-on", "passes:50%", "--no-plots")
-    assert other.code == 0, other.err
-    assert "0 of 16 comparisons regressed" in other.out.decode()
+    other = tswift(f"bench --resume {folder} --fail-on passes:50% --no-plots").ok()
+    assert "0 of 16 comparisons regressed" in other.text
     record = read(folder)
     record["options"]["against"] = 3
     (folder / "bench.json").write_text(json.dumps(record))
-    damaged = tswift("bench", "--resume", folder)
+    damaged = tswift(f"bench --resume {folder}")
     assert (damaged.code, "bench.json is damaged ($.options" in damaged.err) == (2, True)
 
 
-def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
+def test_a_resumed_one_keeps_its_options(bench, tswift, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1, KeyboardInterrupt)
-        assert bench(*WORDS, "--out", "b", "--ngrams", 5, "--logit-bias", "5=1,6=2").code == 130
+        assert bench(WORDS, "--out b --ngrams 5 --logit-bias 5=1,6=2").code == 130
     before = Path("b/bench.json").read_bytes()
     refused = {
-        (
-            "--seeds",
-            "1,3",
-        ): "--seeds: the benchmark was made with (1, 2), got (1, 3); it keeps its options",
-        ("--ngrams", "6"): "--ngrams: the benchmark was made with 5, got 6",
-        ("--temperature", "0.5"): "--temperature: the benchmark was made with 1.0, got 0.5",
-        (
-            "--logit-bias",
-            "5=2",
-        ): "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
-        ("--repeats", "2"): "--repeats: the benchmark was made with 1, got 2",
-        ("--tree", "2,2"): "--tree: the benchmark was made with none, got ['2,2']",
-        ("--prompts", "other.txt"): "--prompts: the benchmark was made with (",
-        ("--suite", "table3"): "--suite: the benchmark was made with none, got table3",
-        ("--shard", "1/2"): "--shard: the benchmark was made with none, got (1, 2)",
-        ("--out", "c"): "--out: cannot be given together with --resume",
+        "--seeds 1,3": "--seeds: the benchmark was made with (1, 2), got (1, 3); it keeps its",
+        "--ngrams 6": "--ngrams: the benchmark was made with 5, got 6",
+        "--temperature 0.5": "--temperature: the benchmark was made with 1.0, got 0.5",
+        "--logit-bias 5=2": "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5",
+        "--repeats 2": "--repeats: the benchmark was made with 1, got 2",
+        "--tree 2,2": "--tree: the benchmark was made with none, got ['2,2']",
+        "--prompts other.txt": "--prompts: the benchmark was made with (",
+        "--suite table3": "--suite: the benchmark was made with none, got table3",
+        "--shard 1/2": "--shard: the benchmark was made with none, got (1, 2)",
+        "--out c": "--out: cannot be given together with --resume",
     }
     for words, message in refused.items():
-        result = tswift("bench", "--resume", "b", *words)
-        assert result.code == 2
-        assert message in result.err
-    texts[1].write_text("Quite another text, which has as many words as it needs.")
-    other = tswift("bench", "--resume", "b", "--logit-bias", "6=2,5=1")
+        tswift("bench --resume b", words).refused(message)
+    (tmp_path / "a.txt").write_text("Quite another text, which has as many words as it needs.")
+    other = tswift("bench --resume b --logit-bias 6=2,5=1")
     assert (other.code, Path("b/bench.json").read_bytes()) == (2, before)
     assert "--resume: b is of another benchmark: prompts differs" in other.err
 
@@ -254,15 +217,13 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, checkpoint, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [WORDS, SUITE], ids=["bench", "suite"])
 def test_a_finished_one_takes_more_seeds(bench, tswift, whole, words):
-    fewer = ["2" if word == "1,2" else word for word in words]
-    assert bench(*fewer, "--out", "b").code == 0
+    bench(words.replace("1,2", "2"), "--out b").ok()
     before = parts(read("b"))
-    result = tswift("bench", "--resume", "b", "--seeds", "1,2")
-    assert result.code == 0, result.err
+    tswift("bench --resume b --seeds 1,2").ok()
     assert counted("b") == whole(words)
     for old, new in zip(before, parts(read("b")), strict=True):
         assert [s for s in new["samples"] if s["seed"] == 2] == old["samples"]
-    assert tswift("bench", "--resume", "b").code == 0  # they are its own from now on
+    tswift("bench --resume b").ok()  # they are its own from now on
     assert counted("b") == whole(words)
 
 
@@ -271,90 +232,64 @@ def test_a_finished_one_takes_more_seeds(bench, tswift, whole, words):
 def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
     for number in (1, 2, 3):
         monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")
-        assert bench(*words, "--shard", f"{number}/3", "--out", f"s/{number}").code == 0
+        bench(words, f"--shard {number}/3 --out s/{number}").ok()
     places, *_ = counted("s/2")
     assert 0 < len(places) < len(whole(words)[0])
-    more = tswift("bench", "--resume", "s/1", "--seeds", "1,2,3")  # its cells would be others
+    more = tswift("bench --resume s/1 --seeds 1,2,3")  # its cells would be others
     assert (more.code, "--seeds: the benchmark was made with (1, 2)" in more.err) == (2, True)
     shards = [f"s/{number}" for number in (2, 3, 1)]
-    result = tswift("bench", "--merge", *shards, "--out", "merged")
-    assert result.code == 0, result.err
+    result = tswift("bench --merge", *shards, "--out merged").ok()
     assert counted("merged") == whole(words)
-    assert "What ran where" in result.out.decode()
-    line = next(line for line in result.out.decode().splitlines() if line.startswith("node2"))
+    assert "What ran where" in result.text
+    line = next(line for line in result.text.splitlines() if line.startswith("node2"))
     assert "a.txt, prefill 4, seed 2" in line
     assert {path.suffix for path in Path("merged").iterdir()} >= {".json", ".md", ".csv"}
     # without one of them: what is missing is named, and can be measured
-    partly = tswift("bench", "--merge", *shards[:2], "--out", "partly")
+    partly = tswift("bench --merge", *shards[:2], "--out partly")
     assert partly.code == 130
     assert "a.txt, prefill 4, seed 1" in partly.err
     assert "missing: " in partly.err
-    assert bench("bench", "--resume", "partly").code == 0
+    bench("bench --resume partly").ok()
     assert counted("partly") == whole(words)
 
 
 @pytest.mark.slow
 @needs_program
 def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
-    words = (
-        "bench",
-        "--prefill",
-        16,
-        "--lens",
-        "10,20",
-        "--methods",
-        "ar,recall",
-        "--costs",
-        "nominal",
-        "--no-plots",
-    )
-    words += ("--warmup", 0, "--seeds", "1,2")
+    words = f"bench --prefill 16 --lens 10,20 --methods ar,recall --costs nominal {GRID}"
     for number in (1, 2):
-        assert tswift(*words, "--shard", f"{number}/2", "--out", f"s/{number}").code == 0
-    assert tswift("bench", "--merge", "s/1", "s/2", "--out", "merged", "--no-plots").code == 0
+        tswift(words, f"--shard {number}/2 --out s/{number}").ok()
+    tswift("bench --merge s/1 s/2 --out merged --no-plots").ok()
     workload = read("merged")["workload"]
     assert (workload["model"], workload["dtype"]) == ("demo", "float32")
     assert workload["kv_dtype"] not in (None, "float32")  # which the tiny checkpoint has
-    gated = tswift(
-        *words,
-        "--out",
-        "g",
-        "--against",
-        "merged/bench.json",
-        "--fail-on",
-        "alpha",
-        "--fail-on",
-        "passes",
-    )
-    assert gated.code == 0, gated.err
+    tswift(words, "--out g --against merged/bench.json --fail-on alpha --fail-on passes").ok()
     assert counted("g") == counted("merged")
 
 
 @pytest.mark.slow
 def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
-    first, second = (*WORDS, "--shard", "1/2"), (*WORDS, "--shard", "2/2")
-    assert bench(*first, "--out", "a").code == 0
-    assert bench(*second, "--out", "b", "--temperature", 0.9).code == 0
-    assert bench(*second, "--out", "c", "--repeats", 2).code == 0
+    first, second = f"{WORDS} --shard 1/2", f"{WORDS} --shard 2/2"
+    bench(first, "--out a").ok()
+    bench(second, "--out b --temperature 0.9").ok()
+    bench(second, "--out c --repeats 2").ok()
     refused = {
         ("a", "b"): "--merge: b and a are of different benchmarks: temperature differs",
         ("a", "c"): "--merge: c and a are of different benchmarks: repeats differs",
         ("a", "nowhere"): "--merge: nowhere holds no bench.json",
         (): "--merge: names no folder",
-        ("a", "--seeds", "1"): "--seeds: cannot be given together with --merge",
-        ("a", "--resume", "b"): "--resume: cannot be given together with --merge",
+        ("a", "--seeds 1"): "--seeds: cannot be given together with --merge",
+        ("a", "--resume b"): "--resume: cannot be given together with --merge",
     }
     for words, message in refused.items():
-        result = tswift("bench", "--merge", *words, "--out", "m")
-        assert result.code == 2, words
-        assert message in result.err
+        tswift("bench --merge", *words, "--out m").refused(message)
         assert not Path("m").exists()
     Path("d").mkdir()
     Path("d/bench.json").write_bytes(Path("a/bench.json").read_bytes())
-    twice = tswift("bench", "--merge", "a", "d")
+    twice = tswift("bench --merge a d")
     assert "--merge: a and d have both measured a.txt, prefill 4, seed 1" in twice.err
-    alone = tswift("bench", "--resume", "a", "--against", "a/bench.json", "--fail-on", "alpha:0")
+    alone = tswift("bench --resume a --against a/bench.json --fail-on alpha:0")
     assert "--against: wants the whole grid, as --merge makes it of shards" in alone.err
-    shard = bench(*WORDS, "--against", "a/bench.json", "--fail-on", "alpha:0")
+    shard = bench(WORDS, "--against a/bench.json --fail-on alpha:0")
     assert "--against: a/bench.json is a shard" in shard.err
-    assert "FOLDERS: go with --merge" in tswift("bench", "a").err
+    assert "FOLDERS: go with --merge" in tswift("bench a").err

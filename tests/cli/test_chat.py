@@ -16,7 +16,7 @@ import pytest
 from tests.cli.conftest import Tswift
 from tests.serving.server import with_template
 
-WORDS = ("chat", "--method", "ar", "--seed", 1, "--temperature", 1.5)
+WORDS = "--method ar --seed 1 --temperature 1.5"
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,18 @@ def test_lines_are_turns(
     tswift: Tswift, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "system.txt").write_text("Be brief.\n")
-    words = (*WORDS, "--model", model, "-n", 12, "-t", 1, "--system", tmp_path / "system.txt")
+    words = f"{WORDS} --model {model} -n 12 -t 1 --system {tmp_path}/system.txt"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n  \nAnd then?\n/bye\nNot said\n"))
-    result = tswift(*words)
-    assert result.code == 0, result.err
+    result = tswift("chat", words).ok()
     assert result.err.count(" tokens/s; ") == 2
     assert "(llama.cpp's), seed 1" in result.err
     # a turn is a text of generate
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    answer = tswift(*words, "--quiet")
+    answer = tswift("chat", words, "--quiet")
     assert (answer.code, answer.err) == (0, "")
-    said = ("--chat", "--prompt-text", "Hello", "--out", tmp_path / "run", "--quiet")
-    own = tswift("generate", *words[1:], *said)
+    said = f"--chat --prompt-text Hello --out {tmp_path}/run --quiet"
+    own = tswift("generate", words, said)
     assert answer.out == own.out + b"\n"
     assert result.out.startswith(answer.out)
     assert not (tmp_path / "runs").exists()
@@ -48,12 +47,11 @@ def test_lines_are_turns(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tswift", *map(str, WORDS), "--model", str(model)]
-    words += ["-n", "3000", "--no-stop-at-eos"]
+    words = f"-m tswift chat {WORDS} --model {model} -n 3000 --no-stop-at-eos".split()
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
         talk = subprocess.Popen(
-            words,
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -38,19 +38,8 @@ def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def words(model: Path, method: str, *more: object) -> list[object]:
-    asked = [
-        "--model",
-        model,
-        "--prompt-text",
-        TEXT,
-        "--dtype",
-        "float64",
-        "--seed",
-        4,
-        "--method",
-        method,
-    ]
-    return ["generate", *asked, *more]
+    asked = f"--model {model} --prompt-text '{TEXT}' --dtype float64 --seed 4 --method {method}"
+    return ["generate", asked, *more]
 
 
 @pytest.mark.slow
@@ -58,17 +47,15 @@ def words(model: Path, method: str, *more: object) -> list[object]:
 def test_the_text_is_plain_decodings_and_goes_on(
     method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
 ) -> None:
-    tswift(*words(model, "ar", "--len", 40, "--out", tmp_path / "ar"))
-    how = ["--drafter", drafters[method], "--budget", 64, "--costs", "nominal"]
-    found = tswift(*words(model, method, *how, "--len", 17, "--out", tmp_path / "run"))
-    assert found.code == 0, found.err
+    tswift(*words(model, "ar", f"--len 40 --out {tmp_path}/ar"))
+    how = ["--drafter", drafters[method], "--budget 64 --costs nominal"]
+    tswift(*words(model, method, *how, f"--len 17 --out {tmp_path}/run")).ok()
     about = json.loads((tmp_path / "run" / "run.json").read_text())["model"]["drafter"]
     assert about == {
         "name": str(drafters[method]),
         "kind": {"block": "dflash", "eagle": "eagle3"}[method],
     }
-    found = tswift("generate", "--resume", tmp_path / "run", "--len", 40)
-    assert found.code == 0, found.err
+    tswift(f"generate --resume {tmp_path}/run --len 40").ok()
     assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
         tmp_path / "ar" / "tokens.u32"
     ).read_bytes()
@@ -79,7 +66,7 @@ def test_what_is_refused(
 ) -> None:
     for said, reason in (
         (
-            words(model, "block", "--drafter", tmp_path),
+            words(model, "block", f"--drafter {tmp_path}"),
             f"{tmp_path} holds no drafter: there is no config.json in it",
         ),
         (
@@ -91,7 +78,7 @@ def test_what_is_refused(
             f"{tmp_path / 'd'} was made for a vocabulary of 97, the model has",
         ),
     ):
-        found = tswift(*said, "--len", 9)
+        found = tswift(*said, "--len 9")
         assert (found.code, found.out) == (2, b"")
         assert found.err.startswith(f"tswift: error: --drafter: {reason}")
     assert not (tmp_path / "cwd" / "runs").exists()

@@ -32,24 +32,12 @@ from tswift.sampling.rule import row_type
 
 METHODS = ["ar", "medusa", "tokenswift", "reuse"]
 LENGTH = 61
-FLOAT64 = [
-    "--len",
-    LENGTH,
-    "--seed",
-    5,
-    "--dtype",
-    "float64",
-    "--temperature",
-    "1.3",
-    "--min-p",
-    "0",
-]
-Words = list[object]
+FLOAT64 = f"--len {LENGTH} --seed 5 --dtype float64 --temperature 1.3 --min-p 0"
 
 
 @pytest.fixture
-def words(checkpoint: Path, prompt: Path) -> Words:
-    return ["generate", "--model", checkpoint, "--prompt", prompt]
+def words(checkpoint: Path, prompt: Path) -> str:
+    return f"generate --model {checkpoint} --prompt {prompt}"
 
 
 def decoded(checkpoint: Path, tokens: list[int]) -> str:
@@ -68,12 +56,11 @@ def record_of(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_all_methods_make_the_same_files(
-    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+    tswift: Tswift, words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     """The whole text, and the one that a string ends, with its log-probabilities."""
     for method in METHODS:
-        result = tswift(*words, *FLOAT64, "--method", method, "--out", tmp_path / method)
-        assert result.code == 0, result.err
+        result = tswift(words, FLOAT64, f"--method {method} --out {tmp_path}/{method}").ok()
         tokens = tokens_in(tmp_path / method)
         assert tokens == tokens_in(tmp_path / "ar")
         assert (
@@ -84,15 +71,15 @@ def test_all_methods_make_the_same_files(
         assert record_of(tmp_path / method)["end"] == {"reason": "length"}
     assert len(tokens) == LENGTH
     assert 0 not in tokens  # the end-of-text token is never drawn
-    whole = result.out.decode()
+    whole = result.text
     stop = next(whole[at : at + 3] for at in range(20, 60) if "\ufffd" not in whole[at : at + 3])
     rows = {}
     for method in METHODS:
         out = tmp_path / f"{method}-stopped"
-        ending = ["--stop", "never", "--stop", stop, "--logprobs", 3]
-        result = tswift(*words, *FLOAT64, "--method", method, *ending, "--out", out)
+        ending = ["--stop never --stop", stop, "--logprobs 3"]
+        result = tswift(words, FLOAT64, f"--method {method}", *ending, f"--out {out}")
         assert "ended at" in result.err
-        assert result.out.decode() == (out / "text.txt").read_text() == whole[: whole.index(stop)]
+        assert result.text == (out / "text.txt").read_text() == whole[: whole.index(stop)]
         run = record_of(out)
         tokens = tokens_in(out)
         assert (run["end"], run["state"]) == ({"reason": "stop", "string": stop}, "finished")
@@ -102,29 +89,22 @@ def test_all_methods_make_the_same_files(
         rows[method] = np.fromfile(out / "logprobs.bin", row_type(3))
         assert len(rows[method]) == len(tokens)
         np.testing.assert_allclose(rows[method]["warped"], rows["ar"]["warped"], rtol=0, atol=1e-9)
-    again = tswift("generate", "--resume", out)
+    again = tswift(f"generate --resume {out}")
     assert (again.code, again.out, "is finished" in again.err) == (0, b"", True)
 
 
 def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = [
-        "generate",
-        "--model",
-        str(checkpoint),
-        "--prompt",
-        str(prompt),
-        "--prefill",
-        "7",
-        "--len",
-        "20",
-    ]
-    words += ["--seed", "3", "--method", "tokenswift", "--gamma", "1", "--out", str(out)]
-    result = tswift(*words)
-    assert result.code == 0, result.err
+    words = f"generate --model {checkpoint} --prompt {prompt} --prefill 7 --len 20"
+    words += f" --seed 3 --method tokenswift --gamma 1 --out {out}"
+    result = tswift(words).ok()
     run = record_of(out)
     ids = AutoTokenizer.from_pretrained(checkpoint)(prompt.read_text())["input_ids"][:7]
-    assert (run["schema"], run["state"], run["command"]) == (2, "finished", ["tswift", *words])
+    assert (run["schema"], run["state"], run["command"]) == (
+        2,
+        "finished",
+        ["tswift", *words.split()],
+    )
     assert (run["options"]["seed"], run["options"]["length"], run["sampling"]["banned"]) == (
         3,
         20,
@@ -172,77 +152,65 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
 
 @pytest.mark.parametrize("second", [1.2, 1.6])
 def test_a_machine_where_drafts_hardly_pay(
-    tswift: Tswift, words: Words, monkeypatch: pytest.MonkeyPatch, second: float
+    tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch, second: float
 ) -> None:
     """It is told where a second node costs much, and drafts are chosen by what is measured."""
     costs = PassCosts((1, 2), (1e-3, second * 1e-3), (0.0, 0.0), 0.0)
     monkeypatch.setattr("tswift.engine.costs_of", lambda target, heads: costs)
     line = "takes 1.60 times one over one here: drafting pays only where more than 60% of"
-    assert (line in tswift(*words, "--len", 3).err) == (second == 1.6)
-    assert "drafting pays" not in tswift(*words, "--len", 3, "--method", "ar").err
+    assert (line in tswift(words, "--len 3").err) == (second == 1.6)
+    assert "drafting pays" not in tswift(words, "--len 3 --method ar").err
 
 
-def test_quiet(tswift: Tswift, words: Words) -> None:
-    result = tswift(*words, "--len", 3, "--quiet")
+def test_quiet(tswift: Tswift, words: str) -> None:
+    result = tswift(words, "--len 3 --quiet")
     assert (result.code, result.err) == (0, "")
     (folder,) = Path("runs").iterdir()
     assert folder.name.endswith("Z-auto")
     assert (folder / "text.txt").read_bytes() == result.out
 
 
-def test_progress_lines(tswift: Tswift, words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    words += ["--len", 3, "--method", "ar"]
-    assert "/ 3 tokens" not in tswift(*words).err  # one every 30 seconds
+def test_progress_lines(tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words += " --len 3 --method ar"
+    assert "/ 3 tokens" not in tswift(words).err  # one every 30 seconds
     monkeypatch.setattr("tswift.cli.output._LOG_SECONDS", 0.0)
-    assert "tswift: 2 / 3 tokens, " in tswift(*words).err
-    unsaid = tswift(*words, "--no-progress").err
+    assert "tswift: 2 / 3 tokens, " in tswift(words).err
+    unsaid = tswift(words, "--no-progress").err
     assert "/ 3 tokens" not in unsaid
     assert "Distinct" in unsaid
 
 
 def test_standard_input(
-    tswift: Tswift, words: Words, prompt: Path, monkeypatch: pytest.MonkeyPatch
+    tswift: Tswift, words: str, prompt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words += ["--len", 8, "--method", "ar"]
-    from_file = tswift(*words)
+    words += " --len 8 --method ar"
+    from_file = tswift(words)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
-    assert tswift(*words, "--prompt", "-").out == from_file.out
+    assert tswift(words, "--prompt -").out == from_file.out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert (
-        tswift(*words, "--prompt", "-").err == "tswift: error: --prompt: standard input is empty\n"
-    )
+    assert tswift(words, "--prompt -").err == "tswift: error: --prompt: standard input is empty\n"
 
 
 @pytest.mark.slow
 def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prompt(
     tswift: Tswift, checkpoint: Path, tmp_path: Path
 ) -> None:
-    assert tswift("generate", "--len", 1, "--method", "ar", "--out", tmp_path / "demo").code == 0
+    tswift(f"generate --len 1 --method ar --out {tmp_path}/demo").ok()
     found = record_of(tmp_path / "demo")["prompt"]
     assert (found["source"], found["tokens"]) == ("bundled", 1024)
-    words = [
-        "generate",
-        "--model",
-        checkpoint,
-        "--len",
-        5,
-        "--method",
-        "ar",
-        "--out",
-        tmp_path / "run",
-    ]
-    result = tswift(*words)
+    words = f"generate --model {checkpoint} --len 5 --method ar --out {tmp_path}/run"
+    result = tswift(words)
     assert result.code == 2
     assert result.err.startswith("tswift: error: --prompt: required for ")
-    assert tswift(*words, "--prompt-text", "Once upon a time").code == 0
+    tswift(words, "--prompt-text", "Once upon a time").ok()
     assert record_of(tmp_path / "run")["prompt"]["source"] == "prompt_text"
 
 
 def test_ctrl_c_keeps_what_was_made(
-    tswift: Tswift, checkpoint: Path, words: Words, tmp_path: Path
+    tswift: Tswift, checkpoint: Path, words: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    process = Process([*words, "--len", 4000, "--method", "ar", "--out", out], tmp_path / "text")
+    process = Process([words, f"--len 4000 --method ar --out {out}"], tmp_path / "text")
     process.begin()
     process.send(signal.SIGINT)
     assert process.wait(300) == 130, process.errors.read_text()
@@ -259,15 +227,15 @@ def test_ctrl_c_keeps_what_was_made(
         == process.output.read_bytes()
         == decoded(checkpoint, tokens).encode()
     )
-    found = tswift("verify", out, "--json", "-")
+    found = tswift(f"verify {out} --json -")
     assert (found.code, json.loads(found.out)["tokens"]) == (0, len(tokens))
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_the_run_quietly(words: Words, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_run_quietly(words: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]
-    command += map(str, [*words, "--len", 4000, "--method", "ar", "--out", out])
+    command += f"{words} --len 4000 --method ar --out {out}".split()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ)
     )
@@ -286,22 +254,9 @@ def test_a_closed_pipe_ends_the_run_quietly(words: Words, tmp_path: Path) -> Non
 # --- presets and chat models
 
 
-def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    words += [
-        "--no-progress",
-        "--len",
-        12,
-        "--method",
-        "tokenswift",
-        "--ngrams",
-        7,
-        "--nodes",
-        16,
-        "--min-p",
-        0.02,
-    ]
-    result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "a")
-    assert result.code == 0, result.err
+def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    words += " --no-progress --len 12 --method tokenswift --ngrams 7 --nodes 16 --min-p 0.02"
+    result = tswift(words, f"--preset qwen2.5-7b --out {tmp_path}/a").ok()
     assert "tswift: preset qwen2.5-7b\n" in result.err
     record = record_of(tmp_path / "a")
     sampling = {
@@ -316,22 +271,19 @@ def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: Words, tmp_path:
         "temperature": 1.0,
     }
     assert (record["drafting"]["tree"], record["drafting"]["ngrams"]) == ([1, 3, 3, 3], 7)
-    assert tswift(*words, "--penalty", 1.15, "--tree", "1,3,3,3", "--out", tmp_path / "b").code == 0
+    tswift(words, f"--penalty 1.15 --tree 1,3,3,3 --out {tmp_path}/b").ok()
     assert tokens_in(tmp_path / "a") == tokens_in(tmp_path / "b")
 
 
 def test_a_preset_with_another_model_and_without_the_hub(
-    tswift: Tswift, words: Words, tmp_path: Path
+    tswift: Tswift, words: str, prompt: Path, tmp_path: Path
 ) -> None:
-    more = ["--len", 12, "--preset", "llama3.1-8b", "--method", "ar", "--out", tmp_path / "a"]
-    result = tswift("generate", *words[3:], *more)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert (
-        "no folder 'TokenSwift/TokenSwift-Llama-3.1-8B', and the hub is unreachable" in result.err
+    more = f"--len 12 --preset llama3.1-8b --method ar --out {tmp_path}/a"
+    tswift(f"generate --prompt {prompt}", more).refused(
+        "no folder 'TokenSwift/TokenSwift-Llama-3.1-8B', and the hub is unreachable"
     )
     assert not (tmp_path / "a").exists()
-    result = tswift(*words, *more)
-    assert result.code == 0, result.err
+    result = tswift(words, more).ok()
     assert (
         "llama3.1-8b; its banned ids mean something else to this tokenizer, and are left out\n"
         in result.err
@@ -349,19 +301,8 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     system.write_text("Be brief.")
-    words = (
-        "generate",
-        "--no-progress",
-        "--prompt",
-        prompt,
-        "--model",
-        model,
-        "--chat",
-        "--system",
-        system,
-    )
-    result = tswift(*words, "--len", 30, "--out", tmp_path / "a")
-    assert result.code == 0, result.err
+    words = f"generate --no-progress --prompt {prompt} --model {model} --chat --system {system}"
+    tswift(words, f"--len 30 --out {tmp_path}/a").ok()
     ids = tokens_in(tmp_path / "a", "prompt")
     text = f"<|endoftext|>[system]Be brief.\n[user]{prompt.read_text()}\n[assistant]"
     assert tokenizer.decode(ids) == text
@@ -369,12 +310,9 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
     assert tokenizer(text)["input_ids"] == [0, *ids]
     assert ids.count(0) == 1
     # a run that stopped goes on with the same prompt
-    assert tswift(*words, "--len", 9, "--out", tmp_path / "b").code == 0
+    tswift(words, f"--len 9 --out {tmp_path}/b").ok()
     system.unlink()
-    assert (
-        tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 30, "--chat").code
-        == 0
-    )
+    tswift(f"generate --no-progress --resume {tmp_path}/b --len 30 --chat").ok()
     assert tokens_in(tmp_path / "b") == tokens_in(tmp_path / "a")
 
 
@@ -434,10 +372,10 @@ IN_WORDS = {
     first(
         2,
         [
-            ((), PAPERS, "the paper's"),
-            (("--chat",), OWN, "the model's own"),
-            (("--sampling", "model"), OWN, "the model's own"),
-            (("--chat", "--sampling", "paper"), PAPERS, "the paper's"),
+            ("", PAPERS, "the paper's"),
+            ("--chat", OWN, "the model's own"),
+            ("--sampling model", OWN, "the model's own"),
+            ("--chat --sampling paper", PAPERS, "the paper's"),
         ],
     ),
     ids=str,
@@ -447,74 +385,58 @@ def test_sampling_that_is_not_typed(
     chatty: Path,
     prompt: Path,
     tmp_path: Path,
-    typed: Words,
+    typed: str,
     sampling: dict[str, Any],
     source: str,
 ) -> None:
     """It is said, recorded, kept when the run goes on, and judged by."""
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty]
-    result = tswift(*words, *typed, "--len", 40, "--out", tmp_path / "a")
-    assert result.code == 0, result.err
+    words = f"generate --no-progress --prompt {prompt} --model {chatty}"
+    result = tswift(words, f"--len 40 {typed} --out {tmp_path}/a").ok()
     assert f"tswift: sampling: {IN_WORDS[source]} ({source})\n" in result.err
     assert {name: record_of(tmp_path / "a")["sampling"][name] for name in sampling} == sampling
-    assert tswift("verify", tmp_path / "a").code == 0
-    assert tswift(*words, *typed, "--len", 15, "--out", tmp_path / "b").code == 0
-    again = tswift("generate", "--no-progress", "--resume", tmp_path / "b", "--len", 40, *typed)
-    assert again.code == 0, again.err
+    tswift(f"verify {tmp_path}/a").ok()
+    tswift(words, f"--len 15 {typed} --out {tmp_path}/b").ok()
+    again = tswift(f"generate --no-progress --resume {tmp_path}/b --len 40 {typed}").ok()
     assert f"({source})\n" in again.err
     assert tokens_in(tmp_path / "b") == tokens_in(tmp_path / "a")
     other = "paper" if sampling is OWN else "model"
-    refused = tswift("generate", "--resume", tmp_path / "b", "--len", 50, "--sampling", other)
-    assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "--sampling: the run was made with" in refused.err
+    tswift(f"generate --resume {tmp_path}/b --len 50 --sampling {other}").refused(
+        "--sampling: the run was made with"
+    )
 
 
 def test_what_is_typed_goes_before_the_models_own(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "generate",
-        "--no-progress",
-        "--prompt",
-        prompt,
-        "--model",
-        chatty,
-        "--len",
-        5,
-        "--chat",
-    ]
-    result = tswift(
-        *words, "--temperature", 0.8, "--penalty", 1.2, "--window", 64, "--out", tmp_path / "a"
-    )
-    assert result.code == 0, result.err
+    words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5 --chat"
+    result = tswift(words, f"--temperature 0.8 --penalty 1.2 --window 64 --out {tmp_path}/a").ok()
     assert (
         "sampling: temperature 0.8, top-p 0.9, penalty 1.2 over 64 tokens, repetition penalty 1.1 "
         "(the model's own, but for" in result.err
     )
-    result = tswift(*words, "--preset", "qwen2.5-7b", "--out", tmp_path / "b")
-    assert result.code == 0, result.err
+    result = tswift(words, f"--preset qwen2.5-7b --out {tmp_path}/b").ok()
     assert (
         "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)"
         in result.err
     )
-    result = tswift(*words, "--preset", "qwen2.5-7b", "--sampling", "paper")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "--sampling: cannot be given together with --preset" in result.err
+    tswift(words, "--preset qwen2.5-7b --sampling paper").refused(
+        "--sampling: cannot be given together with --preset"
+    )
 
 
 def test_llama_cpps_sampling_where_a_model_recommends_none(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
     (chatty / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    words = ["generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--chat"]
-    said = tswift(*words, "--len", 5, "--out", tmp_path / "a").err
+    words = f"generate --no-progress --prompt {prompt} --model {chatty} --chat"
+    said = tswift(words, f"--len 5 --out {tmp_path}/a").err
     assert f"{IN_WORDS[LLAMA]} ({LLAMA})\n" in said
     record = record_of(tmp_path / "a")
     assert record["options"]["sampling_from"] == "llama.cpp"
     assert {name: record["sampling"][name] for name in LLAMA_CPPS} == LLAMA_CPPS
-    again = tswift("generate", "--no-progress", "--resume", tmp_path / "a", "--len", 9).err
+    again = tswift(f"generate --no-progress --resume {tmp_path}/a --len 9").err
     assert f"{IN_WORDS[LLAMA]} ({LLAMA})\n" in again
-    asked = tswift(*words, "--len", 5, "--out", tmp_path / "b", "--sampling", "model").err
+    asked = tswift(words, f"--len 5 --out {tmp_path}/b --sampling model").err
     assert "sampling: temperature 1 (the model's own)\n" in asked
 
 
@@ -523,51 +445,40 @@ def test_llama_cpps_sampling_where_a_model_recommends_none(
     first(
         2,
         [
-            (("--chat",), 1.0),
-            ((), 1.0),
-            (("--chat", "--sampling", "paper"), 1.0),
-            (("--preset", "qwen2.5-7b", "--method", "ar"), 1.0),
-            (("--chat", "--penalty", 1.3), 1.3),
-            (("--penalty", 1.2), 1.2),
+            ("--chat", 1.0),
+            ("", 1.0),
+            ("--chat --sampling paper", 1.0),
+            ("--preset qwen2.5-7b --method ar", 1.0),
+            ("--chat --penalty 1.3", 1.3),
+            ("--penalty 1.2", 1.2),
         ],
     ),
     ids=str,
 )
 def test_temperature_0_has_no_penalty_that_was_not_typed(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: Words, penalty: float
+    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: str, penalty: float
 ) -> None:
-    words = ("generate", "--no-progress", "--prompt", prompt, "--model", chatty, "--len", 5)
-    result = tswift(*words, "--temperature", 0, *typed, "--out", tmp_path / "a")
-    assert result.code == 0, result.err
+    words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5"
+    result = tswift(words, f"--temperature 0 {typed} --out {tmp_path}/a").ok()
     said = "the most likely token" + (f", penalty {penalty}" if penalty > 1 else "")
     assert f"tswift: sampling: {said}" in result.err
     drawn = record_of(tmp_path / "a")["sampling"]
     assert (drawn["temperature"], drawn["penalty"]) == (0, penalty)
-    assert tswift("verify", tmp_path / "a").code == 0
+    tswift(f"verify {tmp_path}/a").ok()
 
 
 def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Path) -> None:
     """Which has no special tokens; and what a file says ends before its last newline."""
     said = tmp_path / "said.txt"
     said.write_text("The ship\r\n")
-    words = (
-        "generate",
-        "--model",
-        chatty,
-        "--chat",
-        "--len",
-        200,
-        "--logit-bias",
-        "0=3",
-        "--quiet",
-    )
+    words = f"generate --model {chatty} --chat --len 200 --logit-bias 0=3 --quiet"
     runs = {
         "text": ("--prompt-text", "The ship"),
         "file": ("--prompt", said),
         "kept": ("--prompt", said, "--keep-special-tokens"),
         "on": ("--prompt", said, "--no-stop-at-eos"),
     }
-    out = {name: tswift(*words, *own, "--out", tmp_path / name).out for name, own in runs.items()}
+    out = {name: tswift(words, *own, f"--out {tmp_path}/{name}").out for name, own in runs.items()}
     assert record_of(tmp_path / "text")["end"] == {"reason": "eos"}
     assert record_of(tmp_path / "on")["end"] == {"reason": "length"}
     assert tokens_in(tmp_path / "file", "prompt") == tokens_in(tmp_path / "text", "prompt")
@@ -577,8 +488,8 @@ def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Pat
     assert out["text"] == out["file"] == (tmp_path / "text" / "text.txt").read_bytes()
     assert out["kept"] == out["text"] + b"<|endoftext|>"
     for name in ("text", "kept"):
-        assert tswift("verify", tmp_path / name).code == 0
-        again = tswift("generate", "--resume", tmp_path / name)
+        tswift(f"verify {tmp_path}/{name}").ok()
+        again = tswift(f"generate --resume {tmp_path}/{name}")
         assert (again.code, "is finished" in again.err) == (0, True)
 
 
@@ -586,64 +497,40 @@ def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Pat
 def test_yarn_is_part_of_what_is_resumed(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "generate",
-        "--no-progress",
-        "--prompt",
-        prompt,
-        "--model",
-        chatty,
-        "--method",
-        "ar",
-        "--yarn",
-        4,
-    ]
+    words = f"generate --no-progress --prompt {prompt} --model {chatty} --method ar --yarn 4"
     for name, count in (("whole", 40), ("part", 15)):
-        result = tswift(*words, "--len", count, "--out", tmp_path / name)
-        assert result.code == 0, result.err
-    refused = tswift("generate", "--resume", tmp_path / "part", "--len", 40, "--yarn", 2)
-    assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "--yarn: the run was made with 4" in refused.err
-    assert tswift("generate", "--no-progress", "--resume", tmp_path / "part", "--len", 40).code == 0
+        tswift(words, f"--len {count} --out {tmp_path}/{name}").ok()
+    tswift(f"generate --resume {tmp_path}/part --len 40 --yarn 2").refused(
+        "--yarn: the run was made with 4"
+    )
+    tswift(f"generate --no-progress --resume {tmp_path}/part --len 40").ok()
     assert tokens_in(tmp_path / "part") == tokens_in(tmp_path / "whole")
-    assert tswift("verify", tmp_path / "part").code == 0
+    tswift(f"verify {tmp_path}/part").ok()
 
 
 def test_what_a_model_recommends_and_cannot_be_had(
     tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
 ) -> None:
     (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "min_p": 1.5}))
-    words = [
-        "generate",
-        "--no-progress",
-        "--prompt",
-        prompt,
-        "--model",
-        chatty,
-        "--len",
-        5,
-        "--chat",
-    ]
-    result = tswift(*words, "--out", tmp_path / "a")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "--sampling: " in result.err
-    assert "generation_config.json" in result.err
-    assert "min_p must be between 0 and 1, got 1.5" in result.err
+    words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5 --chat"
+    tswift(words, f"--out {tmp_path}/a").refused(
+        "--sampling: ", "generation_config.json", "min_p must be between 0 and 1, got 1.5"
+    )
     assert not (tmp_path / "a").exists()
-    assert tswift(*words, "--out", tmp_path / "a", "--sampling", "paper").code == 0
+    tswift(words, f"--out {tmp_path}/a --sampling paper").ok()
 
 
 # --- a model that gives NaN on the way: one line, exit code 1, and what was written stays
 
 
 def test_weights_that_are_not_finite(
-    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+    tswift: Tswift, words: str, checkpoint: Path, prompt: Path, tmp_path: Path
 ) -> None:
     """A token's embedding, where the text has that token; by each method:
     tests/decoding/test_finite.py.
     """
-    words += ["--seed", 5, "--no-progress", "--len", 60]
-    assert tswift(*words, "--method", "ar", "--out", tmp_path / "run").code == 0
+    words += " --seed 5 --no-progress --len 60"
+    tswift(words, f"--method ar --out {tmp_path}/run").ok()
     prompted, tokens = tokens_in(tmp_path / "run", "prompt"), tokens_in(tmp_path / "run")
     place = next(
         at for at in range(10, 59) if tokens[at] not in [*prompted, *tokens[:at], *range(8)]
@@ -653,9 +540,9 @@ def test_weights_that_are_not_finite(
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][tokens[place]] = torch.nan
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    words[2] = broken
+    words = words.replace(str(checkpoint), str(broken))
     again = tmp_path / "again"
-    result = tswift(*words, "--method", "tokenswift", "--out", again)
+    result = tswift(words, f"--method tokenswift --out {again}")
     first = (
         "are NaN; the first output that is not finite is that of model.embed_tokens at position "
         f"{at}: "
@@ -668,7 +555,8 @@ def test_weights_that_are_not_finite(
     )
     assert "Traceback" not in result.err
     assert tokens_in(again) == tokens[: place + 1]
-    checked = tswift("verify", *words[1:-2], "--tokens", tmp_path / "run" / "tokens.u32")
+    words = f"verify --model {broken} --prompt {prompt} --seed 5 --no-progress"
+    checked = tswift(words, f"--tokens {tmp_path}/run/tokens.u32")
     assert (checked.code, checked.out, checked.err.count("\n")) == (1, b"", 1)
     assert checked.err.startswith("tswift: error: the logits for position ")
     assert first in checked.err

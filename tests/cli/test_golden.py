@@ -23,36 +23,13 @@ from tswift.cli.app import app
 
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = Path(__file__).parents[2] / "results" / "paper-cpu"
-GRID = ("--lens", "10,20", "--warmup", 0, "--no-plots", "--quiet")
+GRID = "--lens 10,20 --warmup 0 --no-plots --quiet"
 RECORDS = {
-    "bench": ("bench", "--prefill", 4, *GRID, "--methods", "medusa,tokenswift", "--out", "b"),
-    "bench-sampled": (
-        "bench",
-        "--prefill",
-        4,
-        *GRID,
-        "--methods",
-        "reuse",
-        "--ar",
-        "sampled",
-        "--out",
-        "b",
-    ),
-    "suite": ("bench", "--suite", "case-study", "--prefill", 4, *GRID, "--out", "b"),
-    "compare": (
-        "compare",
-        "--methods",
-        "medusa,tokenswift",
-        "--len",
-        20,
-        "--quiet",
-        "--json",
-        "b/compare.json",
-    ),
-    "roofline": (
-        *("roofline", "--bandwidth", 4, "--flops", 1, "--len", 9, "--prefill", 9),
-        *("--json", "b/roofline.json"),
-    ),
+    "bench": f"bench --prefill 4 {GRID} --methods medusa,tokenswift --out b",
+    "bench-sampled": f"bench --prefill 4 {GRID} --methods reuse --ar sampled --out b",
+    "suite": f"bench --suite case-study --prefill 4 {GRID} --out b",
+    "compare": "compare --methods medusa,tokenswift --len 20 --quiet --json b/compare.json",
+    "roofline": "roofline --bandwidth 4 --flops 1 --len 9 --prefill 9 --json b/roofline.json",
 }
 
 
@@ -100,13 +77,10 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
     text = tmp_path / "prompt.txt"
     text.write_text(" ".join(SENTENCES[:4]))
     Path("b").mkdir()
-    prompt = {"bench": ("--prompts", text), "compare": ("--prompt", text)}.get(
-        str(RECORDS[name][0]), ()
-    )
+    prompt = {"bench": "--prompts", "compare": "--prompt"}.get(RECORDS[name].split()[0])
     if "--out" in RECORDS[name]:
         Path("b").rmdir()
-    result = tswift(*RECORDS[name], "--model", checkpoint, *prompt)
-    assert result.code == 0, result.err
+    tswift(RECORDS[name], f"--model {checkpoint}", *((prompt, text) if prompt else ())).ok()
     (path,) = Path("b").glob("*.json")
     found = set(fields(json.loads(path.read_text())))
     assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {
@@ -115,20 +89,10 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
 
 
 def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
-    words = (
-        "--model",
-        checkpoint,
-        "--prompt",
-        prompt,
-        "--len",
-        20,
-        "--method",
-        "tokenswift",
-        "--quiet",
-    )
-    assert tswift("generate", *words, "--verify", "--out", "runs/one").code == 0
-    assert tswift("generate", "--resume", "runs/one", "--len", 25, "--quiet").code == 0
-    assert tswift("runs", "--json", "runs.json").code == 0
+    words = f"--model {checkpoint} --prompt {prompt} --len 20 --method tokenswift --quiet"
+    tswift("generate", words, "--verify --out runs/one").ok()
+    tswift("generate --resume runs/one --len 25 --quiet").ok()
+    tswift("runs --json runs.json").ok()
     for name, path in (
         ("run", "runs/one/run.json"),
         ("verify", "runs/one/verify.json"),

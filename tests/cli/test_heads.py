@@ -16,13 +16,13 @@ from tests.published import make_base, medusa_file, tokenswift_model
 
 def said(result: Result) -> dict[str, str]:
     assert (result.code, result.err) == (0, "")
-    return dict(re.split(" {2,}", line) for line in result.out.decode().splitlines()[2:])
+    return dict(re.split(" {2,}", line) for line in result.text.splitlines()[2:])
 
 
 def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     path = tmp_path / "heads.safetensors"
     tiny_heads(kind="conditioned").save(path, base="0123abcd")
-    found = said(tswift("heads", "inspect", path))
+    found = said(tswift(f"heads inspect {path}"))
     parameters = sum(weight.numel() for weight in tiny_heads(kind="conditioned").parameters())
     assert (found["kind"], found["tokens drafted"], found["hidden size"]) == (
         "conditioned",
@@ -35,14 +35,11 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
         "tswift",
     )
     assert found["base model"] == "0123abcd"
-    assert said(tswift("heads", "inspect", tmp_path)) == found  # the folder they are in
+    assert said(tswift(f"heads inspect {tmp_path}")) == found  # the folder they are in
     path = tmp_path / "medusa.safetensors"
     medusa_heads(layers=2).save(path, torch.float32)
-    assert (
-        said(tswift("heads", "inspect", path, "--json", tmp_path / "about.json"))["kind"]
-        == "medusa"
-    )
-    record = json.loads(tswift("heads", "inspect", path, "--json", "-").out)
+    assert said(tswift(f"heads inspect {path} --json {tmp_path}/about.json"))["kind"] == "medusa"
+    record = json.loads(tswift(f"heads inspect {path} --json -").out)
     assert record["kind"] == "heads"
     assert json.loads((tmp_path / "about.json").read_text())["heads"] == record["heads"]
     parameters = 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN)
@@ -65,7 +62,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
 
 def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
-    model = said(tswift("heads", "inspect", tokenswift_model(base, tmp_path / "m")))
+    model = said(tswift("heads inspect", tokenswift_model(base, tmp_path / "m")))
     assert (model["layout"], model["kind"], model["tokens drafted"]) == (
         "TokenSwift",
         "chained",
@@ -76,7 +73,7 @@ def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
     assert (model["read the state before the final norm"], model["vocab size"]) == ("yes", "-")
     folder = medusa_file(base, tmp_path)
     for path in (folder, folder / "medusa_lm_head.safetensors"):
-        medusa = said(tswift("heads", "inspect", path))
+        medusa = said(tswift(f"heads inspect {path}"))
         assert (medusa["layout"], medusa["kind"], medusa["tokens drafted"]) == (
             "Medusa",
             "medusa",
@@ -87,25 +84,23 @@ def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
 
 def test_pickles_and_a_file_that_cannot_be_written(tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "heads.pt").write_bytes(b"x")
-    assert (
-        "is a pickle, which could run code" in tswift("heads", "inspect", tmp_path / "heads.pt").err
-    )
-    result = tswift("heads", "inspect", tmp_path, "--json", "/nowhere/x.json")
+    assert "is a pickle, which could run code" in tswift(f"heads inspect {tmp_path}/heads.pt").err
+    result = tswift(f"heads inspect {tmp_path} --json /nowhere/x.json")
     assert (result.code, "--json" in result.err) == (2, True)
 
 
 def test_drafters(tswift: Tswift, tmp_path: Path) -> None:
     folder = drafter_folder(tmp_path / "d", "dspark")
-    found = said(tswift("heads", "inspect", folder))
+    found = said(tswift(f"heads inspect {folder}"))
     assert (found["kind"], found["tokens drafted"], found["layout"]) == ("dspark", "4", "DeepSpec")
     assert found["not read"] == "confidence_head.proj.weight, confidence_head.proj.bias"
-    record = json.loads(tswift("heads", "inspect", folder, "--json", "-").out)
+    record = json.loads(tswift(f"heads inspect {folder} --json -").out)
     assert record["heads"]["taps"] == [1, 4]
     refused = tswift(
-        "heads", "inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None})
+        "heads inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None})
     )
     assert (refused.code, refused.err) == (2, f"tswift: error: FILE: {folder} lacks fc.weight\n")
-    eagle = said(tswift("heads", "inspect", drafter_folder(tmp_path / "e", "eagle-safeai")))
+    eagle = said(tswift("heads inspect", drafter_folder(tmp_path / "e", "eagle-safeai")))
     assert (eagle["kind"], eagle["vocab size"], eagle["tokens it can guess"]) == (
         "eagle3",
         "97",

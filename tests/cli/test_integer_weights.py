@@ -40,11 +40,11 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture(params=first(1, ["GGUF", "--weights int4"]))
-def model(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> list[object]:
+def model(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> str:
     """Words that name such a model."""
     if request.param == "GGUF":
-        return ["--model", write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))]
-    return ["--model", checkpoint, "--weights", "int4"]
+        return f"--model {write_gguf(tmp_path / 'tiny.gguf', tiny_model('llama'))}"
+    return f"--model {checkpoint} --weights int4"
 
 
 def tokens(run: Path) -> list[int]:
@@ -53,22 +53,12 @@ def tokens(run: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_killed_and_resumed_and_verified(
-    model: list[object], tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
-    words = [
-        "generate",
-        *model,
-        "--prompt-text",
-        TEXT,
-        "--len",
-        600,
-        "--temperature",
-        1.2,
-        "--quiet",
-    ]
-    assert tswift(*words, "--method", "ar", "--out", tmp_path / "plain").code == 0
-    process = Process([*words, "--out", tmp_path / "run"], tmp_path / "out")
+    words = f"generate {model} --prompt-text '{TEXT}' --len 600 --temperature 1.2 --quiet"
+    tswift(words, f"--method ar --out {tmp_path}/plain").ok()
+    process = Process([words, f"--out {tmp_path}/run"], tmp_path / "out")
     run = tmp_path / "run"
     while not ((run / "tokens.u32").exists() and tokens(run)) and process.poll() is None:
         time.sleep(0.005)
@@ -76,83 +66,57 @@ def test_killed_and_resumed_and_verified(
     process.wait()
     killed = len(tokens(run))
     assert 0 < killed < 600
-    result = tswift("generate", "--resume", run)
-    assert result.code == 0, result.err
+    tswift(f"generate --resume {run}").ok()
     assert tokens(run) == tokens(tmp_path / "plain")
     record = json.loads((run / "run.json").read_text())
     assert record["model"]["quantization"] == ("Q8_0" if "--weights" not in model else "int4")
     assert record["model"]["exact"] is not None
 
-    result = tswift("verify", run)
-    assert result.code == 0, result.err
-    assert ["violations", "0", "-", "-"] in [
-        line.split() for line in result.out.decode().splitlines()
-    ]
+    result = tswift(f"verify {run}").ok()
+    assert ["violations", "0", "-", "-"] in [line.split() for line in result.text.splitlines()]
     altered = np.array(tokens(run), "<u4")
     altered[300] = (altered[300] + 1) % 90
     altered.tofile(run / "tokens.u32")
-    result = tswift("verify", run)
+    result = tswift(f"verify {run}")
     assert result.code == 1
-    assert "violations at generated tokens (from 0) 300" in result.out.decode()
+    assert "violations at generated tokens (from 0) 300" in result.text
 
 
 @pytest.mark.slow
-def test_heads_that_are_trained_for_it(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
+def test_heads_that_are_trained_for_it(model: str, tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for name in "abcd":
         (tmp_path / "corpus" / f"{name}.txt").write_text(f"{TEXT} {name}\n" * 40)
-    where = [
-        "--corpus",
-        tmp_path / "corpus",
-        "--out",
-        tmp_path / "heads",
-        "--steps",
-        2,
-        "--seq-len",
-        128,
-    ]
-    result = tswift("train", *model[:2], *where)  # heads of the plain model serve the rounded one
-    assert result.code == 0, result.err
-    words = ["generate", *model, "--prompt-text", TEXT, "--len", 80, "--quiet"]
-    assert tswift(*words, "--method", "ar", "--out", tmp_path / "plain").code == 0
-    heads = ["--heads", tmp_path / "heads", "--method", "medusa"]
-    result = tswift(*words, *heads, "--out", tmp_path / "run")
-    assert result.code == 0, result.err
+    where = f"--corpus {tmp_path}/corpus --out {tmp_path}/heads --steps 2 --seq-len 128"
+    tswift(
+        "train", model.removesuffix(" --weights int4"), where
+    ).ok()  # heads of the plain model serve the rounded one
+    words = f"generate {model} --prompt-text '{TEXT}' --len 80 --quiet"
+    tswift(words, f"--method ar --out {tmp_path}/plain").ok()
+    heads = f"--heads {tmp_path}/heads --method medusa"
+    tswift(words, heads, f"--out {tmp_path}/run").ok()
     assert tokens(tmp_path / "run") == tokens(tmp_path / "plain")
 
 
 @pytest.mark.slow
-def test_other_commands(model: list[object], tswift: Tswift, tmp_path: Path) -> None:
+def test_other_commands(model: str, tswift: Tswift, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(TEXT)
-    prompt = ["--prompt", tmp_path / "prompt.txt", "--len", 40]
-    assert tswift("compare", *model, *prompt, "--methods", "reuse,auto").code == 0
-    result = tswift(
-        *["bench", *model, "--prompts", tmp_path / "prompt.txt", "--prefill", 8, "--lens", 16],
-        *["--methods", "reuse", "--out", tmp_path / "bench", "--no-progress"],
-    )
-    assert result.code == 0, result.err
-    result = tswift("env", *model)
-    assert result.code == 0, result.err
+    prompt = f"--prompt {tmp_path}/prompt.txt --len 40"
+    tswift("compare", model, prompt, "--methods reuse,auto").ok()
+    tswift(
+        *["bench", model, f"--prompts {tmp_path}/prompt.txt --prefill 8 --lens 16"],
+        f"--methods reuse --out {tmp_path}/bench --no-progress",
+    ).ok()
+    tswift("env", model).ok()
     if "--weights" not in model:
-        known = ["--bandwidth", 100, "--flops", 10, "--len", 100, "--prefill", 8]
-        assert tswift("roofline", *model, *known).code == 0
+        known = "--bandwidth 100 --flops 10 --len 100 --prefill 8"
+        tswift("roofline", model, known).ok()
 
 
 def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = [
-        "generate",
-        "--model",
-        file,
-        "--chat",
-        "--prompt-text",
-        "hello",
-        "--len",
-        20,
-        "--stop-at-eos",
-    ]
-    result = tswift(*words, "--out", tmp_path / "run")
-    assert result.code == 0, result.err
+    words = f"generate --model {file} --chat --prompt-text hello --len 20 --stop-at-eos"
+    result = tswift(words, f"--out {tmp_path}/run").ok()
     assert "weights quantised (Q8_0)" in result.err
 
 
@@ -160,15 +124,15 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
     ("words", "says"),
     [
         (
-            ["--dtype", "bfloat16"],
+            ["--dtype bfloat16"],
             "tswift: error: --dtype: is float32 with weights of integers (Q8_0) on cpu; got ",
         ),
         (
-            ["--weights", "int4"],
+            ["--weights int4"],
             "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
         ),
         (
-            ["--draft-weights", "int4", "--method", "magicdec"],
+            ["--draft-weights int4 --method magicdec"],
             "tswift: error: --draft-weights: the model's weights are",
         ),
     ],
@@ -177,7 +141,7 @@ def test_what_does_not_go_together(
     words: list[str], says: str, tswift: Tswift, tmp_path: Path
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    result = tswift("generate", "--model", file, "--prompt-text", TEXT, *words)
+    result = tswift(f"generate --model {file} --prompt-text", TEXT, *words)
     assert result.code == 2
     assert result.err.startswith(says)
     assert result.err.count("\n") == 1
@@ -205,16 +169,16 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     run = tmp_path / "run"
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     on_a_machine_with(made)
-    words = ["--model", file, "--prompt-text", TEXT, "--len", 20, "--quiet", "--out", run]
-    assert tswift("generate", *words).code == 0
+    words = f"--model {file} --prompt-text '{TEXT}' --len 20 --quiet --out {run}"
+    tswift("generate", words).ok()
     before = tokens(run)
     record = json.loads((run / "run.json").read_text())
     assert record["model"]["products"] == MADE_BY[made].split()[-1]
     layers = "one C program" if made == "a compiler" else "eager, as native attention needs a C"
     assert record["model"]["layers"].startswith(layers)
     on_a_machine_with(here)
-    for command in (["generate", "--len", 30, "--resume", run], ["verify", run]):
-        result = tswift(*command)
+    for command in (f"generate --len 30 --resume {run}", f"verify {run}"):
+        result = tswift(command)
         assert result.code == 2
         assert result.err.splitlines()[-1] == (
             f"tswift: error: --model: {run} was made with {MADE_BY[made]}; here are "
@@ -224,19 +188,19 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     on_a_machine_with(made)
     if made == "a compiler":  # as all runs were before they said so
         edited(lambda told: told["model"].pop("products"))(run)
-    assert tswift("generate", "--len", 30, "--resume", run).code == 0
+    tswift(f"generate --len 30 --resume {run}").ok()
     assert tokens(run)[:20] == before
-    assert tswift("verify", run).code == 0
+    tswift(f"verify {run}").ok()
 
 
 def test_a_run_of_a_gpu_does_not_go_on_here(tswift: Tswift, tmp_path: Path) -> None:
     run = tmp_path / "run"
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = ["--model", file, "--prompt-text", TEXT, "--len", 20, "--quiet", "--out", run]
-    assert tswift("generate", *words).code == 0
+    words = f"--model {file} --prompt-text '{TEXT}' --len 20 --quiet --out {run}"
+    tswift("generate", words).ok()
     edited(lambda told: told["model"].update(products="kernels"))(run)
-    for command in (["generate", "--len", 30, "--resume", run], ["verify", run]):
-        result = tswift(*command)
+    for command in (f"generate --len 30 --resume {run}", f"verify {run}"):
+        result = tswift(command)
         assert result.code == 2
         said = result.err.splitlines()[-1]
         assert f"{run} was made with kernels' products of integers; here are " in said
@@ -248,8 +212,8 @@ def test_rows_that_kernels_do_not_take(
     """As it is said on a GPU."""
     monkeypatch.setattr(coded, "by_kernels", lambda device: True)
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = ["generate", "--model", file, "--prompt-text", TEXT, "--out", tmp_path / "run"]
-    result = tswift(*words, "--device", "cpu")
+    words = f"generate --model {file} --prompt-text '{TEXT}' --out {tmp_path}/run --device cpu"
+    result = tswift(words)
     assert result.code == 2
     assert result.err == (
         f"tswift: error: --model: {file} has rows of 96; kernels of integers take multiples of 64\n"
@@ -260,9 +224,8 @@ def test_rows_that_kernels_do_not_take(
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> None:
     """Of LLaMA3.1-8b: 6.98e9 weights in layers, 525e6 in the LM head, which has 8 bits."""
-    words = ["roofline", "--model", "shape:llama3.1-8b", "--device", "h100", "--weights", kind]
-    result = tswift(*words, "--json", "-")
-    assert result.code == 0, result.err
+    words = f"roofline --model shape:llama3.1-8b --device h100 --weights {kind}"
+    result = tswift(words, "--json -").ok()
     told = json.loads(result.out)
     layers, head, norms = 32 * 218_103_808, 128_256 * 4096, 65 * 4096
     each = {"int4": 0.75, "int8": 1.25}[kind]
@@ -278,8 +241,7 @@ def test_a_floor_without_a_compiler_counts_floats(
     file = write_gguf(tmp_path / "tiny.gguf", network)
     monkeypatch.setenv("CC", "no-such-compiler")
     native_build._attempted.cache_clear()
-    result = tswift("roofline", "--model", file, "--json", "-")
-    assert result.code == 0, result.err
+    result = tswift(f"roofline --model {file} --json -").ok()
     embeddings = network.get_input_embeddings().weight.numel()
     floats = sum(weight.numel() for weight in network.parameters()) - embeddings
     assert json.loads(result.out)["shape"]["weight_bytes"] == 4 * floats
@@ -288,7 +250,7 @@ def test_a_floor_without_a_compiler_counts_floats(
 def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     file.write_bytes(file.read_bytes()[:-40])
-    result = tswift("generate", "--model", file, "--prompt-text", TEXT)
+    result = tswift(f"generate --model {file} --prompt-text", TEXT)
     assert result.code == 2
     assert result.err.startswith(f"tswift: error: --model: {file} is truncated: ")
     assert result.err.count("\n") == 1

@@ -48,35 +48,18 @@ def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> Non
     """
     prompt = tmp_path / "caf\udce9.txt"
     prompt.write_text("The ship had lain three days becalmed, and nobody spoke.")
-    words = ["--model", checkpoint, "--prompt", prompt, "--len", 3, "--methods", "ar", "--json"]
-    assert tswift("compare", *words, tmp_path / "found.json").code == 0
+    words = f"--model {checkpoint} --prompt {prompt} --len 3 --methods ar --json"
+    tswift("compare", words, tmp_path / "found.json").ok()
     told = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert told["prompt"]["source"] == str(prompt)
-    result = tswift("compare", *words, "-")
-    assert result.code == 0, result.err
+    result = tswift("compare", words, "-").ok()
     assert json.loads(result.out)["prompt"]["source"] == str(prompt)
-    grid = [
-        "--prefill",
-        8,
-        "--lens",
-        4,
-        "--methods",
-        "ar",
-        "--warmup",
-        0,
-        "--no-plots",
-        "--out",
-        tmp_path / "out",
-    ]
-    result = tswift("bench", "--model", checkpoint, "--prompts", prompt, *grid)
-    assert result.code == 0, result.err
+    grid = f"--prefill 8 --lens 4 --methods ar --warmup 0 --no-plots --out {tmp_path}/out"
+    tswift(f"bench --model {checkpoint} --prompts {prompt}", grid).ok()
     assert "caf\\udce9.txt" in (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")
     out = tmp_path / "run\udce9"
-    assert (
-        tswift("generate", "--model", checkpoint, "--prompt", prompt, "--len", 3, "--out", out).code
-        == 0
-    )
-    assert tswift("generate", "--resume", out, "--len", 5, "--prompt", prompt).code == 0
+    tswift(f"generate --model {checkpoint} --prompt {prompt} --len 3 --out {out}").ok()
+    tswift(f"generate --resume {out} --len 5 --prompt {prompt}").ok()
     assert (out / "tokens.u32").stat().st_size == 4 * 5
 
 
@@ -84,24 +67,12 @@ def test_a_stdout_that_has_no_such_characters(
     tswift, checkpoint: Path, tmp_path: Path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "größer").symlink_to(checkpoint)
-    words = [
-        "roofline",
-        "--model",
-        tmp_path / "größer",
-        "--bandwidth",
-        1,
-        "--flops",
-        1,
-        "--len",
-        9,
-        "--prefill",
-        9,
-    ]
-    for more, shown in ((["--json", "-"], rb"gr\u00f6\u00dfer"), ([], rb"gr\xf6\xdfer")):
+    words = f"roofline --model {tmp_path}/größer --bandwidth 1 --flops 1 --len 9 --prefill 9"
+    for more, shown in ((["--json -"], rb"gr\u00f6\u00dfer"), ([], rb"gr\xf6\xdfer")):
         written = io.BytesIO()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-            assert tswift(*words, *more).code == 0
+            tswift(words, *more).ok()
             assert shown in written.getvalue()
 
 
@@ -161,23 +132,19 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
     """The escapes of a model's name reach neither the lines on stderr nor the table on stdout."""
     model = tmp_path / "red\x1b[31m"
     model.symlink_to(checkpoint)
-    words = ["--model", model, "--prompt", prompt, "--len", 3]
-    result = tswift("compare", *words, "--methods", "ar")
-    assert result.code == 0
+    words = f"--model {model} --prompt {prompt} --len 3"
+    result = tswift("compare", words, "--methods ar").ok()
     assert r"red\x1b[31m" in result.err
-    made = tswift("generate", *words, "--method", "ar", "--out", tmp_path / "run\x1b[0m")
-    assert made.code == 0
-    resumed = tswift("generate", "--resume", tmp_path / "run\x1b[0m")
+    made = tswift("generate", words, "--method ar --out", tmp_path / "run\x1b[0m").ok()
+    resumed = tswift("generate --resume", tmp_path / "run\x1b[0m")
     assert r"run\x1b[0m is finished" in resumed.err
-    told = tswift("heads", "inspect", model / "heads.safetensors")
-    assert r"red\x1b[31m" in told.out.decode()
-    listed = tswift("runs", tmp_path)
-    assert r"run\x1b[0m" in listed.out.decode()
-    table = tswift(
-        "roofline", "--model", model, "--bandwidth", 1, "--flops", 1, "--len", 9, "--prefill", 9
-    )
-    assert r"red\x1b[31m" in table.out.decode()
-    shown = [each.out.decode() for each in (result, told, listed, table)]
+    told = tswift(f"heads inspect {model}/heads.safetensors")
+    assert r"red\x1b[31m" in told.text
+    listed = tswift(f"runs {tmp_path}")
+    assert r"run\x1b[0m" in listed.text
+    table = tswift(f"roofline --model {model} --bandwidth 1 --flops 1 --len 9 --prefill 9")
+    assert r"red\x1b[31m" in table.text
+    shown = [each.text for each in (result, told, listed, table)]
     for said in (result.err, made.err, resumed.err, *shown):
         assert "\x1b" not in said
 
@@ -187,7 +154,7 @@ def test_one_stream_that_is_closed_from_the_start(
     checkpoint: Path, prompt: Path, tmp_path: Path, closed: int
 ) -> None:
     out = tmp_path / "run"
-    words = ["generate", "--len", 9, "--model", checkpoint, "--prompt", prompt, "--out", out]
+    words = [f"generate --len 9 --model {checkpoint} --prompt {prompt} --out {out}"]
     process = Process(words, tmp_path / "out", [closed])
     assert process.wait(60) == 0, process.errors.read_text()
     assert json.loads((out / "run.json").read_text())["state"] == "finished"
@@ -198,13 +165,12 @@ def test_one_stream_that_is_closed_from_the_start(
 
 def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, capfd):
     """And nothing is left in the stream over which Python would stumble at its exit."""
-    words = ["compare", "--len", "5", "--methods", "reuse", "--quiet"]
-    words += ["--model", str(checkpoint), "--prompt", str(prompt)]
+    words = f"compare --len 5 --methods reuse --quiet --model {checkpoint} --prompt {prompt}"
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(words) == CLOSED_PIPE
+        assert main(words.split()) == CLOSED_PIPE
         stdout.flush()
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
@@ -257,9 +223,9 @@ def test_a_compiler_that_is_missing_is_told_in_a_line(
     monkeypatch.setenv("CC", "no-such-compiler")
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
     native_build._attempted.cache_clear()
-    words = [] if command == "env" else ["--prompt", prompt, "--len", 4]
-    words += ["--methods", "reuse"] if command == "compare" else []
-    result = tswift(command, "--model", checkpoint, "--dtype", "float32", *words)
+    words = [] if command == "env" else [f"--prompt {prompt} --len 4"]
+    words += ["--methods reuse"] if command == "compare" else []
+    result = tswift(command, f"--model {checkpoint} --dtype float32", *words)
     native_build._attempted.cache_clear()
     assert result.code == 0, result.err
     told = [line for line in result.err.splitlines() if "no-such-compiler" in line]
@@ -273,8 +239,8 @@ def test_quiet_says_nothing_of_a_missing_compiler(
     monkeypatch.setenv("CC", "no-such-compiler")
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
     native_build._attempted.cache_clear()
-    words = ["--model", checkpoint, "--dtype", "float32", "--prompt", prompt, "--len", 4]
-    result = tswift("generate", *words, "--quiet")
+    words = f"--model {checkpoint} --dtype float32 --prompt {prompt} --len 4"
+    result = tswift("generate", words, "--quiet")
     native_build._attempted.cache_clear()
     assert (result.code, result.err) == (0, "")
 
@@ -313,10 +279,10 @@ FAULTS = {
     "long), as a C program gave other logits",
 }
 COMMANDS = {
-    "generate": ["--len", 4],
-    "compare": ["--len", 4, "--methods", "reuse"],
-    "bench": ["--lens", 4, "--prefill", 8, "--methods", "reuse", "--warmup", 0, "--no-plots"],
-    "serve": ["--port", 0],
+    "generate": ["--len 4"],
+    "compare": ["--len 4 --methods reuse"],
+    "bench": ["--lens 4 --prefill 8 --methods reuse --warmup 0 --no-plots"],
+    "serve": ["--port 0"],
 }
 
 
@@ -341,7 +307,7 @@ def test_what_stands_in_for_the_program_is_told_in_a_line(
     monkeypatch.setattr("tswift.serving.routes.serve", lambda *given: None)
     model = make_checkpoint(tmp_path / "m", head_dim=32)
     text = [] if command == "serve" else ["--prompts" if command == "bench" else "--prompt", prompt]
-    words = [command, "--model", model, *COMMANDS[command], *text]
+    words = [command, f"--model {model}", *COMMANDS[command], *text]
     results = [tswift(*words), tswift(*words, "--quiet")]
     assert [result.code for result in results] == [0, 0], results[0].err
     lines = results[0].err.splitlines()

@@ -39,19 +39,8 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def words(checkpoint: Path, prompts: Path) -> Words:
-    return [
-        "generate",
-        "--model",
-        checkpoint,
-        "--len",
-        LENGTH,
-        "--method",
-        "ar",
-        "--prompts",
-        prompts,
-        "--out",
-    ]
+def words(checkpoint: Path, prompts: Path) -> str:
+    return f"generate --model {checkpoint} --len {LENGTH} --method ar --prompts {prompts} --out"
 
 
 def lines_of(text: bytes) -> list[dict]:
@@ -59,12 +48,11 @@ def lines_of(text: bytes) -> list[dict]:
 
 
 def test_every_text_is_that_of_its_own_run(
-    tswift: Tswift, words: Words, checkpoint: Path, tmp_path: Path
+    tswift: Tswift, words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     """With the seed, the length and the sampling of its line; in the order of the file."""
     out = tmp_path / "out"
-    made = tswift(*words, out)
-    assert made.code == 0, made.err
+    made = tswift(words, out).ok()
     whole = lines_of((out / OUT).read_bytes())
     assert lines_of(made.out) == whole
     assert [(line["id"], line["tokens"]) for line in whole] == [
@@ -73,38 +61,33 @@ def test_every_text_is_that_of_its_own_run(
         ("3", 30),
         ("4", 30),
     ]
-    own = [["--seed", 4], ["--temperature", 0.5, "--len", 9], [], []]
+    own = [["--seed 4"], ["--temperature 0.5 --len 9"], [], []]
     for line, prompt, more in zip(whole, PROMPTS, own, strict=True):
-        length = [] if "--len" in more else ["--len", LENGTH]
+        length = [] if "--len" in more else [f"--len {LENGTH}"]
         alone = [
-            "generate",
-            "--model",
-            checkpoint,
-            "--prompt-text",
+            f"generate --model {checkpoint} --method reuse --prompt-text",
             prompt,
-            "--method",
-            "reuse",
             *length,
             *more,
         ]
         assert line["text"].encode() == tswift(*alone, "--out", tmp_path / line["folder"]).out
-    again = tswift("generate", "--resume", out)
+    again = tswift(f"generate --resume {out}")
     assert (again.code, again.out) == (0, b"")
     assert "0 texts were made; all 4 are in" in again.err
 
 
-def test_shards_share_one_folder(tswift: Tswift, words: Words, tmp_path: Path) -> None:
+def test_shards_share_one_folder(tswift: Tswift, words: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for shard, made in (("2/2", ["2", "4"]), ("1/2", ["sea", "3"])):
         assert not (out / OUT).exists()
-        found = tswift(*words, out, "--shard", shard)
+        found = tswift(words, out, f"--shard {shard}")
         assert (found.code, [line["id"] for line in lines_of(found.out)]) == (0, made)
     assert [line["id"] for line in lines_of((out / OUT).read_bytes())] == ["sea", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("kills", first(1, [3, 25]))
 def test_a_kill_at_any_moment_leaves_exactly_the_rest(
-    kills: int, tswift: Tswift, words: Words, tmp_path: Path
+    kills: int, tswift: Tswift, words: str, tmp_path: Path
 ) -> None:
     """Before any change of a file: while a folder is begun, while a text is made,
     while all are put together.
@@ -112,10 +95,10 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(
     whole = tmp_path / "whole"
     out = tmp_path / "out"
     random = Random(kills)
-    assert tswift(*words, whole).code == 0
+    tswift(words, whole).ok()
     out.mkdir()
     (out / f"{BATCH}.new").write_text("{")  # as of a kill
-    asked = [str(word) for word in [*words, out, "--quiet"]]
+    asked = f"{words} {out} --quiet".split()
     killed = sum(killed_before(random.randrange(1, 60), lambda: main(asked)) for _ in range(kills))
     assert killed > 1
     assert main(asked) == 0
@@ -203,21 +186,19 @@ def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--shard", "3/2"], "--shard: wants I/N, the Ith of N shards, got '3/2'"),
-        (["--prompt-text", "a"], "--prompt-text: is for one text; with --prompts there are many"),
+        (["--shard 3/2"], "--shard: wants I/N, the Ith of N shards, got '3/2'"),
+        (["--prompt-text a"], "--prompt-text: is for one text; with --prompts there are many"),
         (["--verify"], "--verify: is for one text"),
-        (["--resume", "x"], "--resume: cannot be given together with --prompts"),
+        (["--resume x"], "--resume: cannot be given together with --prompts"),
     ],
 )
 def test_what_does_not_go_together(
-    tswift: Tswift, words: Words, more: Words, message: str, tmp_path: Path
+    tswift: Tswift, words: str, more: Words, message: str, tmp_path: Path
 ) -> None:
-    found = tswift(*words, tmp_path / "out", *more)
-    assert found.code == 2
-    assert message in found.err
+    tswift(words, tmp_path / "out", *more).refused(message)
 
 
 def test_a_shard_is_of_many(tswift: Tswift) -> None:
-    assert "--shard: goes with --prompts" in tswift("generate", "--shard", "1/2").err
-    assert "--out: is required with --prompts" in tswift("generate", "--prompts", "a.jsonl").err
+    assert "--shard: goes with --prompts" in tswift("generate --shard 1/2").err
+    assert "--out: is required with --prompts" in tswift("generate --prompts a.jsonl").err
     assert parse_shard("2/3") == (2, 3)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.conftest import Tswift
 from tests.ranks import Ended, on_ranks
+from tests.words import words_of
 from tswift.cli import main
 from tswift.loading import model as loading
 
@@ -24,19 +25,10 @@ TEXT = (
 
 
 @pytest.fixture
-def words(checkpoint: Path, tmp_path: Path) -> list[str]:
+def words(checkpoint: Path, tmp_path: Path) -> str:
     (tmp_path / "prompt.txt").write_text(TEXT)
-    common = [
-        "--model",
-        checkpoint,
-        "--dtype",
-        "float64",
-        "--device",
-        "cpu",
-        "--prompt",
-        tmp_path / "prompt.txt",
-    ]
-    return ["generate", "--no-progress", *map(str, common)]
+    model = f"--model {checkpoint} --dtype float64 --device cpu"
+    return f"generate --no-progress {model} --prompt {tmp_path}/prompt.txt"
 
 
 def _main(words: list[str], folder: Path) -> int:
@@ -44,15 +36,15 @@ def _main(words: list[str], folder: Path) -> int:
     return main(words)
 
 
-def ranked(tmp_path: Path, *words: str, function=_main) -> list[Ended]:
+def ranked(tmp_path: Path, *words: object, function=_main) -> list[Ended]:
     (tmp_path / "there").mkdir(exist_ok=True)
-    return on_ranks(tmp_path, 2, function, list(words), tmp_path / "there")
+    return on_ranks(tmp_path, 2, function, words_of(words), tmp_path / "there")
 
 
 @pytest.mark.slow
-def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
-    alone = tswift(*words, "--len", 40, "--out", tmp_path / "alone")
-    first, second = ranked(tmp_path, *words, "--len", "40")
+def test_one_text_one_folder_one_voice(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    alone = tswift(words, f"--len 40 --out {tmp_path}/alone")
+    first, second = ranked(tmp_path, words, "--len 40")
     assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), (
         first.err + second.err
     )
@@ -63,18 +55,18 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: list[str], tmp_pat
     assert (run / "tokens.u32").read_bytes() == (tmp_path / "alone" / "tokens.u32").read_bytes()
     record = json.loads((run / "run.json").read_text())
     assert record["model"]["ranks"] == 2
-    assert tswift("verify", run).code == 0
-    first, second = ranked(tmp_path, "generate", "--resume", str(run))
+    tswift(f"verify {run}").ok()
+    first, second = ranked(tmp_path, "generate", f"--resume {run}")
     assert (first.found, second.found) == (0, 0)
     assert first.err == f"tswift: the run in {run} is finished; a larger --len goes on with it\n"
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
-    words += ["--len", "40", "--logit-bias", "70=2"]
-    text = tswift(*words, "--out", tmp_path / "alone").out.decode()
+def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    words += " --len 40 --logit-bias 70=2"
+    text = tswift(words, f"--out {tmp_path}/alone").out.decode()
     stop = next(text[at : at + 3] for at in range(12, 30) if "\ufffd" not in text[at : at + 3])
-    first, second = ranked(tmp_path, *words, "--stop", stop, "--logprobs", "1")
+    first, second = ranked(tmp_path, words, "--stop", stop, "--logprobs 1")
     assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), (
         first.err + second.err
     )
@@ -85,17 +77,15 @@ def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: list[str], tmp_path
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--len", "many"], "Invalid value for '--len'"),  # before the ranks meet
+        (["--len many"], "Invalid value for '--len'"),  # before the ranks meet
         (
-            ["--len", "5000"],
+            ["--len 5000"],
             "--len: 52 prompt tokens and 5,000 new ones need 5,052 positions, the model has 4,096",
         ),
     ],
 )
-def test_bad_input_is_said_once(
-    words: list[str], tmp_path: Path, more: list[str], message: str
-) -> None:
-    first, second = ranked(tmp_path, *words, *more)
+def test_bad_input_is_said_once(words: str, tmp_path: Path, more: list[str], message: str) -> None:
+    first, second = ranked(tmp_path, words, *more)
     assert first.found == 2
     assert second.found != 0
     assert first.err.startswith("tswift: error: ")
@@ -116,8 +106,8 @@ def _broken(words: list[str], folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_what_one_rank_alone_finds_it_says_itself(words: list[str], tmp_path: Path) -> None:
-    first, second = ranked(tmp_path, *words, function=_broken)
+def test_what_one_rank_alone_finds_it_says_itself(words: str, tmp_path: Path) -> None:
+    first, second = ranked(tmp_path, words, function=_broken)
     assert (first.found, second.found) == (1, 1)
     assert first.err == "tswift: error: another rank is gone; it, or torchrun's report, says why\n"
     assert second.err == "tswift: error: rank 1: MemoryError: there is none left\n"
@@ -141,32 +131,24 @@ def test_other_commands_are_not_run_in_copies(
 
 
 def test_one_rank_is_no_rank(
-    tswift: Tswift, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
-    assert tswift(*words, "--len", 5, "--out", tmp_path / "one").code == 0
+    tswift(words, f"--len 5 --out {tmp_path}/one").ok()
     assert json.loads((tmp_path / "one" / "run.json").read_text())["model"]["ranks"] == 1
 
 
 @pytest.mark.slow
-def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
+def test_torchrun(tswift: Tswift, words: str, tmp_path: Path) -> None:
     """Started by torchrun itself and interrupted: all of it ends,
     and what was made is one rank's text.
     """
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tswift",
-    ]
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 -m tswift"
     tokens = tmp_path / "run" / "tokens.u32"
     with (tmp_path / "err").open("w") as err, (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(
-            [*torchrun, *words, "--len", "3900", "--out", str(tokens.parent)],
+            [sys.executable, *f"{torchrun} {words} --len 3900 --out {tokens.parent}".split()],
             stdout=out,
             stderr=err,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -187,7 +169,7 @@ def test_torchrun(tswift: Tswift, words: list[str], tmp_path: Path) -> None:
     assert f"{made:,} tokens are saved" in said
     assert (tokens.parent / "text.txt").read_bytes().startswith((tmp_path / "out").read_bytes())
     # one process can go on: it is the same model
-    for more in (["generate", "--resume", tokens.parent], [*words, "--out", tmp_path / "alone"]):
-        assert tswift(*more, "--len", made + 10).code == 0
+    for more in (f"generate --resume {tokens.parent}", f"{words} --out {tmp_path}/alone"):
+        tswift(more, f"--len {made + 10}").ok()
     for name in ("tokens.u32", "text.txt"):
         assert (tmp_path / "alone" / name).read_bytes() == (tokens.parent / name).read_bytes()

@@ -15,7 +15,7 @@ from tswift.benchmarking.suites import SUITES
 from tswift.benchmarking.summary import QUALITY, from_source
 from tswift.drafting.methods import METHODS
 
-SMALL = ("--prefill", 8, "--lens", "6,12", "--warmup", 0)
+SMALL = "--lens 6,12 --warmup 0"
 PREFILLS = (4, 6, 9)  # in place of those that a suite varies
 DRAWN = ("table7", "figure1", "figure4")  # over lengths, of times, over the axis
 # one of each kind: with draft models, of lengths, of settings in pairs, of prefills, with texts
@@ -33,7 +33,7 @@ def suite(tswift, checkpoint, tmp_path, load_once):
     text = tmp_path / "prompt.txt"
     text.write_text(" ".join(SENTENCES[:4]))
     return lambda name, *words: tswift(
-        "bench", "--suite", name, "--model", checkpoint, "--prompts", text, *words
+        f"bench --suite {name} --model {checkpoint} --prompts", text, *words
     )
 
 
@@ -49,8 +49,8 @@ def small(suite, monkeypatch):
         )
         if SUITES[name].of_prefills:
             monkeypatch.setitem(vars(SUITES[name]), "prefills", PREFILLS)
-            return suite(name, *SMALL[2:], *words)
-        return suite(name, *SMALL, *words)
+            return suite(name, SMALL, *words)
+        return suite(name, SMALL, "--prefill 8", *words)
 
     return run
 
@@ -61,9 +61,8 @@ def small(suite, monkeypatch):
 )
 def test_a_suite_from_end_to_end(small, small_model, name):
     drafted = any("draft_model" in METHODS[method].needs for method in SUITES[name].methods)
-    words = ["--draft-model", small_model] * drafted + ["--no-plots"] * (name not in DRAWN)
-    result = small(name, "--out", "s", *words)
-    assert result.code == 0, result.err
+    words = [f"--draft-model {small_model}"] * drafted + ["--no-plots"] * (name not in DRAWN)
+    small(name, "--out s", *words).ok()
     written = {"suite.json", "suite.csv", "suite.md", *["suite.html"] * SUITES[name].texts}
     plots = ["suite", "time"] if name == "figure1" else ["suite"] * (name in DRAWN)
     written |= {f"{plot}.{kind}" for plot in plots for kind in ("png", "svg")}
@@ -101,21 +100,8 @@ def test_a_suite_from_end_to_end(small, small_model, name):
 
 @pytest.mark.slow
 def test_options_that_a_suite_does_not_vary_count(small):
-    words = (
-        "--penalty",
-        1.1,
-        "--seeds",
-        "3,4",
-        "--ngrams",
-        5,
-        "--ar",
-        "sampled",
-        "--repeats",
-        2,
-        "--tree",
-        "2,1",
-    )
-    assert small("table4", "--out", "s", "--no-plots", *words).code == 0
+    words = "--penalty 1.1 --seeds 3,4 --ngrams 5 --ar sampled --repeats 2 --tree 2,1"
+    small("table4", "--out s --no-plots", words).ok()
     record = json.loads(Path("s/suite.json").read_text())
     (group,) = record["groups"]
     workload = group["measurement"]["workload"]
@@ -133,7 +119,7 @@ def test_options_that_a_suite_does_not_vary_count(small):
 
 def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
     short = make_checkpoint(tmp_path / "short", num_hidden_layers=1, max_position_embeddings=16)
-    assert small("table1", "--out", "s", "--no-plots", "--draft-model", short).code == 0
+    small("table1", f"--out s --no-plots --draft-model {short}").ok()
     missing = {
         each["label"]: each["why"]
         for each in json.loads(Path("s/suite.json").read_text())["missing"]
@@ -145,8 +131,7 @@ def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
 def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
     (bare / "heads.safetensors").unlink()
-    result = small("table3", "--out", "s", "--no-plots", "--model", bare)
-    assert result.code == 0
+    result = small("table3", f"--out s --no-plots --model {bare}").ok()
     assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
     missing = [each["label"] for each in json.loads(Path("s/suite.json").read_text())["missing"]]
     assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
@@ -154,10 +139,8 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
         "Left out: triforce, since triforce drafts with a smaller model, and none is loaded"
         in Path("s/suite.md").read_text()
     )
-    result = small("table12", "--out", "t", "--no-plots", "--model", bare)
-    assert result.code == 2
-    assert (
+    small("table12", f"--out t --no-plots --model {bare}").refused(
         "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model "
-        "has none" in result.err
+        "has none"
     )
     assert not Path("t").exists()

@@ -25,22 +25,8 @@ NUMBER = r"\d+\.\d{3}"
 
 
 def words_of(tiny: Tiny, *more: object, command: str = "train") -> list[object]:
-    return [
-        *(
-            command,
-            "--corpus",
-            tiny.corpus,
-            "--model",
-            tiny.model,
-            "--seq-len",
-            64,
-            "--batch",
-            2,
-            "--accumulate",
-            1,
-        ),
-        *("--steps", 4, "--device", "cpu", "--out", "new", *more),
-    ]
+    how = "--seq-len 64 --batch 2 --accumulate 1 --steps 4 --device cpu --out new"
+    return [command, f"--corpus {tiny.corpus} --model {tiny.model} {how}", *more]
 
 
 def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> None:  # type: ignore[no-untyped-def]
@@ -48,20 +34,16 @@ def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> N
     and that a finished training is said again.
     """
     assert json.loads(Path("new/train.json").read_text())["command"][:2] == ["tswift", command]
-    result = tswift(
-        "generate", "--model", tiny.model, drafts, "new", "--len", 8, "--prompt-text", "Once"
-    )
-    assert result.code == 0, result.err
-    result = tswift(command, "--resume", "new")
-    assert (result.code, result.out.decode().splitlines()[0]) == (0, title)
+    tswift(f"generate --model {tiny.model} {drafts} new --len 8 --prompt-text Once").ok()
+    result = tswift(command, "--resume new")
+    assert (result.code, result.text.splitlines()[0]) == (0, title)
     assert "the training in new is finished" in result.err
 
 
 @pytest.mark.slow
 def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
-    result = tswift(*words_of(tiny, "--alpha-tokens", 20, "--kind", "chained", "--heads-count", 2))
-    assert result.code == 0, result.err
-    title, columns, *rows, note, times = result.out.decode().split("\nDrafting")[0].splitlines()
+    result = tswift(*words_of(tiny, "--alpha-tokens 20 --kind chained --heads-count 2")).ok()
+    title, columns, *rows, note, times = result.text.split("\nDrafting")[0].splitlines()
     assert title == "2 chained heads on held-out text, untrained -> after 4 steps"
     assert columns.split() == ["head", "token", "loss", "top-1", "top-2", "top-3"]
     assert len(rows) == 2
@@ -86,9 +68,8 @@ def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignor
 
 @pytest.mark.slow
 def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
-    result = tswift(*words_of(tiny, "--reach", 500, command="train-draft"))
-    assert result.code == 0, result.err
-    title, columns, loss, same, note = result.out.decode().splitlines()
+    result = tswift(*words_of(tiny, "--reach", 500, command="train-draft")).ok()
+    title, columns, loss, same, note = result.text.splitlines()
     assert title == "A draft model after 4 steps, and the model that it drafts for"
     assert columns.split() == ["untrained", "trained", "the", "model"]
     assert re.fullmatch(rf"\s*loss on held-out text(\s+{NUMBER}){{3}}", loss)
@@ -97,7 +78,7 @@ def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type
     assert re.search(r"draft model of [\d,]+ parameters, 500 positions", result.err)
     assert result.err.endswith("written: new/model.safetensors\n")
     check_folder(tswift, tiny, "train-draft", title, "--draft-model")
-    result = tswift("train", "--resume", "new")
+    result = tswift("train --resume new")
     assert (result.code, result.out) == (2, b"")
     assert "--resume: new/train.json is of kind train-draft" in result.err
 
@@ -107,9 +88,8 @@ def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
         "tswift.training.config.HeadsConfig.ON_CPU",
         {"batch": 2, "accumulate": 1, "minutes": 0.0005},
     )
-    words = ("--corpus", tiny.corpus, "--model", tiny.model, "--device", "cpu", "--seq-len", 64)
-    result = tswift("train", *words, "--alpha-tokens", 0)
-    assert result.code == 0, result.err
+    words = f"--corpus {tiny.corpus} --model {tiny.model} --device cpu --seq-len 64"
+    result = tswift("train", words, "--alpha-tokens 0").ok()
     chosen = "--batch 2 --accumulate 1 --minutes 0.0005"
     assert (
         f"tswift: on a CPU, to end in minutes rather than days, the defaults are {chosen}\n"
@@ -120,7 +100,7 @@ def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
         "6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len "
         "keeps them"
     )
-    result = tswift("train-draft", *words, "--batch", 1, "--steps", 2)
+    result = tswift("train-draft", words, "--batch 1 --steps 2")
     assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
 
 
@@ -143,7 +123,7 @@ def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
         result = tswift(*words_of(tiny, command=command))
     assert (result.code, result.out) == (128 + number, b"")
     assert result.err.endswith(f"interrupted after step 2; tswift {command} --resume new goes on\n")
-    result = tswift(command, "--resume", "new", "--quiet")
+    result = tswift(command, "--resume new --quiet")
     assert (result.code, result.err) == (0, "")
 
 
@@ -191,7 +171,7 @@ def test_what_breaks_on_the_way_is_one_line(  # type: ignore[no-untyped-def]
 
 
 def test_texts_beyond_the_models_positions(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
-    result = tswift(*words_of(tiny, "--alpha-tokens", 2048, "--quiet"))
+    result = tswift(*words_of(tiny, "--alpha-tokens 2048 --quiet"))
     told = "tswift: error: --alpha-tokens: must be below the model's 2,048 positions\n"
     assert (result.code, result.err) == (2, told)
 

@@ -20,7 +20,7 @@ from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
 from tswift.jobs.folder import CHECKSUM, checksum
 
 LENGTH = 90
-SAMPLING = ["--temperature", "1.3", "--min-p", "0.02", "--penalty", "1.1", "--window", "20"]
+SAMPLING = "--temperature 1.3 --min-p 0.02 --penalty 1.1 --window 20"
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +28,9 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, in float64."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "prompt.txt").write_text(TEXT)
-    words = [
-        "--model",
-        checkpoint,
-        "--prompt",
-        folder / "prompt.txt",
-        "--len",
-        LENGTH,
-        "--seed",
-        5,
-        "--quiet",
-    ]
-    assert (
-        main(
-            [
-                "generate",
-                *map(str, words),
-                *SAMPLING,
-                "--dtype",
-                "float64",
-                "--out",
-                str(folder / "run"),
-            ]
-        )
-        == 0
-    )
+    words = f"generate --model {checkpoint} --prompt {folder}/prompt.txt --len {LENGTH} {SAMPLING}"
+    words += f" --seed 5 --quiet --dtype float64 --out {folder}/run"
+    assert main(words.split()) == 0
     return folder / "run"
 
 
@@ -70,9 +48,9 @@ def alter(path: Path, places: list[int]) -> None:
 
 
 def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
-    result = tswift("verify", run, "--json", tmp_path / "found.json")
+    result = tswift(f"verify {run} --json {tmp_path}/found.json")
     assert (result.code, result.err) == (0, "")
-    lines = [line.split() for line in result.out.decode().splitlines()]
+    lines = [line.split() for line in result.text.splitlines()]
     assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
     assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
     found = json.loads((tmp_path / "found.json").read_text())
@@ -90,7 +68,7 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     assert 0 < found["measured"] < found["bound"] < 1e-9
     assert 0 < found["least_lead"] < found["greatest_lead"]
     assert found["seconds"] > 0
-    result = tswift("verify", run, "--json", "-", "--quiet", "--dtype", "float32")
+    result = tswift(f"verify {run} --json - --quiet --dtype float32")
     found = json.loads(result.out)
     assert (result.err, found["model"]["dtype"]) == ("", "float32")
     assert found["measured"] > 1e-9
@@ -103,9 +81,9 @@ def test_an_exact_run(
 ) -> None:
     round_single_rows(monkeypatch)
     out = tmp_path / "run"
-    words = ["--model", "demo", "--prompt", prompt, "--len", 60, "--dtype", "bfloat16", *SAMPLING]
-    assert tswift("generate", *words, "--out", out, "--quiet").code == 0
-    found = json.loads(tswift("verify", out, "--json", "-").out)
+    words = f"--model demo --prompt {prompt} --dtype bfloat16 {SAMPLING}"
+    tswift("generate", words, f"--len 60 --out {out} --quiet").ok()
+    found = json.loads(tswift(f"verify {out} --json -").out)
     assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (
         True,
         60,
@@ -114,14 +92,14 @@ def test_an_exact_run(
     )
     assert found["width"] == found["model"]["exact"]["width"]
     assert (found["measured"], found["bound"], found["near_ties"]) == (0, 0, 0)
-    said = tswift("verify", out).out.decode()
+    said = tswift(f"verify {out}").text
     assert "within rounding" not in said
     assert "all logits are those of the run, bit for bit: any changed token is seen" in said
 
     # a text has no record of its bits: they are taken to be these only if that is said
-    text = ["verify", "--tokens", out / "tokens.u32", *words[:4], *words[6:]]
-    assert json.loads(tswift(*text, "--exact", "--json", "-").out)["width"] == found["width"]
-    for loose in (tswift(*text, "--json", "-"), tswift("verify", out, "--no-exact", "--json", "-")):
+    text = f"verify --tokens {out}/tokens.u32 {words}"
+    assert json.loads(tswift(text, "--exact --json -").out)["width"] == found["width"]
+    for loose in (tswift(text, "--json -"), tswift(f"verify {out} --no-exact --json -")):
         assert loose.code == 0
         assert json.loads(loose.out)["width"] is None
         assert json.loads(loose.out)["measured"] > 0
@@ -131,11 +109,10 @@ def test_an_exact_run(
     record["model"]["exact"]["bits"] = "0" * len(record["model"]["exact"]["bits"])
     record[CHECKSUM] = checksum(record)
     (out / "run.json").write_text(json.dumps(record))
-    result = tswift("verify", out, "--json", tmp_path / "found.json")
-    assert result.code == 0
+    result = tswift(f"verify {out} --json {tmp_path}/found.json").ok()
     assert (
         "the run was exact, but the arithmetic here differs from that of the run: judged"
-        in result.out.decode()
+        in result.text
     )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["width"] is found["model"]["exact"] is None
@@ -145,48 +122,38 @@ def test_an_exact_run(
 
 @pytest.mark.slow
 def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
-    words = [
-        "--model",
-        checkpoint,
-        "--prompt-text",
-        TEXT,
-        "--seed",
-        5,
-        "--dtype",
-        "float64",
-        *SAMPLING,
-    ]
-    bias = ["--logit-bias", "40=4,41=-100", "--logit-bias", "42=1"]
-    made = ["generate", *words, "--len", LENGTH, "--quiet", "--out"]
-    assert tswift(*made, tmp_path / "biased", *bias).code == 0
-    assert tswift(*made, tmp_path / "plain", *bias, "--method", "ar").code == 0
+    words = f"--model {checkpoint} --prompt-text '{TEXT}' --seed 5 --dtype float64 {SAMPLING}"
+    bias = "--logit-bias 40=4,41=-100 --logit-bias 42=1"
+    made = f"generate {words} --len {LENGTH} --quiet --out"
+    tswift(made, tmp_path / "biased", bias).ok()
+    tswift(made, tmp_path / "plain", bias, "--method ar").ok()
     tokens = tmp_path / "biased" / "tokens.u32"
     assert tokens.read_bytes() == (tmp_path / "plain" / "tokens.u32").read_bytes()
     assert tokens.read_bytes() != (run / "tokens.u32").read_bytes()
     sampling = json.loads((tmp_path / "biased" / "run.json").read_text())["sampling"]
     assert sampling["logit_bias"] == {"40": 4.0, "41": -100.0, "42": 1.0}
-    assert tswift("verify", tmp_path / "biased").code == 0
-    checked = ["verify", "--tokens", tokens, *words]
-    assert tswift(*checked, *bias).code == 0
-    for other in ([], ["--logit-bias", "40=8,41=-100,42=1"]):
-        assert tswift(*checked, *other).code == 1, other
-    refused = tswift(*checked, "--logit-bias", "320=1")
+    tswift(f"verify {tmp_path}/biased").ok()
+    checked = f"verify --tokens {tokens} {words}"
+    tswift(checked, bias).ok()
+    for other in ([], ["--logit-bias 40=8,41=-100,42=1"]):
+        assert tswift(checked, *other).code == 1, other
+    refused = tswift(checked, "--logit-bias 320=1")
     assert (refused.code, refused.err.startswith("tswift: error: --logit-bias: ")) == (2, True)
 
 
 def test_violations(tswift: Tswift, run: Path) -> None:
     alter(run / "tokens.u32", [7])
-    result = tswift("verify", run)
+    result = tswift(f"verify {run}")
     assert result.code == 1
-    assert "violations at generated tokens (from 0) 7" in result.out.decode()
+    assert "violations at generated tokens (from 0) 7" in result.text
     alter(run / "tokens.u32", list(range(20, 60)))
-    result = tswift("verify", run, "--json", "-")
+    result = tswift(f"verify {run} --json -")
     assert result.code == 1
     found = json.loads(result.out)
     assert found["ok"] is False
     assert found["findings"][0]["index"] == 7
     assert found["violations"] == len(found["findings"]) > 30
-    assert f"and {found['violations'] - 20} more" in tswift("verify", run).out.decode()
+    assert f"and {found['violations'] - 20} more" in tswift(f"verify {run}").text
 
 
 def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
@@ -203,7 +170,7 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
         record = {**json.loads((run / "run.json").read_text()), "state": state}
         (run / "run.json").write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
         (run / "text.txt").write_bytes(forged)
-        result = tswift("verify", run, "--json", "-")
+        result = tswift(f"verify {run} --json -")
         found = json.loads(result.out)
         assert (result.code, found["ok"], found["text_fault"] is None) == (
             0 if ok else 1,
@@ -213,7 +180,7 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
         assert found["violations"] == 0
     assert (
         "text.txt is not the text of tokens.u32: they differ from byte 40 on"
-        in tswift("verify", run).out.decode()
+        in tswift(f"verify {run}").text
     )
 
 
@@ -221,29 +188,13 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
 def test_a_text_with_a_stop_string_and_parts_of_characters(
     tswift: Tswift, checkpoint: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "--model",
-        checkpoint,
-        "--prompt-text",
-        TEXT,
-        "--dtype",
-        "float64",
-        "--temperature",
-        3,
-        "--min-p",
-        0,
-    ]
+    words = f"--model {checkpoint} --prompt-text '{TEXT}' --dtype float64 --temperature 3 --min-p 0"
     for seed in range(4):
         out = tmp_path / str(seed)
-        stop = ["--stop", "e"] if seed == 3 else []
-        assert (
-            tswift(
-                "generate", *words, "--len", 40, "--seed", seed, *stop, "--quiet", "--out", out
-            ).code
-            == 0
-        )
-        assert tswift("verify", out, "--quiet").code == 0
-        assert tswift("generate", "--resume", out).code == 0
+        more = f"--len 40 --seed {seed} --quiet --out {out}" + " --stop e" * (seed == 3)
+        tswift("generate", words, more).ok()
+        tswift(f"verify {out} --quiet").ok()
+        tswift(f"generate --resume {out}").ok()
     assert any(
         "\N{REPLACEMENT CHARACTER}" in (tmp_path / str(seed) / "text.txt").read_text()
         for seed in range(3)
@@ -258,63 +209,33 @@ def test_another_model_is_refused(
     weights["model.norm.weight"][0] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     same = Path(shutil.copytree(checkpoint, tmp_path / "same"))
-    assert tswift("verify", run, "--model", same, "--quiet").code == 0
+    tswift(f"verify {run} --model {same} --quiet").ok()
     for name, differs in ((other, "weights"), ("demo", "config")):
         said = (
             f"tswift: error: --model: {name} is not the model that {run} was made with: {differs} "
             "differ\n"
         )
-        refused = tswift("verify", run, "--model", name, "--quiet")
+        refused = tswift(f"verify {run} --model {name} --quiet")
         assert (refused.code, refused.err) == (2, said)
 
 
 @pytest.mark.slow
 def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:
-    words = [
-        "verify",
-        "--tokens",
-        run / "tokens.u32",
-        "--prompt",
-        prompt,
-        "--model",
-        checkpoint,
-        *SAMPLING,
-    ]
-    words += ["--dtype", "float64"]
-    assert tswift(*words, "--seed", 5).code == 0
-    for wrong in (["--seed", 6], [], ["--seed", 5, "--prefill", 4], ["--seed", 5, "--penalty", 1]):
-        assert tswift(*words, *wrong).code == 1, wrong
+    words = f"verify --tokens {run}/tokens.u32 --prompt {prompt} --model {checkpoint} {SAMPLING}"
+    for more, code in (("5", 0), ("6", 1), ("0", 1), ("5 --prefill 4", 1), ("5 --penalty 1", 1)):
+        assert tswift(words, f"--dtype float64 --seed {more}").code == code, more
 
 
 def test_stop_at_eos(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
-    sampling = ["--temperature", 100, "--min-p", 0, "--seed", 4, "--stop-at-eos"]
-    words = [
-        "generate",
-        "--model",
-        checkpoint,
-        "--prompt",
-        prompt,
-        "--len",
-        3000,
-        "--method",
-        "ar",
-        "--quiet",
-    ]
-    assert tswift(*words, *sampling, "--out", tmp_path / "run").code == 0
+    sampling = "--temperature 100 --min-p 0 --seed 4"
+    words = f"generate --model {checkpoint} --prompt {prompt} --len 3000 --method ar --quiet"
+    tswift(words, sampling, f"--stop-at-eos --out {tmp_path}/run").ok()
     tokens = np.fromfile(tmp_path / "run" / "tokens.u32", "<u4").tolist()
     assert tokens.index(0) == len(tokens) - 1 < 2999  # almost flat: one of 320 tokens ends the text
-    assert tswift("verify", tmp_path / "run").code == 0
-    text = [
-        "verify",
-        "--tokens",
-        tmp_path / "run" / "tokens.u32",
-        "--prompt",
-        prompt,
-        "--model",
-        checkpoint,
-    ]
-    assert tswift(*text, *sampling).code == 0
-    result = tswift(*text, *sampling[:-1])
+    tswift(f"verify {tmp_path}/run").ok()
+    text = f"verify --tokens {tmp_path}/run/tokens.u32 --prompt {prompt} --model {checkpoint}"
+    tswift(text, sampling, "--stop-at-eos").ok()
+    result = tswift(text, sampling)
     assert result.code == 1  # the last token would have been banned
     assert b" inf " in result.out
 
@@ -323,25 +244,14 @@ def test_generate_verify(
     tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     out = tmp_path / "run"
-    words = [
-        "generate",
-        "--model",
-        checkpoint,
-        "--prompt",
-        prompt,
-        "--len",
-        40,
-        "--verify",
-        "--out",
-    ]
-    result = tswift(*words, out)
-    assert result.code == 0, result.err
+    words = f"generate --model {checkpoint} --prompt {prompt} --len 40 --verify --out"
+    result = tswift(words, out).ok()
     assert result.out == (out / "text.txt").read_bytes()  # nothing but the text
     assert "within rounding" in result.err
     found = json.loads((out / "verify.json").read_text())
     assert found["ok"] is True
     assert (found["tokens"], found["source"]) == (40, str(out))
-    assert tswift(*words, tmp_path / "quiet", "--quiet").err == ""
+    assert tswift(words, tmp_path / "quiet", "--quiet").err == ""
 
     from tswift.sampling.rule import Sampler
 
@@ -349,7 +259,7 @@ def test_generate_verify(
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
     # not by the C program
     monkeypatch.setattr("tswift.forward.target.Target.verify", lambda *given: None)
-    result = tswift(*words, tmp_path / "broken")
+    result = tswift(words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err
     assert json.loads((tmp_path / "broken" / "verify.json").read_text())["ok"] is False

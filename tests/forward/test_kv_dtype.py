@@ -173,60 +173,43 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # 
     and what was typed is not forgotten.
     """
     words = [
-        "generate",
-        "--prompt-text",
+        "generate --prompt-text",
         "The ship had lain three days becalmed,",
-        "--quiet",
-        "--kv-dtype",
-        kind,
+        f"--quiet --kv-dtype {kind}",
     ]
     own = {"auto": "int16"}.get(kind, kind)
     for method in ("ar", "tokenswift"):
-        assert tswift(*words, "--method", method, "--len", 60, "--out", tmp_path / method).code == 0
+        tswift(*words, f"--method {method} --len 60 --out {tmp_path}/{method}").ok()
     text = (tmp_path / "ar" / "tokens.u32").read_bytes()
     assert (tmp_path / "tokenswift" / "tokens.u32").read_bytes() == text
     made = json.loads((tmp_path / "ar" / RECORD).read_text())["model"]
     assert (made["kv_dtype"], made["exact"]["width"]) == (own, 64)
-    assert tswift(*words, "--method", "medusa", "--len", 17, "--out", tmp_path / "cut").code == 0
-    found = tswift("generate", "--resume", tmp_path / "cut", "--kv-dtype", "float32", "--len", 60)
-    assert found.code == 2
-    assert f"--kv-dtype: the run was made with {own}, got float32" in found.err
-    assert (
-        tswift(
-            "generate", "--resume", tmp_path / "cut", "--kv-dtype", own, "--len", 60, "--verify"
-        ).code
-        == 0
+    tswift(*words, f"--method medusa --len 17 --out {tmp_path}/cut").ok()
+    tswift(f"generate --resume {tmp_path}/cut --kv-dtype float32 --len 60").refused(
+        f"--kv-dtype: the run was made with {own}, got float32"
     )
+    tswift(f"generate --resume {tmp_path}/cut --kv-dtype {own} --len 60 --verify").ok()
     assert (tmp_path / "cut" / "tokens.u32").read_bytes() == text
     with pytest.raises(
         InputError, match=rf"^kv_dtype: .* was made with a KV cache in {own}, not in float32$"
     ):
         resume(tmp_path / "cut", {"length": 70}, False, [], loaded=load(kv_dtype="float32"))
-    found = tswift("verify", tmp_path / "cut", "--kv-dtype", "float32")
-    assert "the arithmetic here differs" in found.out.decode()
+    found = tswift(f"verify {tmp_path}/cut --kv-dtype float32")
+    assert "the arithmetic here differs" in found.text
 
 
 @pytest.mark.slow
 @needs_program
 def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
-    words = [
-        "generate",
-        "--prompt-text",
-        "The ship",
-        "--method",
-        "ar",
-        "--kv-dtype",
-        "float32",
-        "--quiet",
-    ]
-    assert tswift(*words, "--len", 40, "--out", tmp_path / "whole").code == 0
-    assert tswift(*words, "--len", 9, "--out", tmp_path / "run").code == 0
+    words = ["generate --prompt-text", "The ship", "--method ar --kv-dtype float32 --quiet"]
+    tswift(*words, f"--len 40 --out {tmp_path}/whole").ok()
+    tswift(*words, f"--len 9 --out {tmp_path}/run").ok()
     record = json.loads((tmp_path / "run" / RECORD).read_text())
     assert "kv_dtype" not in record["model"]
     assert record["model"]["exact"]["width"] == 64  # the C program's rows are
     del record["options"]["kv_dtype"]
     (tmp_path / "run" / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
-    assert tswift("generate", "--resume", tmp_path / "run", "--len", 40).code == 0
+    tswift(f"generate --resume {tmp_path}/run --len 40").ok()
     assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
         tmp_path / "whole" / "tokens.u32"
     ).read_bytes()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.words import words_of
 from tswift.cli import main as tswift
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -41,7 +42,7 @@ class Process:
     """``tswift`` with these words, in a process of its own.
 
     Args:
-        words: of the command line.
+        words: of the command line, see :func:`tests.words.words_of`.
         output: file for its stdout; stderr goes beside it.
         closed: standard streams that are closed from the start, as a shell's ``>&-`` does it.
     """
@@ -62,7 +63,7 @@ class Process:
             os.close(number)
             setattr(sys, ("stdin", "stdout", "stderr")[number], None)
         with signals_heard():
-            sys.exit(tswift([str(word) for word in words]))
+            sys.exit(tswift(words_of(words)))
 
     def begin(self) -> None:
         """Wait for its first text."""

@@ -23,13 +23,13 @@ from tswift.jobs.resuming import resume
 def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(folder, "_TOKENS", 64)  # the processes are forked from this one
     (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed.")
-    where = ["--model", checkpoint, "--prompt", tmp_path / "prompt.txt", "--len", 800, "--quiet"]
-    return [*where, "--dtype", "float64", "--temperature", 1.3, "--min-p", 0, "--method"]
+    where = f"--model {checkpoint} --prompt {tmp_path}/prompt.txt --len 800 --quiet"
+    return [where, "--dtype float64 --temperature 1.3 --min-p 0 --method"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None:
-    process = Process(["generate", *words, "ar", "--out", tmp_path / "run"], tmp_path / "out")
+    process = Process(["generate", *words, "ar", f"--out {tmp_path}/run"], tmp_path / "out")
     process.begin()
     process.send(number)
     assert process.wait() == 128 + number
@@ -40,9 +40,9 @@ def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None
 
 @pytest.mark.slow
 def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> None:
-    first = Process(["generate", *words, "ar", "--out", tmp_path / "run"], tmp_path / "first.out")
+    first = Process(["generate", *words, "ar", f"--out {tmp_path}/run"], tmp_path / "first.out")
     first.begin()
-    second = Process(["generate", "--resume", tmp_path / "run"], tmp_path / "second.out")
+    second = Process([f"generate --resume {tmp_path}/run"], tmp_path / "second.out")
     assert second.wait() == 2
     first.send(signal.SIGKILL)
     first.wait()

@@ -16,13 +16,10 @@ from tests.jobs.killing import result
 from tswift.jobs.folder import CHECKSUM, RECORD
 from tswift.jobs.folder import checksum as checksum_of
 
-Words = list[object]
-SAMPLED = ["--seed", 5, "--min-p", 0.05]
-
 
 @pytest.fixture
-def words(checkpoint: Path, prompt: Path) -> Words:
-    return ["generate", "--model", checkpoint, "--prompt", prompt, "--dtype", "bfloat16", *SAMPLED]
+def words(checkpoint: Path, prompt: Path) -> str:
+    return f"--model {checkpoint} --prompt {prompt} --dtype bfloat16 --seed 5 --min-p 0.05"
 
 
 def record(run: Path) -> dict[str, Any]:
@@ -38,13 +35,11 @@ def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    for options, name in ((["--len", 60, "--method", "ar"], "whole"), (["--len", 17], "run")):
-        found = tswift(*words, *options, "--out", tmp_path / name)
-        assert found.code == 0, found.err
+def test_a_run_goes_on_the_same(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    for options, name in ((["--len 60 --method ar"], "whole"), (["--len 17"], "run")):
+        found = tswift("generate", words, *options, f"--out {tmp_path}/{name}").ok()
         assert "exact in passes of 16 rows" in found.err
-    found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 60)
-    assert found.code == 0, found.err
+    found = tswift(f"generate --resume {tmp_path}/run --exact --len 60").ok()
     assert "rounds otherwise" not in found.err
     assert result(tmp_path / "run") == result(tmp_path / "whole")
     made, plain = record(tmp_path / "run"), record(tmp_path / "whole")
@@ -53,29 +48,28 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: Words, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_other_options_are_refused(tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    tswift(*words, "--len", 9, "--out", tmp_path / "exact")
-    tswift(*words, "--no-exact", "--len", 9, "--out", tmp_path / "inexact")
+def test_other_options_are_refused(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    tswift("generate", words, f"--len 9 --out {tmp_path}/exact")
+    tswift("generate", words, f"--no-exact --len 9 --out {tmp_path}/inexact")
     assert record(tmp_path / "inexact")["model"]["exact"] is None
     for run, option, message in (
         ("exact", "--no-exact", "True, got False"),
         ("inexact", "--exact", "False, got True"),
     ):
         before = result(tmp_path / run)
-        found = tswift("generate", "--resume", tmp_path / run, option, "--len", 20)
+        found = tswift(f"generate --resume {tmp_path}/{run}", option, "--len 20")
         assert (found.code, found.out) == (2, b"")
         assert f"exact: the run was made with {message}" in found.err
         assert result(tmp_path / run) == before
 
 
 def test_a_machine_that_rounds_otherwise_says_so(
-    tswift: Tswift, words: Words, tmp_path: Path
+    tswift: Tswift, words: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    tswift(*words, "--len", 20, "--out", run)
+    tswift("generate", words, f"--len 20 --out {run}")
     edit(run, lambda found: found["model"]["exact"].update(bits="0123456789abcdef"))
-    found = tswift("generate", "--resume", run, "--len", 40)
-    assert found.code == 0, found.err
+    found = tswift(f"generate --resume {run} --len 40").ok()
     assert (
         "this machine rounds otherwise than the one before: the text may go on differently than "
         "there" in found.err
@@ -85,58 +79,49 @@ def test_a_machine_that_rounds_otherwise_says_so(
     assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
 
 
-def test_reference_decoding_is_not_exact(tswift: Tswift, words: Words, tmp_path: Path) -> None:
-    found = tswift(
-        *words, "--method", "ar-reference", "--exact", "--len", 20, "--out", tmp_path / "run"
-    )
-    assert found.code == 2
-    assert "exact: cannot be had with ar-reference" in found.err
-    found = tswift(
-        *words, "--method", "ar-reference", "--len", 150, "--out", tmp_path / "run", "--verify"
-    )
-    assert found.code == 0, found.err
+def test_reference_decoding_is_not_exact(tswift: Tswift, words: str, tmp_path: Path) -> None:
+    tswift(
+        "generate", words, f"--method ar-reference --exact --len 20 --out {tmp_path}/run"
+    ).refused("exact: cannot be had with ar-reference")
+    tswift("generate", words, f"--method ar-reference --len 150 --out {tmp_path}/run --verify").ok()
     assert record(tmp_path / "run")["model"]["exact"] is None
 
 
 def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
     tswift: Tswift,
-    words: Words,
+    words: str,
     tmp_path: Path,
 ) -> None:
-    tswift(*words, "--len", 60, "--out", tmp_path / "run")
-    given = ["--tokens", tmp_path / "run" / "tokens.u32", *words[1:]]
+    tswift("generate", words, f"--len 60 --out {tmp_path}/run")
+    given = [f"--tokens {tmp_path}/run/tokens.u32", words]
     for options, exact in (([], None), (["--no-exact"], None), (["--exact"], 16)):
-        found = tswift("verify", *given, *options, "--json", "-")
-        assert found.code == 0, found.err
+        found = tswift("verify", *given, *options, "--json -").ok()
         assert json.loads(found.out)["width"] == exact
 
 
 def test_a_long_chain_is_cut_and_can_be_asked_for_again(
-    tswift: Tswift, words: Words, tmp_path: Path
+    tswift: Tswift, words: str, tmp_path: Path
 ) -> None:
-    chain = ["--method", "magicdec", "--gamma", 24]
-    found = tswift(*words, *chain, "--len", 20, "--out", tmp_path / "run")
-    assert found.code == 0, found.err
+    chain = "--method magicdec --gamma 24"
+    found = tswift("generate", words, chain, f"--len 20 --out {tmp_path}/run").ok()
     assert "drafts are cut to 16 nodes" in found.err
-    found = tswift("generate", "--resume", tmp_path / "run", "--gamma", 24, "--len", 30)
-    assert found.code == 0, found.err
+    tswift(f"generate --resume {tmp_path}/run --gamma 24 --len 30").ok()
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
     tswift: Tswift,
-    words: Words,
+    words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tswift(*words, "--len", 20, "--out", tmp_path / "run")
+    tswift("generate", words, f"--len 20 --out {tmp_path}/run")
     monkeypatch.setattr(
         "tswift.loading.model.choose_fixed_rows",
         lambda target, attention, exact: "no" if exact else None,
     )
-    found = tswift("generate", "--resume", tmp_path / "run", "--exact", "--len", 30)
-    assert found.code == 2
-    assert "exact: cannot be had here: no" in found.err
-    found = tswift("generate", "--resume", tmp_path / "run", "--len", 30)
-    assert found.code == 0, found.err
+    tswift(f"generate --resume {tmp_path}/run --exact --len 30").refused(
+        "exact: cannot be had here: no"
+    )
+    found = tswift(f"generate --resume {tmp_path}/run --len 30").ok()
     assert "rounds otherwise" in found.err

@@ -61,7 +61,7 @@ def test_a_server_killed_in_a_stream(
     another server makes all of them what they were to be.
     """
     monkeypatch.setattr(folder, "_TOKENS", 32)  # the servers are forked from this process
-    words = ("--model", checkpoint, *SAMPLING, "--queue", 2)
+    words = (f"--model {checkpoint}", SAMPLING, "--queue 2")
     server = Server(tmp_path, *words)
     undisturbed = [
         Stream(server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 300}).read()
@@ -79,7 +79,7 @@ def test_a_server_killed_in_a_stream(
     for name in ("tokens.u32", "text.txt", "journal", "lock"):  # as if it had been about to begin
         (server.runs / third.id / name).touch()
     # defaults of the second server are others: what was accepted keeps its own
-    server = Server(tmp_path, *words, "--top-k", 2)
+    server = Server(tmp_path, *words, "--top-k 2")
     rest = Stream(server.url, "GET", f"/v1/runs/{first.id}/events", last=first.last)
     assert begun + rest.read() == undisturbed[0]
     assert rest.done
@@ -91,7 +91,7 @@ def test_a_server_killed_in_a_stream(
 
 @pytest.mark.slow
 def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    server = Server(tmp_path, f"--model {checkpoint} {SAMPLING}")
     stream = Stream(
         server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"}
     )
@@ -101,7 +101,7 @@ def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Pa
         stream.read()
     assert server.process.wait(30) == 128 + signal.SIGTERM
     assert "what is unfinished goes on" in server.errors()
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING)
+    server = Server(tmp_path, f"--model {checkpoint} {SAMPLING}")
     rest = Stream(server.url, "GET", f"/v1/runs/{stream.id}/events", last=stream.last)
     rest.read(100)
     # a reader that does not listen does not keep it
@@ -112,7 +112,7 @@ def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Pa
 
 def test_nobody_reads_what_the_server_says(checkpoint: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "server.err")
-    words = ("--port", 0, "--model", checkpoint, "--runs", tmp_path / "runs", *SAMPLING)
+    words = (f"--port 0 --model {checkpoint} --runs {tmp_path}/runs", SAMPLING)
     process = Process(["serve", *words], tmp_path / "server.out")
     try:
         with (tmp_path / "server.err").open() as lines:
@@ -150,7 +150,7 @@ BAD = [
 
 @pytest.mark.slow
 def test_fifty_bad_clients_while_a_job_runs(checkpoint: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", checkpoint, *SAMPLING, "--queue", 1)
+    server = Server(tmp_path, f"--model {checkpoint} {SAMPLING} --queue 1")
     job = {**ASKED, "max_tokens": 3000, "method": "ar"}
     whole = Stream(server.url, "POST", "/v1/completions", job).read()
     host, port = server.url.removeprefix("http://").split(":")

@@ -34,7 +34,7 @@ def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     found = Server(
-        tmp_path_factory.mktemp("server"), "--model", model, *SAMPLING, "--queue", 2, "--demo-page"
+        tmp_path_factory.mktemp("server"), f"--model {model}", SAMPLING, "--queue 2 --demo-page"
     )
     yield found
     assert found.stop() == 128 + signal.SIGTERM
@@ -65,7 +65,7 @@ def text_of(chunks: list[Any]) -> str:
 
 def generated(folder: Path, model: Path, *words: object) -> str:
     """The text of ``tswift generate``."""
-    words = ("--model", model, *SAMPLING, "--prompt-text", TEXT, *words, "--out", folder / "run")
+    words = (f"--model {model}", SAMPLING, "--prompt-text", TEXT, *words, f"--out {folder}/run")
     process = Process(["generate", *words], folder / "out")
     assert process.wait() == 0, process.errors.read_text()
     return (folder / "run" / "text.txt").read_bytes().decode()
@@ -104,7 +104,7 @@ def events_of(content: bytes) -> list[Any]:
 def test_a_completion_is_the_text_of_generate(
     server: Server, complete: Complete, model: Path, tmp_path: Path
 ) -> None:
-    whole = generated(tmp_path, model, "--len", 120, "--seed", 7, "--stop-at-eos")
+    whole = generated(tmp_path, model, "--len 120 --seed 7 --stop-at-eos")
     answer = complete(max_tokens=120, seed=7)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (whole, "length")
     usage = answer.usage
@@ -135,8 +135,8 @@ def test_a_completion_is_the_text_of_generate(
 
 
 def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_path: Path) -> None:
-    words = ("--presence-penalty", 0.8, "--frequency-penalty", 0.5, "--stop-on-loop", 3)
-    whole = generated(tmp_path, model, *words, "--len", 60, "--seed", 7, "--stop-at-eos")
+    words = "--presence-penalty 0.8 --frequency-penalty 0.5 --stop-on-loop 3"
+    whole = generated(tmp_path, model, words, "--len 60 --seed 7 --stop-at-eos")
     asked_for: dict[str, Any] = {
         "max_tokens": 60,
         "seed": 7,
@@ -168,8 +168,8 @@ def test_names_that_clients_send(
     answer = complete(shown, **asked, stop=[middle]).choices[0]
     before = whole.text[: whole.text.index(middle)]
     assert (answer.text, answer.finish_reason) == (before + middle, "stop")
-    words = ("--repetition-penalty", 1.4, "--min-tokens", 9, "--len", 60, "--seed", 7)
-    repeated = generated(tmp_path, model, *words, "--stop-at-eos", "--logit-bias", "0=4")
+    words = "--repetition-penalty 1.4 --min-tokens 9 --len 60 --seed 7"
+    repeated = generated(tmp_path, model, words, "--stop-at-eos --logit-bias 0=4")
     own = {"repetition_penalty": 1.4, "min_tokens": 9}
     assert complete(own, **asked).choices[0].text == repeated
     ids = [*range(1, 300, 2)]
@@ -227,17 +227,8 @@ def test_a_chat_is_the_text_of_generate_chat(
     client: openai.OpenAI, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "system.txt").write_text("Be brief.")
-    words = (
-        "--chat",
-        "--system",
-        tmp_path / "system.txt",
-        "--len",
-        60,
-        "--seed",
-        2,
-        "--stop-at-eos",
-    )
-    whole = generated(tmp_path, model, *words)
+    words = f"--chat --system {tmp_path}/system.txt --len 60 --seed 2 --stop-at-eos"
+    whole = generated(tmp_path, model, words)
     asked_for: dict[str, Any] = {
         "model": model.name,
         "messages": MESSAGES,
@@ -279,8 +270,8 @@ def test_stop_strings_and_biases_are_those_of_generate(
     whole = complete(**asked_for).choices[0].text
     middle = whole[len(whole) // 2 :][:3]  # wherever tokens begin and end
     before = whole[: whole.index(middle)]
-    words = ("--len", 120, "--seed", 9, "--stop-at-eos", "--logit-bias", "40=5,41=-100")
-    assert generated(tmp_path, model, *words, "--stop", middle) == before
+    words = "--len 120 --seed 9 --stop-at-eos --logit-bias 40=5,41=-100"
+    assert generated(tmp_path, model, words, "--stop", middle) == before
     for method in ("auto", "medusa"):
         own = {"method": method}
         answer = complete(own, **asked_for, stop=["nowhere", middle])
@@ -500,7 +491,7 @@ def test_the_demo_page(server: Server) -> None:
 
 
 def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
-    text = generated(server.runs, model, "--len", 30)
+    text = generated(server.runs, model, "--len 30")
     run = server.get("/v1/runs/run")
     assert (run["text"], run["state"], run["usage"]["completion_tokens"]) == (text, "finished", 30)
     _, longer = asked(server, "POST", "/v1/runs/run/resume", {"max_tokens": 40})
@@ -510,15 +501,13 @@ def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
 def test_another_server_on_the_same_folder_is_refused(
     server: Server, model: Path, tmp_path: Path
 ) -> None:
-    process = Process(
-        ["serve", "--port", 0, "--runs", server.runs, "--model", model], tmp_path / "out"
-    )
+    process = Process([f"serve --port 0 --runs {server.runs} --model {model}"], tmp_path / "out")
     assert process.wait() == 2
     assert "another tswift serve writes to" in process.errors.read_text()
 
 
 def test_a_key(model: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, "--model", model, "--api-key", "secret", "--host", "0.0.0.0")
+    server = Server(tmp_path, f"--model {model} --api-key secret --host 0.0.0.0")
     server.url = server.url.replace("0.0.0.0", "127.0.0.1")
     assert server.get("/health")["status"] == "ok"
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
