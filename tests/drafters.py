@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.architectures import ARCHITECTURES
+from tests.helpers import seeded
 from tswift.forward.target import Target
 from tswift.models.checkpoint import Checkpoint
 from tswift.speculators.mtp_files import native_head
@@ -246,7 +247,7 @@ def config_of(layout: str) -> dict[str, Any]:
 @functools.cache
 def tensors_of(layout: str) -> dict[str, Tensor]:
     """Random weights by their published names, float32."""
-    random = torch.Generator().manual_seed(11)
+    random = seeded(11)
     found = {}
     for name, shape in _shapes(layout).items():
         weight = torch.randn(shape, generator=random)

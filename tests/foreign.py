@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers import CPU
 from tswift import native_build
 
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -182,7 +183,7 @@ def hashes(integers_only: bool) -> dict[str, str]:
         recall, _ = recalled(text, thoughts(60), [21, 1, 3, 30, *[1] * 5], params)
         guesses = recall.guess([[text[-1]], [text[-1], 4, 1]], 3)
         found[f"recalled by {name}"] = str([(each.tokens, each.place) for each in guesses])
-        rule = Sampler(params, 1, 300, torch.device("cpu"), prompt=2)
+        rule = Sampler(params, 1, 300, CPU, prompt=2)
         rule.extend(text)
         logits, tokens = logits_of("usual", 5, 300, 1, torch.float32), torch.tensor(text[-5:])
         nodes = tokens, torch.arange(60, 65), torch.ones(5, 5, dtype=torch.bool).tril()

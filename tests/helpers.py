@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, find_method
+from tswift.errors import InputError
 from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Forwarded, Target
 from tswift.sampling.parameters import SamplingParams
@@ -37,6 +41,9 @@ torch.set_num_threads(1)  # the models are tiny: a second thread only costs
 # are not recalled.
 NO_PROGRAM = why_not("native", torch.float32, torch.device("cpu"))
 needs_program = pytest.mark.skipif(NO_PROGRAM is not None, reason=str(NO_PROGRAM))
+CPU = torch.device("cpu")
+_NO_TRITON = why_not("triton", torch.bfloat16, CPU)
+needs_triton = pytest.mark.skipif(_NO_TRITON is not None, reason=str(_NO_TRITON))
 # All but those of published drafters, which need a model of their own:
 # tests/drafting/test_networks.py
 METHODS = {
@@ -64,6 +71,20 @@ def first(count: int, cases: Iterable[object]) -> list[object]:
 
 def _values(case: object) -> tuple[object, ...]:
     return case if isinstance(case, tuple) else (case,)
+
+
+def refused(match: str | None = None) -> pytest.RaisesExc[InputError]:
+    """What the user gave is refused, in words that match."""
+    return pytest.raises(InputError, match=match)
+
+
+def read_json(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Random numbers, the same at every call."""
+    return torch.Generator().manual_seed(seed)
 
 
 def options_for(method: str, **options: object) -> DraftOptions:
@@ -173,14 +194,14 @@ def round_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
-    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(vocab, (length,), generator=seeded(seed)).tolist()
 
 
 def context_of(
     text: list[int], params: SamplingParams, seed: int = 3, vocab: int = VOCAB
 ) -> Context:
     """A decode of the tiny target under way, whose cache is empty."""
-    sampler = Sampler(params, seed, vocab, torch.device("cpu"))
+    sampler = Sampler(params, seed, vocab, CPU)
     sampler.extend(text)
     return Context(text, sampler, FullKV(tiny_target().kv_shape, 1))
 
@@ -245,7 +266,7 @@ class ToyTarget:
     def __init__(self, table: Tensor) -> None:
         self.table = table
         self.vocab_size = table.shape[-1]
-        self.device = torch.device("cpu")
+        self.device = CPU
         self.dtype = torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
@@ -288,7 +309,7 @@ class ToyTarget:
 
 
 def toy_target(vocab: int = 4, seed: int = 1, scale: float = 1.0) -> ToyTarget:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return ToyTarget(
         torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64) * scale
     )

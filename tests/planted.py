@@ -64,11 +64,7 @@ RECURRENT = "forward/test_recurrent.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
 NAMES = "decoding/test_client_names.py"
-COUNTS, SAMPLER_C, MANY = (
-    "decoding/test_counts.py",
-    "sampling/test_sampler_c.py",
-    "cli/test_prompts.py",
-)
+SAMPLER_C, MANY = "sampling/test_sampler_c.py", "cli/test_prompts.py"
 WIDE_CHUNKS = (
     "lossless/test_tokens.py"
     "::test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit"
@@ -86,17 +82,17 @@ FAULTS = [
     Fault("the shorter text's turns", "models/architecture.py", CLASSES,
           '"long_factor" if config.max', '"short_factor" if config.max'),
     # presence and frequency
-    Fault("presence is taken off as often as a token is there", "sampling/rule.py", COUNTS,
+    Fault("presence is taken off as often as a token is there", "sampling/rule.py", NAMES,
           "own.presence_penalty * (counts > 0).double()", "own.presence_penalty * counts"),
-    Fault("presence is rounded to float32", "sampling/rule.py", COUNTS, "(counts > 0).double()", "(counts > 0)"),
-    Fault("a sibling's token counts", "sampling/rule.py", COUNTS,
+    Fault("presence is rounded to float32", "sampling/rule.py", NAMES, "(counts > 0).double()", "(counts > 0)"),
+    Fault("a sibling's token counts", "sampling/rule.py", NAMES,
           "drafted = ancestors[:, 1:].to(torch.float64)",
           "drafted = torch.ones_like(ancestors[:, 1:], dtype=torch.float64)"),
     Fault("the root counts twice", "sampling/sampler.c", SAMPLER_C,
           "for (int64_t other = 1; counts &&", "for (int64_t other = 0; counts &&"),
-    Fault("the prompt counts", "sampling/rule.py", COUNTS,
+    Fault("the prompt counts", "sampling/rule.py", NAMES,
           "generated = tokens[max(0, self.prompt - self.length) :]", "generated = tokens"),
-    Fault("what was written before counts as a prompt", "decoding/loop.py", COUNTS,
+    Fault("what was written before counts as a prompt", "decoding/loop.py", NAMES,
           "target.device, prompt=len(prompt))", "target.device, prompt=len(prompt) + len(written))"),
     Fault("a sibling's token counts in C", "sampling/sampler.c", SAMPLER_C,
           "times += path[other] && c->tokens[other] == token;", "times += c->tokens[other] == token;"),

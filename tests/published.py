@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from benchmarks.architectures import ARCHITECTURES, HIDDEN, checkpoint
+from tests.helpers import read_json
 
 NAME = "Llama, GQA"
 COUNT, EPS = 3, 1e-3
@@ -29,7 +30,7 @@ def make_base(folder: Path) -> Path:
 
 def say(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
+    config = read_json(path) | changes
     path.write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
@@ -65,7 +66,7 @@ def add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Put more tensors among a model's, in a shard of their own."""
     save_file(tensors, folder / "model-extra.safetensors", metadata={"format": "pt"})
     path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
+    index = read_json(path)
     index["weight_map"] |= dict.fromkeys(tensors, "model-extra.safetensors")
     path.write_text(json.dumps(index))
 
@@ -84,7 +85,7 @@ def medusa_file(base: Path, folder: Path, layers: int = 1, **changes: object) ->
     """As Medusa publishes heads: a folder with a file and a configuration of its own."""
     folder = folder / "heads"
     folder.mkdir()
-    vocab = json.loads((base / "config.json").read_text())["vocab_size"]
+    vocab = read_json(base / "config.json")["vocab_size"]
     save_file(medusa_tensors(vocab, layers), folder / "medusa_lm_head.safetensors")
     config = {
         "medusa_num_heads": 2,

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.helpers import random_prompt, random_tree, tiny_target
+from tests.helpers import CPU, random_prompt, random_tree, seeded, tiny_target
 from tswift.caches import (
     POLICIES,
     RETRIEVED_TOGETHER,
@@ -28,7 +28,7 @@ from tswift.caches import (
 )
 from tswift.forward.text import prefill
 
-FULL = KVShape(2, 3, 4, torch.float32, torch.device("cpu"))
+FULL = KVShape(2, 3, 4, torch.float32, CPU)
 
 
 @given(
@@ -94,7 +94,7 @@ def test_slots_are_positions() -> None:
 
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 4
-SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, torch.device("cpu"), placed=True)
+SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, CPU, placed=True)
 
 
 class Growing:
@@ -102,7 +102,7 @@ class Growing:
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.full = FullKV(SHAPE, capacity)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = seeded(seed)
 
     def grow(self, count: int) -> None:
         for layer in range(LAYERS):
@@ -252,7 +252,7 @@ def test_what_is_forwarded_over_it_is_forgotten(policy: str) -> None:
 
 
 def random(count: int, observed: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     keys = torch.randn(HEADS, count, DIM, generator=generator, dtype=torch.float64)
     return keys, torch.randn(HEADS, GROUP, observed, DIM, generator=generator, dtype=torch.float64)
 
@@ -380,7 +380,7 @@ def test_settled_tokens_stay() -> None:
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
 )
 def test_keys_and_values_may_lie_in_huge_pages() -> None:
-    buffer = KVShape(1, 1, 64, torch.float32, torch.device("cpu")).allocate(1 << 16)[0]
+    buffer = KVShape(1, 1, 64, torch.float32, CPU).allocate(1 << 16)[0]
     place = buffer.data_ptr() + buffer.nbytes // 2
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 import tswift
+from tests.helpers import read_json
 from tests.models.gguf_files import tiny_model, write_gguf
 from tests.training.tiny import Tiny
 from tswift.cli import main
@@ -137,7 +137,7 @@ def test_a_run_without_heads_goes_on_without_them(
     install_heads(str(tiny.model), heads_file(tmp_path / "heads.safetensors", 32))
     assert main(["generate", "--resume", str(tmp_path / "run"), "--len", "40"]) == 0
     assert "heads from" not in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["model"]["heads"] is None
+    assert read_json(tmp_path / "run" / "run.json")["model"]["heads"] is None
 
 
 def test_what_cannot_be_installed_is_told_in_a_line(

@@ -14,14 +14,12 @@ from hypothesis import given
 
 from tests.benchmarking.helpers import make_measurement
 from tests.fuzzing import damage, fuzzed, json_damage
-from tests.helpers import first
+from tests.helpers import CPU, first
 from tswift.benchmarking.record import encode, load_measurement
 from tswift.errors import InputError
 from tswift.loading.model import load
 from tswift.models.checkpoint import Checkpoint, stored_tensors
 from tswift.speculators.heads_files import load_heads
-
-CPU = torch.device("cpu")
 
 
 def refused(read: Callable[[], object], path: Path) -> None:

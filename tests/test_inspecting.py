@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from tests.conftest import make_checkpoint
-from tests.helpers import tiny_llama
+from tests.helpers import CPU, tiny_llama
 from tests.rows import every_row
 from tswift import machine
 from tswift.forward.hf import probe_attention
@@ -180,7 +180,6 @@ def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
     assert Target(tiny_llama("gqa", torch.float32)).max_positions == 16_384
 
 
-CPU = torch.device("cpu")
 MEMORY = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
 STAT = "anon 100\nfile 900\ninactive_anon 1\nactive_anon 2\ninactive_file 300\nactive_file 200\n"
 ALL = 8_192_000_000

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
+from tests.helpers import CPU, read_json, refused
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.forward.text import chunks
 from tswift.loading.model import load, load_model
 from tswift.loading.plan import plan_model
@@ -199,7 +199,7 @@ def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     Gemma3TextConfig(num_hidden_layers=2, rope_parameters=ropes).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="rotary embeddings of type dynamic"):
+    with refused("rotary embeddings of type dynamic"):
         _ = Checkpoint.find(str(tmp_path)).config
 
 
@@ -208,14 +208,14 @@ def test_a_tokenizer_with_another_limit(
 ) -> None:
     model = changed(checkpoint, tmp_path / "m")
     path = tmp_path / "m" / "tokenizer_config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)
     path.write_text(json.dumps({**config, "model_max_length": 4}))
     loaded = load(model)
     capfd.readouterr()
     assert len(loaded.encode("The ship had lain three days becalmed.")) > 4
     assert capfd.readouterr().err == ""  # that is no news
     path.write_text(json.dumps({**config, "model_max_length": "many"}))
-    with pytest.raises(InputError, match=r"^model: .* cannot be loaded \(its tokenizer: "):
+    with refused(r"^model: .* cannot be loaded \(its tokenizer: "):
         load(model).encode("The ship")
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> Non
     refuse_draft("/nowhere", "there is no folder '/nowhere'")
     refuse_draft(" ", "there is no folder")
     refuse_draft("shape:llama3.1-8b", "has random weights")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     for change, match in (
         ({"kv_lora_rank": 8}, "latent attention"),
         ({"hidden_size": 20}, "of shape .* makes it"),
@@ -306,9 +306,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again(
         assert hub_logging.get_verbosity() == logging.CRITICAL
     assert not is_offline_mode()
     assert hub_logging.get_verbosity() == verbosity
-    with pytest.raises(
-        InputError, match=r"^model: no folder 'nobody/nothing', and the hub is unreachable$"
-    ):
+    with refused(r"^model: no folder 'nobody/nothing', and the hub is unreachable$"):
         _ = Checkpoint.find("nobody/nothing").config
     assert time.monotonic() - began < 5  # its client would have tried for 23 s
     assert capfd.readouterr().err == ""
@@ -328,7 +326,7 @@ def test_no_product_on_cuda_has_fewer_digits_than_its_numbers() -> None:
     try:
         for flag in flags:
             setattr(matmul, flag, True)
-        keep_precision(torch.device("cpu"))
+        keep_precision(CPU)
         assert all(getattr(matmul, flag) for flag in flags)
         keep_precision(torch.device("cuda"))
         assert not any(getattr(matmul, flag) for flag in flags)

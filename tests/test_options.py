@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from typer.main import get_command
 
+from tests.helpers import refused
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, CompareConfig, Plan
 from tswift.drafting.options import DraftOptions
@@ -79,7 +79,7 @@ class Example:
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with refused() as caught:
         Example(**values)  # type: ignore[arg-type]
     assert str(caught.value) == message
 
@@ -119,7 +119,7 @@ def test_a_filter_says_what_turns_it_off() -> None:
 
 def test_numbers() -> None:
     assert parse_numbers("1000,20_000") == (1000, 20_000)
-    with pytest.raises(InputError, match="wants numbers and commas, got '1,x'"):
+    with refused("wants numbers and commas, got '1,x'"):
         parse_numbers("1,x")
 
 
@@ -128,7 +128,7 @@ def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
     from tswift.cli.options import as_typed
 
     generate = get_command(app).commands["generate"].params  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match=r"^gamma: cannot be given together with tree$") as caught:
+    with refused(r"^gamma: cannot be given together with tree$") as caught:
         DraftOptions(tree=(1, 2), gamma=2)
     assert as_typed(caught.value, generate) == "--gamma: cannot be given together with --tree"
     # and by the command's own name for it
@@ -151,7 +151,7 @@ def test_options_of_parts_go_by_their_names() -> None:
         2,
         {"count", "share", "more"},
     )
-    with pytest.raises(InputError, match=r"^count: must be between 1 and 9, got 10"):
+    with refused(r"^count: must be between 1 and 9, got 10"):
         changed(made, {"count": 10})
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import refused
 from tests.rows import every_row
-from tswift.errors import InputError, parse_json, read_file
+from tswift.errors import parse_json, read_file
 
 
 def test_reads_all_of_it(tmp_path: Path) -> None:
@@ -26,12 +27,10 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "some"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(
-        InputError, match=r"x: .*/some is too large, more than 9 bytes are not read"
-    ):
+    with refused(r"x: .*/some is too large, more than 9 bytes are not read"):
         read_file(path, 9, "x")
     if Path("/proc/self/maps").exists():  # says that it has no bytes
-        with pytest.raises(InputError, match=r"x: /proc/self/maps is too large"):
+        with refused(r"x: /proc/self/maps is too large"):
             read_file(Path("/proc/self/maps"), 9, "x")
 
 
@@ -52,12 +51,12 @@ def test_what_is_no_file(tmp_path: Path, name: str, reason: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(InputError, match=reason):
+    with refused(reason):
         read_file(tmp_path / name, 9)
 
 
 def test_other_words_for_a_file_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^x: it went$"):
+    with refused(r"^x: it went$"):
         read_file(tmp_path / "nowhere", 9, "x", missing="it went")
 
 
@@ -74,7 +73,7 @@ def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
 
 @every_row("data", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1} x'])
 def test_what_is_no_json(data: bytes) -> None:
-    with pytest.raises(InputError, match=r"^x: some.json is not JSON$"):
+    with refused(r"^x: some.json is not JSON$"):
         parse_json(data, "some.json", "x")
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.attention.oracle import GROUP, KV_HEADS, NOTHING, SINKS, SPECS, case, chain, dense
 from tests.forward.test_passes import LengthOnDevice
+from tests.helpers import CPU, refused
 from tswift.attention.backends import BACKENDS, choose, why_not
 from tswift.attention.backends_check import fails
 from tswift.attention.sdpa import (
@@ -25,7 +26,6 @@ from tswift.attention.sdpa import (
     ReferenceAttention,
     TreeAttention,
 )
-from tswift.errors import InputError
 
 
 def why(name: str, dtype=torch.bfloat16, device="cuda") -> str | None:
@@ -112,8 +112,8 @@ def test_the_backend_that_is_chosen(installed) -> None:
         ("eager", "no attention 'eager'; there are auto, sdpa, native, triton, flash"),
         ("flash", "flash attention needs CUDA"),
     ):
-        with pytest.raises(InputError, match=f"attention: {message}"):
-            choose(name, torch.bfloat16, torch.device("cpu"))
+        with refused(f"attention: {message}"):
+            choose(name, torch.bfloat16, CPU)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def served(monkeypatch):
         return fails(
             "own",
             dtype,
-            torch.device("cpu"),
+            CPU,
             16,
             heads,
             [AttentionSpec(), spec] if spec else [AttentionSpec()],

@@ -26,7 +26,7 @@ from tests.attention.oracle import (
     odd_nodes,
     tree_of,
 )
-from tests.helpers import first, needs_program
+from tests.helpers import CPU, first, needs_program
 from tswift.attention import native
 from tswift.attention.backends import choose
 from tswift.attention.native import NativeAttention
@@ -34,7 +34,6 @@ from tswift.attention.sdpa import AttentionSpec, TreeAttention
 from tswift.caches import KVShape
 from tswift.native_build import Unbuilt, parallel_region
 
-CPU = torch.device("cpu")
 pytestmark = needs_program
 
 TOLERANCE = 4e-6  # as for TreeAttention in float32
@@ -49,7 +48,7 @@ SIZES = [
 ]
 INTEGERS = [(16, torch.int16), (80, torch.int16), (16, torch.int8), (80, torch.int8)]
 ALLOWED = {torch.int16: 4e-3, torch.int8: 4e-2}  # the query and weights are rounded, too
-BYTES = KVShape(1, 1, 16, torch.int8, torch.device("cpu"))  # whose rows have their steps behind
+BYTES = KVShape(1, 1, 16, torch.int8, CPU)  # whose rows have their steps behind
 STEP, KEY_STEP = 1 / 4000, 1.5 / 4000  # of values, and of keys
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.attention.oracle import DIM, GROUP, KV_HEADS, SPECS, by, case, chain, dense
+from tests.helpers import CPU, seeded
 from tswift.attention import sdpa
 from tswift.attention.sdpa import (
     AttentionSpec,
@@ -78,9 +79,6 @@ def test_no_ancestors_mean_a_chain() -> None:
         assert torch.equal(out, attend(query, keys, values, chain(6), scale))
 
 
-CPU = torch.device("cpu")
-
-
 class Cache:
     """A cache that holds tokens from given positions; in order, unless they are given."""
 
@@ -129,7 +127,7 @@ def test_against_a_dense_computation(monkeypatch, name: str) -> None:
 
 
 def test_a_cache_in_no_order() -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     places = torch.stack(
         [
             torch.stack([torch.randperm(50, generator=generator)[:20] for _ in range(KV_HEADS)])

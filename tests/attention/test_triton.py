@@ -26,8 +26,7 @@ from tests.attention.oracle import (
     odd_nodes,
 )
 from tests.fuzzing import few
-from tests.helpers import first, random_tree
-from tswift.attention.backends import why_not
+from tests.helpers import CPU, first, needs_triton, random_tree, seeded
 from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
 from tswift.forward.target import Target
@@ -35,9 +34,7 @@ from tswift.forward.text import prefill
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.attention.triton")
-CPU = torch.device("cpu")
-REASON = why_not("triton", torch.float16, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_triton
 
 # worst error over the largest output
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -98,11 +95,7 @@ def test_any_mask() -> None:
     """Also one that no tree has, where the root is not everyone's ancestor."""
     for nodes in (5, 40):
         query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float16)
-        seen = (
-            torch.rand(nodes, nodes, generator=torch.Generator().manual_seed(nodes))
-            .lt(0.5)
-            .fill_diagonal_(True)
-        )
+        seen = torch.rand(nodes, nodes, generator=seeded(nodes)).lt(0.5).fill_diagonal_(True)
         assert (
             error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale))
             < TOLERANCE[torch.float16]

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of, typed
+from tests.helpers import read_json, refused
 from tests.rows import every_row
 from tswift.benchmarking import gate
 from tswift.benchmarking.gate import Verdict, changes_table, parse_rule, refuse_foreign
@@ -27,7 +28,6 @@ from tswift.benchmarking.record import (
     to_json,
     workload_hash,
 )
-from tswift.errors import InputError
 
 # tokenswift: alpha 0.62 and 0.63 by seed; ar, medusa and tokenswift at 500 and 1,000 tokens
 BASE = make_measurement()
@@ -212,7 +212,7 @@ def test_which_baselines_are_refused(
     )
     if message is None:
         return refuse_foreign(*arguments)
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(re.escape(message)):
         refuse_foreign(*arguments)
 
 
@@ -237,7 +237,7 @@ BAD_TOLERANCES = [
     "rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"]
 )
 def test_rules_that_are_refused(rule: str) -> None:
-    with pytest.raises(InputError, match=r"^fail_on: "):
+    with refused(r"^fail_on: "):
         parse_rule(rule)
 
 
@@ -358,13 +358,13 @@ def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> N
     path.write_bytes(
         content if isinstance(content, bytes) else json.dumps(changed(GOOD, content)).encode()
     )
-    with pytest.raises(InputError, match=f"^against: .*baseline.json .*{message}") as caught:
+    with refused(f"^against: .*baseline.json .*{message}") as caught:
         load_measurement(path)
     assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^from: there is no file .*absent.json"):
+    with refused(r"^from: there is no file .*absent.json"):
         load_measurement(tmp_path / "absent.json", "from")
 
 
@@ -378,7 +378,7 @@ RECORDS = sorted(
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path) -> None:
-    content = json.loads(path.read_text())
+    content = read_json(path)
     record = read(path, "against")
     written = to_json(record)
     if isinstance(record, Measurement):

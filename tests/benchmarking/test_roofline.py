@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import tswift.benchmarking.roofline as module
 import tswift.benchmarking.run as run_module
 from tests.benchmarking.helpers import MACHINE as RATES
-from tests.helpers import needs_program
+from tests.helpers import CPU, needs_program, read_json, refused
 from tests.rows import every_row
 from tswift.benchmarking.config import BenchOptions, configure
 from tswift.benchmarking.roofline import (
@@ -38,7 +38,6 @@ from tswift.benchmarking.roofline import (
     plain_seconds,
 )
 from tswift.cli import main
-from tswift.errors import InputError
 from tswift.models.architecture import skeleton
 from tswift.models.checkpoint import shape_config
 from tswift.models.shapes import Shape, shape_of
@@ -139,7 +138,7 @@ def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
         replace(shape, coded_bytes=1),
         replace(shape, read=1 << 40),
     ):
-        assert module.measure_machine(torch.device("cpu"), torch.float32, each).flops == 1e16
+        assert module.measure_machine(CPU, torch.float32, each).flops == 1e16
     assert multiplied == [32, 16, 8, 32]
     assert read == [8_000_000, 8_000_000, module._LEAST_READ, module._READ_BYTES["cpu"]]
 
@@ -179,7 +178,7 @@ def test_plain_decoding_does_not_beat_its_floor(
     ]
     words += [] if weights is None else ["--weights", weights]
     assert main([*words, "--no-plots", "--quiet", "--out", str(tmp_path / "a")]) == 0
-    samples = json.loads((tmp_path / "a" / "bench.json").read_text())["samples"]
+    samples = read_json(tmp_path / "a" / "bench.json")["samples"]
     shares = {
         (each["method"], point["len"]): point.get("of_floor")
         for each in samples
@@ -210,7 +209,7 @@ def test_contexts_go_as_far_as_the_model() -> None:
     ],
 )
 def test_queries_that_have_no_answer(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=f"^{message}"):
+    with refused(f"^{message}"):
         ask(positions=50_000, **changes)
 
 
@@ -227,13 +226,13 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
         return readings[-1]
 
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    machine = module.measure_machine(torch.device("cpu"), torch.float32)
+    machine = module.measure_machine(CPU, torch.float32)
     assert machine.bandwidth == 1_000_000  # a quarter of the free memory, in one second
     assert machine.flops == pytest.approx(2 * 8**3 / 0.001)  # the larger product was slower
 
 
 @pytest.mark.slow
 def test_this_machine() -> None:
-    machine = module.measure_machine(torch.device("cpu"), torch.float32)
+    machine = module.measure_machine(CPU, torch.float32)
     assert 1e8 < machine.bandwidth < 1e13
     assert 1e7 < machine.flops < 1e16

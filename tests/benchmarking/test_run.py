@@ -24,6 +24,8 @@ from tests.helpers import (
     needs_program,
     random_prompt,
     random_tree,
+    read_json,
+    refused,
     tiny_target,
 )
 from tests.rows import every_row
@@ -64,7 +66,6 @@ from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextRules
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation
-from tswift.errors import InputError
 from tswift.memory import MemoryEstimate
 
 LENGTH = 120
@@ -376,9 +377,7 @@ def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
     """The workload of ``make gate`` has the hash in ``results/baseline.json``,
     or the gate would refuse to compare.
     """
-    baseline = json.loads((Path(__file__).parents[2] / "results" / "baseline.json").read_text())[
-        "workload"
-    ]
+    baseline = read_json(Path(__file__).parents[2] / "results" / "baseline.json")["workload"]
     methods = ("ar", "medusa", "tokenswift", "cascade", "recall", "standalone", "triforce")
     config = configure(
         BenchOptions.of(
@@ -501,21 +500,19 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(make, message):
-    with pytest.raises(InputError, match=f"^{message}"):
+    with refused(f"^{message}"):
         make()
 
 
 def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypatch):
     for methods in ((), ("ar-reference",)):
         config = configure(options(checkpoint, *methods))
-        with pytest.raises(
-            InputError, match="ar: sampled takes its samples while another method runs"
-        ):
+        with refused("ar: sampled takes its samples while another method runs"):
             begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
     config = dataclasses.replace(configure(options(checkpoint, "reuse")), stop_at_eos=True)
-    with pytest.raises(InputError, match="ar: sampled needs texts of a set length"):
+    with refused("ar: sampled needs texts of a set length"):
         begin_measurement(config, PROMPTS, Plan((4,), (10,), ar=SAMPLED), ["tswift"])
-    with pytest.raises(InputError, match=r"lens: .* need 5,0"):
+    with refused(r"lens: .* need 5,0"):
         begin_measurement(config, PROMPTS, Plan((4,), (10, 5000)), ["tswift"])
     need = sum(run.generation.need.kv_bytes for run in open_runs(config, [1, 2, 3], 50, 0))
     for free in (need, need - 1):
@@ -523,14 +520,13 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
         if free == need:
             open_runs(config, [1, 2, 3], 50, 0)
             continue
-        with pytest.raises(InputError, match="methods: 2 methods side by side need"):
+        with refused("methods: 2 methods side by side need"):
             open_runs(config, [1, 2, 3], 50, 0)
     monkeypatch.setattr(
         "tswift.loading.model.load_model", lambda config: pytest.fail("it was loaded")
     )
-    with pytest.raises(
-        InputError,
-        match=r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions",
+    with refused(
+        r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions",
     ):
         configure(options(checkpoint, "reuse"), 100, 4000, "lens")
 
@@ -564,7 +560,7 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
         model.encode(text.text) for text in texts
     ]
     assert [text.name for text in read_texts([])] == ["bundled"]
-    with pytest.raises(InputError, match=r"prefill: asks for 4,000 tokens, a.txt has"):
+    with refused(r"prefill: asks for 4,000 tokens, a.txt has"):
         encode(texts, model, 4000)
 
 
@@ -582,7 +578,7 @@ def test_prompts_from_files_and_folders(tmp_path, checkpoint):
 def test_prompts_that_are_refused(tmp_path, words, message):
     (tmp_path / "a.txt").write_text("Nobody spoke.")
     (tmp_path / "empty").mkdir(exist_ok=True)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         read_texts([word if ":" in word else str(tmp_path / word) for word in words])
 
 
@@ -600,7 +596,7 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
         Text("pg19:0", "text of one book"),
         Text("pg19:1", "text of another"),
     ]
-    with pytest.raises(InputError, match=r"asks for 4 books, the test split of .* has 3"):
+    with refused(r"asks for 4 books, the test split of .* has 3"):
         read_texts(["pg19:4"])
 
 

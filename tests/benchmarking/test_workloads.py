@@ -7,15 +7,14 @@ from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
-import pytest
 from pyarrow import Table, parquet
 
 from tests.benchmarking.helpers import make_measurement, typed
+from tests.helpers import refused
 from tests.rows import every_row
 from tswift.benchmarking.config import KINDS, Plan
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.workloads import encode, read_workloads
-from tswift.errors import InputError
 from tswift.jobs.config import Text
 
 
@@ -83,7 +82,7 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
             ("s/b", "code", "Sort."),
         ]
     (tmp_path / "broken.parquet").write_text("PAR1")
-    with pytest.raises(InputError, match="parquet cannot be read"):
+    with refused("parquet cannot be read"):
         read_workloads([str(tmp_path / "broken.parquet")])
 
 
@@ -120,7 +119,7 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
 )
 def test_what_is_no_workload(tmp_path: Path, words: list[str], line: str, message: str) -> None:
     (tmp_path / "x.jsonl").write_text(line)
-    with pytest.raises(InputError) as raised:
+    with refused() as raised:
         read_workloads([word.replace("FILE", str(tmp_path / "x.jsonl")) for word in words])
     assert message in raised.value.message
     assert raised.value.field == "workload"
@@ -164,11 +163,9 @@ def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
     model.tokenizer = Tokenizer()
     texts = [Text("a/1", "Sort.", "a"), Text("a/2", "b", "a", ({"role": "user", "content": "b"},))]
     assert [prompt.tokens for prompt in encode(texts, model, 7, chat=True)] == [[1] * 7, [1] * 3]
-    with pytest.raises(InputError, match="of 6 tokens would cut a/1, which has 7 in its template"):
+    with refused("of 6 tokens would cut a/1, which has 7 in its template"):
         encode(texts, model, 6, chat=True)
-    with pytest.raises(
-        InputError, match="a/2 has messages, which only --chat puts into a template"
-    ):
+    with refused("a/2 has messages, which only --chat puts into a template"):
         encode(texts, model, 9)
-    with pytest.raises(InputError, match="goes with --workload"):
+    with refused("goes with --workload"):
         Plan(chat=True)

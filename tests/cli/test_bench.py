@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import read_json
 from tswift.benchmarking import run
 
 WORDS = "bench --prefill 4 --methods tokenswift --warmup 4"
@@ -33,7 +34,7 @@ def test_outputs_and_the_gate(bench):
     assert (
         "| machine's rates | 20.0 GB/s, 100 GFLOP/s in float32 |" in Path("b/bench.md").read_text()
     )
-    baseline = json.loads(Path("b/bench.json").read_text())
+    baseline = read_json(Path("b/bench.json"))
     assert baseline["workload"]["seeds"] == [1, 2]
     words = "--no-plots --against b/bench.json --fail-on alpha:0 --fail-on passes"
     same = bench("--out c", words, "--seeds 1,2").ok()
@@ -68,7 +69,7 @@ def test_a_workload_is_resumed(tswift, checkpoint, tmp_path):
         for kind in ("own", "structured")
         for length in ("10", "25")
     ]
-    record = json.loads(Path("b/bench.json").read_text())
+    record = read_json(Path("b/bench.json"))
     assert [len(session["cells"]) for session in record["sessions"]] == [3]
     record.update(
         state="running",
@@ -76,7 +77,7 @@ def test_a_workload_is_resumed(tswift, checkpoint, tmp_path):
     )
     Path("b/bench.json").write_text(json.dumps(record))
     tswift("bench --resume b").ok()
-    again = json.loads(Path("b/bench.json").read_text())
+    again = read_json(Path("b/bench.json"))
     assert [len(session["cells"]) for session in again["sessions"]] == [1, 2]
     assert len(again["samples"]) == len(record["samples"]) == 6
     assert Path("b/acceptance.png").is_file()
@@ -89,7 +90,7 @@ def test_a_given_acceptance_is_labelled_everywhere(bench):
     files = {path.name for path in Path("b").iterdir()}
     assert files >= {"bench-simulated.json", "bench-simulated.csv", "time-simulated.png"}
     assert all("simulated" in name for name in files)
-    found = json.loads(Path("b/bench-simulated.json").read_text())
+    found = read_json(Path("b/bench-simulated.json"))
     assert found["simulated"] is True
     assert found["workload"]["simulated"] == {"weights": False, "alpha": 0.75}
     assert found["samples"][1]["points"][-1]["alpha"] == pytest.approx(0.75, abs=0.03)
@@ -114,7 +115,7 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
     result = bench("--out b")
     assert result.code == 130
     assert "interrupted; what was measured is in b" in result.err
-    assert json.loads(Path("b/bench.json").read_text())["state"] == "interrupted"
+    assert read_json(Path("b/bench.json"))["state"] == "interrupted"
 
 
 def penalise_not(monkeypatch, method):

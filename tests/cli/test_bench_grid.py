@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SENTENCES
-from tests.helpers import needs_program
+from tests.helpers import needs_program, read_json
 from tests.words import words_of
 from tswift.benchmarking import run as run_module
 from tswift.cli import main
@@ -62,7 +62,7 @@ def bench(tswift, checkpoint, texts, load_once):
 
 def read(folder: str | Path) -> dict:
     (path,) = [*Path(folder).glob("bench*.json"), *Path(folder).glob("suite.json")]
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def parts(record: dict) -> list[dict]:
@@ -194,20 +194,19 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, tmp_path):
         stop(patch, 1, KeyboardInterrupt)
         assert bench(WORDS, "--out b --ngrams 5 --logit-bias 5=1,6=2").code == 130
     before = Path("b/bench.json").read_bytes()
-    refused = {
-        "--seeds 1,3": "--seeds: the benchmark was made with (1, 2), got (1, 3); it keeps its",
-        "--ngrams 6": "--ngrams: the benchmark was made with 5, got 6",
-        "--temperature 0.5": "--temperature: the benchmark was made with 1.0, got 0.5",
-        "--logit-bias 5=2": "--logit-bias: the benchmark was made with {'5': 1.0, '6': 2.0}, got {5",
-        "--repeats 2": "--repeats: the benchmark was made with 1, got 2",
-        "--tree 2,2": "--tree: the benchmark was made with none, got ['2,2']",
-        "--prompts other.txt": "--prompts: the benchmark was made with (",
-        "--suite table3": "--suite: the benchmark was made with none, got table3",
-        "--shard 1/2": "--shard: the benchmark was made with none, got (1, 2)",
-        "--out c": "--out: cannot be given together with --resume",
-    }
-    for words, message in refused.items():
-        tswift("bench --resume b", words).refused(message)
+    for words, message in {
+        "--seeds 1,3": "the benchmark was made with (1, 2), got (1, 3); it keeps its options",
+        "--ngrams 6": "the benchmark was made with 5, got 6",
+        "--temperature 0.5": "the benchmark was made with 1.0, got 0.5",
+        "--logit-bias 5=2": "the benchmark was made with {'5': 1.0, '6': 2.0}, got {5: 2.0}",
+        "--repeats 2": "the benchmark was made with 1, got 2",
+        "--tree 2,2": "the benchmark was made with none, got ['2,2']",
+        "--prompts other.txt": "the benchmark was made with (",
+        "--suite table3": "the benchmark was made with none, got table3",
+        "--shard 1/2": "the benchmark was made with none, got (1, 2)",
+        "--out c": "cannot be given together with --resume",
+    }.items():
+        tswift("bench --resume b", words).refused(f"{words.split()[0]}: {message}")
     (tmp_path / "a.txt").write_text("Quite another text, which has as many words as it needs.")
     other = tswift("bench --resume b --logit-bias 6=2,5=1")
     assert (other.code, Path("b/bench.json").read_bytes()) == (2, before)

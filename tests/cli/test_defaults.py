@@ -4,13 +4,13 @@ typed ones are refused.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Tswift
 from tests.conftest import SENTENCES, make_checkpoint
+from tests.helpers import read_json
 
 POSITIONS = 96
 RATES = "--bandwidth 40 --flops 0.1"
@@ -37,7 +37,7 @@ def test_generate_ends_where_the_model_does(tswift: Tswift, small: Path, tmp_pat
     )
     assert prompt + made == POSITIONS
     assert f"tswift: --len is {made}: the model has {POSITIONS} positions\n" in result.err
-    assert json.loads((tmp_path / "a" / "run.json").read_text())["options"]["length"] == made
+    assert read_json(tmp_path / "a" / "run.json")["options"]["length"] == made
     tswift(*words, "--len", made + 1, f"--out {tmp_path}/b").refused(
         f"--len: {prompt} prompt tokens and {made + 1} new ones need {POSITIONS + 1} positions"
     )
@@ -86,7 +86,7 @@ def test_a_grid(
         "ones\n"
     )
     assert result.err.count(said) == 1
-    workload = json.loads((tmp_path / "a" / "bench.json").read_text())["workload"]
+    workload = read_json(tmp_path / "a" / "bench.json")["workload"]
     assert (workload["prefills"], workload["lens"]) == ([prefill], lens)
     tswift(f"bench --no-progress --resume {tmp_path}/a --no-plots").ok()
 

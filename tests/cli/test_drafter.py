@@ -4,7 +4,6 @@ refusals.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from tests.cli.conftest import TEXT, Tswift
 from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
+from tests.helpers import read_json
 from tswift.drafting.methods import cache_slots
 from tswift.drafting.options import DraftOptions, find_method
 from tswift.loading.plan import plan_model
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocab = read_json(model / "config.json")["vocab_size"]
     folder = tmp_path_factory.mktemp("drafters")
     changes = {"vocab_size": vocab}
     inverse = {"t2d": torch.zeros(vocab, dtype=torch.bool)}
@@ -50,7 +50,7 @@ def test_the_text_is_plain_decodings_and_goes_on(
     tswift(*words(model, "ar", f"--len 40 --out {tmp_path}/ar"))
     how = ["--drafter", drafters[method], "--budget 64 --costs nominal"]
     tswift(*words(model, method, *how, f"--len 17 --out {tmp_path}/run")).ok()
-    about = json.loads((tmp_path / "run" / "run.json").read_text())["model"]["drafter"]
+    about = read_json(tmp_path / "run" / "run.json")["model"]["drafter"]
     assert about == {
         "name": str(drafters[method]),
         "kind": {"block": "dflash", "eagle": "eagle3"}[method],

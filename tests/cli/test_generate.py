@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.cli.conftest import Tswift
-from tests.helpers import NO_PROGRAM, first
+from tests.helpers import CPU, NO_PROGRAM, first, read_json
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
 from tswift.attention.backends import choose
@@ -51,7 +51,7 @@ def tokens_in(folder: Path, name: str = "tokens") -> list[int]:
 
 
 def record_of(folder: Path) -> Any:
-    return json.loads((folder / "run.json").read_text())
+    return read_json(folder / "run.json")
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
         "name": str(checkpoint),
         "device": "cpu",
         "dtype": "float32",
-        "attention": choose("auto", torch.float32, torch.device("cpu")),
+        "attention": choose("auto", torch.float32, CPU),
         "layers": f"eager{why if NO_PROGRAM is None else ''}",
         "exact": None,
         "heads": "chained, 3",

@@ -17,6 +17,7 @@ import pytest
 import typer.main
 
 from tests.conftest import SENTENCES
+from tests.helpers import read_json
 from tswift.benchmarking.record import read
 from tswift.benchmarking.report import csv_text
 from tswift.cli.app import app
@@ -82,7 +83,7 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
         Path("b").rmdir()
     tswift(RECORDS[name], f"--model {checkpoint}", *((prompt, text) if prompt else ())).ok()
     (path,) = Path("b").glob("*.json")
-    found = set(fields(json.loads(path.read_text())))
+    found = set(fields(read_json(path)))
     assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {
         ""
     } <= found
@@ -98,7 +99,7 @@ def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no
         ("verify", "runs/one/verify.json"),
         ("runs", "runs.json"),
     ):
-        found = set(fields(json.loads(Path(path).read_text())))
+        found = set(fields(read_json(Path(path))))
         assert {*golden(f"fields-{name}.txt", "\n".join(sorted(found)) + "\n").split("\n")} - {
             ""
         } <= found

@@ -10,7 +10,7 @@ import torch
 
 from tests.cli.conftest import Result, Tswift
 from tests.drafters import drafter_folder
-from tests.helpers import HIDDEN, VOCAB, medusa_heads, tiny_heads
+from tests.helpers import HIDDEN, VOCAB, medusa_heads, read_json, tiny_heads
 from tests.published import make_base, medusa_file, tokenswift_model
 
 
@@ -41,7 +41,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     assert said(tswift(f"heads inspect {path} --json {tmp_path}/about.json"))["kind"] == "medusa"
     record = json.loads(tswift(f"heads inspect {path} --json -").out)
     assert record["kind"] == "heads"
-    assert json.loads((tmp_path / "about.json").read_text())["heads"] == record["heads"]
+    assert read_json(tmp_path / "about.json")["heads"] == record["heads"]
     parameters = 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN)
     kind = {
         "path": str(path),

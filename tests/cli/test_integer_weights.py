@@ -16,7 +16,7 @@ import pytest
 from tests.cli.bad_inputs.runs import record as edited
 from tests.cli.conftest import TEXT, Tswift
 from tests.cli.conftest import tswift as tswift
-from tests.helpers import first, needs_program
+from tests.helpers import first, needs_program, read_json
 from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import native_build
@@ -68,7 +68,7 @@ def test_killed_and_resumed_and_verified(
     assert 0 < killed < 600
     tswift(f"generate --resume {run}").ok()
     assert tokens(run) == tokens(tmp_path / "plain")
-    record = json.loads((run / "run.json").read_text())
+    record = read_json(run / "run.json")
     assert record["model"]["quantization"] == ("Q8_0" if "--weights" not in model else "int4")
     assert record["model"]["exact"] is not None
 
@@ -172,7 +172,7 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     words = f"--model {file} --prompt-text '{TEXT}' --len 20 --quiet --out {run}"
     tswift("generate", words).ok()
     before = tokens(run)
-    record = json.loads((run / "run.json").read_text())
+    record = read_json(run / "run.json")
     assert record["model"]["products"] == MADE_BY[made].split()[-1]
     layers = "one C program" if made == "a compiler" else "eager, as native attention needs a C"
     assert record["model"]["layers"].startswith(layers)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.terminal import on_terminal
 from tests.conftest import make_checkpoint
-from tests.helpers import needs_program
+from tests.helpers import needs_program, read_json
 from tests.jobs.killing import Process
 from tests.rows import every_row
 from tswift import native_build
@@ -38,7 +38,7 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "real.json").read_text() == "old"
     found.write("made-up", ["tswift"], {"a": 1})
     assert (tmp_path / "link.json").is_symlink()
-    assert json.loads((tmp_path / "real.json").read_text())["a"] == 1
+    assert read_json(tmp_path / "real.json")["a"] == 1
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_one_stream_that_is_closed_from_the_start(
     words = [f"generate --len 9 --model {checkpoint} --prompt {prompt} --out {out}"]
     process = Process(words, tmp_path / "out", [closed])
     assert process.wait(60) == 0, process.errors.read_text()
-    assert json.loads((out / "run.json").read_text())["state"] == "finished"
+    assert read_json(out / "run.json")["state"] == "finished"
     assert (out / "tokens.u32").stat().st_size == 4 * 9
     assert process.output.read_bytes() == ((out / "text.txt").read_bytes() if closed == 2 else b"")
     assert bool(process.errors.read_text()) is (closed == 1)

@@ -11,10 +11,9 @@ from random import Random
 import pytest
 
 from tests.cli.conftest import Tswift
-from tests.helpers import first
+from tests.helpers import first, refused
 from tests.jobs.killing import killed_before
 from tswift.cli import main
-from tswift.errors import InputError
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
 from tswift.jobs.folder import FINISHED, read_record
 from tswift.loading.model import LoadedModel
@@ -117,7 +116,7 @@ def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
     path.write_text(
         "\n".join(['{"prompt": "right"}', *bad, '{"prompt": "a", "temperature": "warm"}'])
     )
-    with pytest.raises(InputError) as raised:
+    with refused() as raised:
         Batch(path, tmp_path / "out", {})
     assert raised.value.field == "prompts"
     for told in (
@@ -172,14 +171,14 @@ def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -
     for _ in range(2):
         Batch(prompts, out, {"length": 5, "out": out}).claim()
     assert [task.config.text.length for task in reopen(out).tasks] == [5, 9, 5, 5]
-    with pytest.raises(InputError, match="was begun with 5, got 6; its options stay"):
+    with refused("was begun with 5, got 6; its options stay"):
         Batch(prompts, out, {"length": 6, "out": out}).claim()
     prompts.write_text(prompts.read_text().replace("late", "early"))
-    with pytest.raises(InputError, match="is not the file that"):
+    with refused("is not the file that"):
         Batch(prompts, out, {"length": 5, "out": out}).claim()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("")
-    with pytest.raises(InputError, match="is not empty"):
+    with refused("is not empty"):
         Batch(prompts, tmp_path / "other", {}).claim()
 
 

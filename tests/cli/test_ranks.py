@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Tswift
+from tests.helpers import read_json
 from tests.ranks import Ended, on_ranks
 from tests.words import words_of
 from tswift.cli import main
@@ -53,7 +53,7 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: str, tmp_path: Pat
     assert "cpu, float64, attention sdpa, checkpoint in float32, split over 2 ranks" in first.err
     (run,) = (tmp_path / "there" / "runs").iterdir()
     assert (run / "tokens.u32").read_bytes() == (tmp_path / "alone" / "tokens.u32").read_bytes()
-    record = json.loads((run / "run.json").read_text())
+    record = read_json(run / "run.json")
     assert record["model"]["ranks"] == 2
     tswift(f"verify {run}").ok()
     first, second = ranked(tmp_path, "generate", f"--resume {run}")
@@ -136,7 +136,7 @@ def test_one_rank_is_no_rank(
     for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     tswift(words, f"--len 5 --out {tmp_path}/one").ok()
-    assert json.loads((tmp_path / "one" / "run.json").read_text())["model"]["ranks"] == 1
+    assert read_json(tmp_path / "one" / "run.json")["model"]["ranks"] == 1
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_torchrun(tswift: Tswift, words: str, tmp_path: Path) -> None:
     finally:
         process.kill()
     said = (tmp_path / "err").read_text()
-    assert json.loads((tokens.parent / "run.json").read_text())["state"] == "interrupted", said
+    assert read_json(tokens.parent / "run.json")["state"] == "interrupted", said
     made = tokens.stat().st_size // 4
     assert 20 <= made < 3900
     assert f"{made:,} tokens are saved" in said

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Tswift
+from tests.helpers import read_json
 from tests.jobs.killing import result
 
 
@@ -65,7 +66,7 @@ def test_a_model_that_was_moved(
     tswift(f"generate --resume {short} --len 20 --model {elsewhere[0]} --heads {elsewhere[1]}").ok()
     tswift(f"generate --resume {short} --len 40").ok()
     assert result(short) == result(tmp_path / "whole")
-    record = json.loads((short / "run.json").read_text())
+    record = read_json(short / "run.json")
     assert (record["model"]["name"], record["options"]["heads"]) == elsewhere
 
 

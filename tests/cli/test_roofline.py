@@ -11,6 +11,7 @@ import torch
 
 import tswift.benchmarking.roofline as roofline_module
 from tests.cli.conftest import Tswift
+from tests.helpers import CPU, read_json
 from tswift.benchmarking.roofline import Machine
 
 MEASURED = Path(__file__).parents[2] / "results" / "h100" / "figures-simulated.jsonl"
@@ -82,7 +83,7 @@ def test_what_was_measured_beside_other_work_is_told(
 
 def test_repeats_tell_of_other_work() -> None:
     pauses = iter([0.02, 0.01, 0.02, 0.02, 0.02, 0.02, *[0.02] * 50])
-    least, spread = roofline_module._repeated(lambda: time.sleep(next(pauses)), torch.device("cpu"))
+    least, spread = roofline_module._repeated(lambda: time.sleep(next(pauses)), CPU)
     assert least < 0.015
     assert spread > 1.3
 
@@ -90,7 +91,7 @@ def test_repeats_tell_of_other_work() -> None:
 def test_a_checkpoint_that_is_quantised_has_no_floor(
     tswift: Tswift, checkpoint: Path, tmp_path: Path
 ) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = read_json(checkpoint / "config.json")
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tswift(f"roofline --model {tmp_path} --device h100").refused(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SENTENCES, make_checkpoint
+from tests.helpers import read_json
 from tswift.benchmarking.record import read, to_json
 from tswift.benchmarking.suites import SUITES
 from tswift.benchmarking.summary import QUALITY, from_source
@@ -67,7 +67,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
     plots = ["suite", "time"] if name == "figure1" else ["suite"] * (name in DRAWN)
     written |= {f"{plot}.{kind}" for plot in plots for kind in ("png", "svg")}
     assert {path.name for path in Path("s").iterdir()} == written
-    record = json.loads(Path("s/suite.json").read_text())
+    record = read_json(Path("s/suite.json"))
     assert (record["schema"], record["kind"], record["suite"], record["state"]) == (
         1,
         "suite",
@@ -102,7 +102,7 @@ def test_a_suite_from_end_to_end(small, small_model, name):
 def test_options_that_a_suite_does_not_vary_count(small):
     words = "--penalty 1.1 --seeds 3,4 --ngrams 5 --ar sampled --repeats 2 --tree 2,1"
     small("table4", "--out s --no-plots", words).ok()
-    record = json.loads(Path("s/suite.json").read_text())
+    record = read_json(Path("s/suite.json"))
     (group,) = record["groups"]
     workload = group["measurement"]["workload"]
     assert (workload["sampling"]["penalty"], workload["seeds"], workload["ar"]) == (
@@ -120,10 +120,7 @@ def test_options_that_a_suite_does_not_vary_count(small):
 def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
     short = make_checkpoint(tmp_path / "short", num_hidden_layers=1, max_position_embeddings=16)
     small("table1", f"--out s --no-plots --draft-model {short}").ok()
-    missing = {
-        each["label"]: each["why"]
-        for each in json.loads(Path("s/suite.json").read_text())["missing"]
-    }
+    missing = {each["label"]: each["why"] for each in read_json(Path("s/suite.json"))["missing"]}
     why = "8 prompt tokens and 12 new ones need 20 positions, the draft model has 16"
     assert missing == {"triforce": why, "standalone": why}
 
@@ -133,7 +130,7 @@ def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
     (bare / "heads.safetensors").unlink()
     result = small("table3", f"--out s --no-plots --model {bare}").ok()
     assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
-    missing = [each["label"] for each in json.loads(Path("s/suite.json").read_text())["missing"]]
+    missing = [each["label"] for each in read_json(Path("s/suite.json"))["missing"]]
     assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
     assert (
         "Left out: triforce, since triforce drafts with a smaller model, and none is loaded"

@@ -6,7 +6,6 @@ What is refused is in ``tests/cli/bad_inputs``.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import read_json
 from tests.training.tiny import Tiny
 from tswift.training import run as training
 from tswift.training import tasks
@@ -33,7 +33,7 @@ def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> N
     """Its record, that generate takes what was trained,
     and that a finished training is said again.
     """
-    assert json.loads(Path("new/train.json").read_text())["command"][:2] == ["tswift", command]
+    assert read_json(Path("new/train.json"))["command"][:2] == ["tswift", command]
     tswift(f"generate --model {tiny.model} {drafts} new --len 8 --prompt-text Once").ok()
     result = tswift(command, "--resume new")
     assert (result.code, result.text.splitlines()[0]) == (0, title)
@@ -167,7 +167,7 @@ def test_what_breaks_on_the_way_is_one_line(  # type: ignore[no-untyped-def]
     result = tswift(*words_of(tiny, "--alpha-tokens", 20 * (code == 143)))
     assert (result.code, result.out) == (code, b"")
     assert re.fullmatch(rf"tswift: {told}", result.err.splitlines()[-1])
-    assert json.loads(Path("new/train.json").read_text())["state"] == "interrupted"
+    assert read_json(Path("new/train.json"))["state"] == "interrupted"
 
 
 def test_texts_beyond_the_models_positions(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import TEXT, Tswift
-from tests.helpers import round_single_rows
+from tests.helpers import read_json, round_single_rows
 from tests.rows import every_row
 from tswift.cli import main
 from tswift.cli.verify import verdict
@@ -53,7 +53,7 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     lines = [line.split() for line in result.text.splitlines()]
     assert lines[2][:3] == ["drawn", "exactly", str(LENGTH)]
     assert lines[3:5] == [["within", "rounding", "0", "-", "-"], ["violations", "0", "-", "-"]]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json(tmp_path / "found.json")
     expected = {
         "ok": True,
         "schema": 1,
@@ -105,7 +105,7 @@ def test_an_exact_run(
         assert json.loads(loose.out)["measured"] > 0
 
     # made on another machine
-    record = json.loads((out / "run.json").read_text())
+    record = read_json(out / "run.json")
     record["model"]["exact"]["bits"] = "0" * len(record["model"]["exact"]["bits"])
     record[CHECKSUM] = checksum(record)
     (out / "run.json").write_text(json.dumps(record))
@@ -114,7 +114,7 @@ def test_an_exact_run(
         "the run was exact, but the arithmetic here differs from that of the run: judged"
         in result.text
     )
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json(tmp_path / "found.json")
     assert found["width"] is found["model"]["exact"] is None
     assert found["note"].startswith("the run was exact")
     assert found["bound"] == 2 * found["measured"] > 0
@@ -130,7 +130,7 @@ def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_p
     tokens = tmp_path / "biased" / "tokens.u32"
     assert tokens.read_bytes() == (tmp_path / "plain" / "tokens.u32").read_bytes()
     assert tokens.read_bytes() != (run / "tokens.u32").read_bytes()
-    sampling = json.loads((tmp_path / "biased" / "run.json").read_text())["sampling"]
+    sampling = read_json(tmp_path / "biased" / "run.json")["sampling"]
     assert sampling["logit_bias"] == {"40": 4.0, "41": -100.0, "42": 1.0}
     tswift(f"verify {tmp_path}/biased").ok()
     checked = f"verify --tokens {tokens} {words}"
@@ -167,7 +167,7 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
         ("running", text[:40], True),
         ("running", text[:40] + b"??", False),
     ):
-        record = {**json.loads((run / "run.json").read_text()), "state": state}
+        record = {**read_json(run / "run.json"), "state": state}
         (run / "run.json").write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
         (run / "text.txt").write_bytes(forged)
         result = tswift(f"verify {run} --json -")
@@ -248,7 +248,7 @@ def test_generate_verify(
     result = tswift(words, out).ok()
     assert result.out == (out / "text.txt").read_bytes()  # nothing but the text
     assert "within rounding" in result.err
-    found = json.loads((out / "verify.json").read_text())
+    found = read_json(out / "verify.json")
     assert found["ok"] is True
     assert (found["tokens"], found["source"]) == (40, str(out))
     assert tswift(words, tmp_path / "quiet", "--quiet").err == ""
@@ -262,7 +262,7 @@ def test_generate_verify(
     result = tswift(words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err
-    assert json.loads((tmp_path / "broken" / "verify.json").read_text())["ok"] is False
+    assert read_json(tmp_path / "broken" / "verify.json")["ok"] is False
 
 
 # --- what is said of an audit

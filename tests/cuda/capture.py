@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tests.helpers import CPU
 from tswift.attention.sdpa import Attention, Layout
 from tswift.caches import steps_of
 from tswift.forward.recurrence import Rows, step_plainly
@@ -347,7 +348,7 @@ def tensors(*nest: Any) -> list[Tensor]:
 def _plain(leaf: Any) -> Any:
     """An argument as the host's operators take it; an alias, as for results."""
     if isinstance(leaf, torch.device):
-        return torch.device("cpu")
+        return CPU
     return held(leaf).detach() if isinstance(leaf, Tensor) else leaf
 
 

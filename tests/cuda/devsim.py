@@ -27,6 +27,7 @@ from tests.cuda.capture import (
     synchronized,
     under_way,
 )
+from tests.helpers import CPU
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
@@ -184,7 +185,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
-            return torch.device("cpu")
+            return CPU
         return leaf.elem if isinstance(leaf, Device) else leaf
 
     if name == "_pin_memory":

@@ -17,6 +17,7 @@ from tests import reweighted
 from tests.cuda import capture
 from tests.drafters import RECURRENT, load_own_head, qwen35
 from tests.helpers import (
+    CPU,
     METHODS,
     decode_steps,
     first,
@@ -45,7 +46,6 @@ from tswift.sampling.parameters import SamplingParams
 PARAMS = SamplingParams(min_p=0.02, window=24)
 OPTIONS = DraftOptions(tree=(1, 3, 2, 2), nodes=20, budget=64, costs="nominal")
 SIMPLE = {"nodes": 20, "costs": "nominal"}  # of those options that a method has
-CPU = torch.device("cpu")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ no wait and no copy that is not known of.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from filelock import FileLock
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.drafters import RECURRENT
-from tests.helpers import NO_PROGRAM
+from tests.helpers import NO_PROGRAM, read_json
 
 pytestmark = pytest.mark.slow  # two processes of a minute together
 ROOT = Path(__file__).parents[2]
@@ -110,7 +109,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[s
     with FileLock(f"{path}.lock"):
         if not path.exists():
             path.write_text(run("-m", "tests.cuda.table"))
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 @pytest.fixture

@@ -21,7 +21,15 @@ from torch import Tensor
 import tswift
 from tests.decoding.test_loop import parameters
 from tests.fuzzing import few
-from tests.helpers import decode_method, near_tie, random_prompt, tiny_llama, tiny_target
+from tests.helpers import (
+    CPU,
+    decode_method,
+    near_tie,
+    random_prompt,
+    seeded,
+    tiny_llama,
+    tiny_target,
+)
 from tswift.caches import FullKV
 from tswift.decoding import audit as module
 from tswift.decoding.audit import (
@@ -40,8 +48,6 @@ from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 
-CPU = torch.device("cpu")
-
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[Sampler, Tensor, Tensor | None, list[int], Tensor]:
@@ -58,7 +64,7 @@ def rows(draw: st.DrawFn) -> tuple[Sampler, Tensor, Tensor | None, list[int], Te
         penalty=draw(st.sampled_from([1.0, 1.2, 3.0])),
         banned=draw(st.sampled_from([(), (1,), (0, 2)])),
     )
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    generator = seeded(draw(st.integers(0, 10_000)))
     logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * draw(
         st.sampled_from([0.1, 1, 6])
     )
@@ -106,9 +112,7 @@ def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near:
     near=st.sampled_from([1e-6, 0.3, 40]),
 )
 def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near: float) -> None:
-    logits = (
-        torch.randn(3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
-    )
+    logits = torch.randn(3, 12, generator=seeded(seed), dtype=torch.float64) * 3
     sampler = Sampler(SamplingParams(temperature=temperature, min_p=0, penalty=1), seed, 12, CPU)
     scores = sampler.scores(logits, None, [7, 8, 9])
     tokens = torch.tensor([2, 5, 11])
@@ -148,7 +152,7 @@ def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_ab
     filters: dict[str, Any],
 ) -> None:
     size, count, vocab = 0.2, 600, 300
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     sampler = Sampler(SamplingParams(**{"min_p": 0.0, **filters}), 5, vocab, CPU)
     logits = torch.randn(count, vocab, generator=generator, dtype=torch.float64) * 2.5
     seen = torch.rand(count, vocab, generator=generator) < 0.2

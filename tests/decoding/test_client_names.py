@@ -1,9 +1,11 @@
-"""What clients of vLLM and transformers ask for: a penalty of repetition, no end before so many
-tokens, token ids that end the text. By every method as plainly decoded, and as there.
+"""What clients of OpenAI, vLLM and transformers ask for: penalties of presence, frequency and
+repetition, no end before so many tokens, token ids and loops that end the text. By every method as
+plainly decoded, and as there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -13,19 +15,28 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from tests.helpers import METHODS, first, options_for, tokens_of
+from tests.helpers import (
+    CPU,
+    METHODS,
+    first,
+    options_for,
+    path_to,
+    random_tree,
+    refused,
+    seeded,
+    tokens_of,
+)
 from tswift.decoding.audit import audit
-from tswift.decoding.drafter import DraftTree
 from tswift.decoding.text import TextRules, TextStream, text_of
 from tswift.engine import generate
-from tswift.errors import InputError
 from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 
 PROMPT = "The ship had lain three days"
 LENGTH = 50
-CPU = torch.device("cpu")
+COUNTED = SamplingParams(min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.9, penalty=1.0)
+BOTH = replace(COUNTED, presence_penalty=1.5, frequency_penalty=0.4, penalty=1.2, window=16)
 REPEATED = SamplingParams(min_p=0.02, penalty=1.0, repetition_penalty=1.3)
 REWARDED = SamplingParams(temperature=0.7, min_p=0.0, penalty=1.0, repetition_penalty=0.8)
 ALL_OF_THEM = SamplingParams(
@@ -52,35 +63,31 @@ def written(model: LoadedModel, method: str, params: SamplingParams, **asked: An
     return tokens_of(steps)
 
 
-@pytest.mark.parametrize("seed", first(3, range(12)))
+@pytest.mark.parametrize("seed", first(5, range(20)))
 def test_nodes_are_penalised_as_by_transformers_and_vllm(seed: int) -> None:
-    """All of the text counts, prompt and path to the node; after the biases, before presence."""
+    """For repetition all of the text counts, prompt and path; for presence and frequency
+    what was generated alone; after the biases.
+    """
     random = Random(seed)
     vocab = 12
-    params = replace(ALL_OF_THEM, logit_bias={5: 3.0, 4: -1.0})
-    text = [random.randrange(vocab) for _ in range(5)]
+    params = replace(ALL_OF_THEM, logit_bias={5: 3.0, 4: -1.0}, presence_penalty=0.7)
+    text = [random.randrange(vocab) for _ in range(4 + random.randrange(6))]
     sampler = Sampler(params, 5, vocab, CPU, prompt=4)
-    sampler.extend(text)
-    tree = DraftTree(text[-1], 8)
-    while len(tree) < 8:
-        tree.grow(random.randrange(len(tree)), random.randrange(vocab), "random")
-    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(seed))
+    sampler.extend(text[:6])
+    sampler.extend(text[6:])
+    tree = random_tree(8, random, vocab)
+    tree.tokens[0] = text[-1]
+    logits = torch.randn(8, vocab, generator=seeded(seed))
     places = torch.tensor(tree.depths) + sampler.length - 1
     lowered = sampler.lowered(logits, torch.tensor(tree.tokens), places, tree.ancestors())
     theirs = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
     for node in range(8):
-        path: list[int] = []
-        at = node
-        while at:
-            path.insert(0, tree.tokens[at])
-            at = tree.parents[at]
+        path = path_to(tree, node)
         wanted = logits[node].double()
         for token, bias in params.logit_bias.items():
             wanted[token] += bias
-        wanted = theirs(torch.tensor([text + path]), wanted[None])[0]
-        generated = text[4:] + path
-        for token in {*generated}:
-            count = generated.count(token)
+        wanted = theirs(torch.tensor([[*text, *path]]), wanted[None])[0]
+        for token, count in Counter([*text[4:], *path]).items():
             wanted[token] -= params.presence_penalty + count * params.frequency_penalty
         torch.testing.assert_close(lowered[node], wanted, rtol=0, atol=1e-12)
 
@@ -94,22 +101,33 @@ def test_alone_it_is_the_contextual_penalty_without_an_end() -> None:
         assert params.folded() == params
 
 
-@pytest.mark.parametrize("params", first(2, [ALL_OF_THEM, REPEATED, REWARDED]))
+@pytest.mark.parametrize("params", first(3, [ALL_OF_THEM, REPEATED, BOTH, COUNTED, REWARDED]))
 def test_all_methods_give_the_tokens_of_plain_decoding(
     model: LoadedModel, params: SamplingParams
 ) -> None:
     wanted = written(model, "ar", params)
-    without = replace(params, repetition_penalty=1.0)
+    if params.repetition_penalty == 1:
+        without = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+    else:
+        without = replace(params, repetition_penalty=1.0)
     assert wanted != written(model, "ar", without)
     for method in METHODS:
         assert written(model, method, params) == wanted, method
     assert wanted[:25] + written(model, "auto", params, written=wanted[:25]) == wanted
     prompt = model.encode(PROMPT)
-    drawn = apply_eos_policy(params, model.eos_ids, False)[0]
-    assert audit(model.target, prompt, wanted, drawn, 3).ok
-    assert not audit(
-        model.target, prompt, wanted, apply_eos_policy(without, model.eos_ids, False)[0], 3
-    ).ok
+    for each, ok in ((params, True), (without, False)):
+        drawn = apply_eos_policy(each, model.eos_ids, False)[0]
+        assert audit(model.target, prompt, wanted, drawn, 3).ok == ok
+
+
+def test_log_probabilities_are_of_what_is_drawn_from(model: LoadedModel) -> None:
+    def rows(method: str) -> list:
+        steps = generate(model, PROMPT, 40, method=method, params=COUNTED, logprobs=2)
+        return [row for step in steps for row in step.logprobs]
+
+    plain, drafted = rows("ar"), rows("reuse")
+    for ours, theirs in zip(plain, drafted, strict=True):
+        assert abs(ours["warped"] - theirs["warped"]) < 1e-4
 
 
 def test_no_end_comes_before_so_many_tokens(model: LoadedModel) -> None:
@@ -155,7 +173,7 @@ def test_ends_that_are_ignored(model: LoadedModel) -> None:
     other = next(token for token in wanted[5:] if token != eos)
     stopped = written(model, "auto", replace(likely, stop_token_ids=(other,)), ignore_eos=True)
     assert stopped == wanted[: wanted.index(other) + 1]
-    with pytest.raises(InputError, match="ignore_eos: cannot be given together with stop_at_eos"):
+    with refused("ignore_eos: cannot be given together with stop_at_eos"):
         written(model, "ar", likely, ignore_eos=True, stop_at_eos=True)
 
 
@@ -197,3 +215,47 @@ def test_a_stop_string_that_is_complete_too_early_ends_nothing(model: LoadedMode
             if whole.startswith(stop, at) and at + len(stop) > len(texts[least])
         ]
         assert shown == (whole[: min(ends)[1]] if ends else whole), least
+
+
+def thrice(tokens: list[int], size: int) -> int | None:
+    """After how many tokens the same ``size`` stand there thrice in a row."""
+    for end in range(3 * size, len(tokens) + 1):
+        last = tokens[end - 3 * size : end]
+        if last[:size] == last[size : 2 * size] == last[2 * size :]:
+            return end
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_loop_is_seen_where_it_is_complete(size: int, model: LoadedModel) -> None:
+    random = Random(size)
+    for _ in range(60):
+        piece = [random.randrange(1, 4) for _ in range(size)]
+        tokens = [
+            random.randrange(1, 3) for _ in range(random.randrange(9))
+        ] + piece * random.randrange(5)
+        stream = TextStream(model.tokenizer, TextRules(loop=size))
+        seen = [at for at, token in enumerate(tokens, 1) if (stream.add([token]), stream.looped)[1]]
+        end = seen[0] if seen else None
+        assert end == thrice(tokens, size)
+
+
+def test_a_loop_ends_every_method_at_the_same_token(model: LoadedModel) -> None:
+    greedy = SamplingParams(temperature=0, penalty=1.0)
+    whole = tokens_of(generate(model, PROMPT, 400, method="ar", params=greedy))
+    size = next(size for size in range(1, 40) if (thrice(whole, size) or 400) < 390)
+    end = thrice(whole, size)
+    assert end is not None
+    for method in ("ar", "auto", "medusa"):
+        steps = generate(model, PROMPT, 400, method=method, params=greedy, stop_on_loop=size)
+        assert tokens_of(steps) == whole[:end]
+    with refused("the text so far ends in a loop"):
+        list(generate(model, PROMPT, 400, params=greedy, stop_on_loop=size, written=whole[:end]))
+    with refused("must be an integer above 0"):
+        list(generate(model, PROMPT, 400, stop_on_loop=0))
+
+
+def test_what_is_asked_for_is_said() -> None:
+    assert str(BOTH).endswith("presence penalty 1.5, frequency penalty 0.4")
+    with refused("between -2 and 2"):
+        SamplingParams(presence_penalty=2.5)

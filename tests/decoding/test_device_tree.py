@@ -15,8 +15,7 @@ from tests.decoding.test_device_step import PARAMS, ROOMY, drafter
 from tests.forward.test_fused_layers import Operators
 from tests.forward.test_passes import static_target
 from tests.fuzzing import few
-from tests.helpers import decode_steps, random_prompt, tokens_of
-from tswift.attention.backends import why_not
+from tests.helpers import CPU, decode_steps, needs_triton, random_prompt, tokens_of
 from tswift.decoding import device_step, device_tree
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
@@ -26,9 +25,7 @@ check = pytest.importorskip("tswift.decoding.device_tree_check", reason="triton 
 kernels = pytest.importorskip(
     "tswift.decoding.device_tree_triton", reason="triton is not installed"
 )
-REASON = why_not("triton", torch.bfloat16, torch.device("cpu"))
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-CPU = torch.device("cpu")
+pytestmark = needs_triton
 
 
 def test_larger_trees_are_left_to_pytorch() -> None:

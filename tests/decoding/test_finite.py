@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.decoding.test_loop import BLIND, PAPER, WIDE, parameters
 from tests.helpers import (
+    CPU,
     VOCAB,
     Proposals,
     decode,
@@ -21,6 +22,7 @@ from tests.helpers import (
     drafter_of,
     first,
     random_prompt,
+    seeded,
     tiny_heads,
     tiny_llama,
     tiny_target,
@@ -37,7 +39,6 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, Sampler
 from tswift.speculators.heads import Heads
 
-CPU = torch.device("cpu")
 NAN, INF = torch.nan, torch.inf
 CHAINS = ("magicdec", "triforce")
 METHODS = ("ar", "medusa", "tokenswift", "reuse", *CHAINS)
@@ -66,12 +67,8 @@ FILTERS = {
 def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
     params = FILTERS[name]
     vocab = 700 if "top-p" in name or name == "all" else 40
-    fine = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
-    seen = (
-        torch.rand(6, vocab, generator=torch.Generator().manual_seed(2)) < 0.3
-        if params.penalises
-        else None
-    )
+    fine = torch.randn(6, vocab, generator=seeded(1))
+    seen = torch.rand(6, vocab, generator=seeded(2)) < 0.3 if params.penalises else None
     plain = Sampler(params, 3, vocab, CPU).draw(fine, seen, range(6))
     assert NO_TOKEN not in plain
     best, worst = int(fine[2].argmax()), int(fine[2, 4:].argmin()) + 4  # below are banned ids

@@ -4,14 +4,13 @@ something else.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers import tiny_heads, tiny_target
+from tests.helpers import read_json, tiny_heads, tiny_target
 from tswift.decoding import pass_costs
 from tswift.decoding.loop import HostStepper
 from tswift.decoding.pass_costs import NOMINAL
@@ -127,9 +126,7 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
     target = tiny_target()
     heads = tiny_heads()
     first = costs_of(target, heads)
-    assert [json.loads(file.read_text())["base"] for file in folder().iterdir()] == [
-        list(first.base)
-    ]
+    assert [read_json(file)["base"] for file in folder().iterdir()] == [list(first.base)]
     assert costs_of(target, heads) == first
     costs_of(target, None)  # without heads it is something else
     costs_of(tiny_target("gqa", torch.float32), tiny_heads(torch.float32))
@@ -152,7 +149,7 @@ def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
         file.write_text(broken)
         costs._here.clear()  # as another process finds it
         assert costs_of(target, None) is found, broken
-        assert json.loads(file.read_text())["nodes"] == [*costs.NODES]
+        assert read_json(file)["nodes"] == [*costs.NODES]
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import (
+    CPU,
     PLAIN,
     VOCAB,
     context_of,
@@ -18,6 +19,7 @@ from tests.helpers import (
     drafter_of,
     first,
     random_prompt,
+    seeded,
     tiny_heads,
     tiny_target,
 )
@@ -35,7 +37,7 @@ from tswift.speculators.heads import HEAD_TYPES, DraftHead
 
 
 def random_states(count: int) -> torch.Tensor:
-    return torch.randn(count, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return torch.randn(count, 32, generator=seeded(4), dtype=torch.float64)
 
 
 def from_states(widths, shared_noise: bool) -> HeadSource:
@@ -76,7 +78,7 @@ def test_every_level_holds_its_best_candidates_and_all_their_combinations(
         column = logits[:, token]
         logits[:, token] = torch.where(column > 0, column / 1.3, column * 1.3)
     if shared_noise:  # of the positions that the levels' tokens will have
-        logits += Sampler(params, 3, VOCAB, torch.device("cpu")).noise([9, 10, 11])
+        logits += Sampler(params, 3, VOCAB, CPU).noise([9, 10, 11])
     best = [
         set(row.topk(width).indices.tolist()) for row, width in zip(logits, widths, strict=True)
     ]

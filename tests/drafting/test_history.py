@@ -12,7 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import PLAIN, VOCAB, context_of, decode, needs_program, path_to, tiny_target
+from tests.helpers import (
+    CPU,
+    PLAIN,
+    VOCAB,
+    context_of,
+    decode,
+    needs_program,
+    path_to,
+    refused,
+    seeded,
+    tiny_target,
+)
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL
@@ -27,7 +38,6 @@ from tswift.drafting.history import Candidates, HistorySource, LogitHistory
 from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.forward.passes import Forwarded
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
@@ -37,9 +47,7 @@ pytestmark = needs_program
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
     """Of a model whose hidden states are its logits."""
-    model = SimpleNamespace(
-        device=torch.device("cpu"), vocab_size=vocab, logits=lambda hidden: hidden
-    )
+    model = SimpleNamespace(device=CPU, vocab_size=vocab, logits=lambda hidden: hidden)
     return LogitHistory(model, noise, kept)  # type: ignore[arg-type]
 
 
@@ -63,22 +71,17 @@ def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(mon
     monkeypatch.setattr(methods, "unbuilt", lambda: "no cc")
     assert resolve("auto", target, None, DraftOptions()).recall == 0
     for name, options in (("auto", DraftOptions(recall=8)), ("recall", DraftOptions())):
-        with pytest.raises(InputError, match=r"^recall: .*no cc"):
+        with refused(r"^recall: .*no cc"):
             resolve(name, target, None, options)
 
 
 def words(count: int) -> list[int]:
     """A text that comes back to what it said."""
-    return torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+    return torch.randint(0, 5, (count,), generator=seeded(3)).tolist()
 
 
 def thoughts(count: int, seed: int = 4, vocab: int = VOCAB) -> torch.Tensor:
-    return (
-        torch.randn(
-            count, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        * 2
-    )
+    return torch.randn(count, vocab, generator=seeded(seed), dtype=torch.float64) * 2
 
 
 def recalled(
@@ -112,7 +115,7 @@ def recalled(
 
 
 def test_repeats_of_late_are_counted_and_logits_kept_where_they_pay() -> None:
-    new = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(4)).tolist()
+    new = torch.randint(VOCAB, (200,), generator=seeded(4)).tolist()
     texts = {"new": new, "a loop": [*new, *[1, 2, 3, 4, 5, 6] * 9]}
     shares, kept = {}, {}
     for name, text in texts.items():

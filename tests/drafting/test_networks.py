@@ -17,14 +17,22 @@ import torch
 
 from tests.cuda import capture
 from tests.drafters import HIDDEN, LAYOUTS, VOCAB, Dense, drafter_folder, qwen3, target_of
-from tests.helpers import NO_PROGRAM, decode, decode_steps, first, random_prompt, tokens_of
+from tests.helpers import (
+    CPU,
+    NO_PROGRAM,
+    decode,
+    decode_steps,
+    first,
+    random_prompt,
+    refused,
+    tokens_of,
+)
 from tswift.attention.sdpa import BatchInvariantAttention, TreeAttention
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.forward.cuda.graphs import Graphs
 from tswift.forward.exact_passes import choose_fixed_rows
 from tswift.forward.target import Target
@@ -236,7 +244,7 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
         ),
         ("block", {"gamma": 4}, "gamma: must be between 1 and 3 for block, got 4"),
     ):
-        with pytest.raises(InputError, match=f"^{message}$"):
+        with refused(f"^{message}$"):
             make_drafter(method, target, None, options_of(**options))
         if target.speculator is None:
             find_drafter(drafter_folder(tmp_path, "dflash")).load(target)
@@ -253,7 +261,7 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
         target = Target(deepcopy(qwen3()), capture.StaticAttention)
         if captured:
             capture.emulate(monkeypatch.setattr)
-            target.runner.graphs = Graphs(torch.device("cpu"))
+            target.runner.graphs = Graphs(CPU)
         find_drafter(drafter_folder(tmp_path, layout)).load(target)
         steps.append(decode_steps(target, drafter_of(layout, target), PROMPT, PENALISED, 3, 16))
         assert target.fallbacks.graph_fault is None
@@ -282,7 +290,7 @@ def test_a_round_is_not_captured_where_passes_are_not_replayed(
     target = Target(deepcopy(qwen3()), capture.StaticAttention if distrusted else TreeAttention)
     target.fallbacks.note("steps", "another text" if distrusted else None)
     capture.emulate(monkeypatch.setattr)
-    target.runner.graphs = Graphs(torch.device("cpu"))
+    target.runner.graphs = Graphs(CPU)
     captures: list[object] = []
     monkeypatch.setattr(target.runner.graphs, "capture", lambda run: captures.append(run) or run)
     find_drafter(drafter_folder(tmp_path, "dflash")).load(target)

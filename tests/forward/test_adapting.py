@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 import tswift
 from benchmarks import architectures
 from benchmarks.architectures import ARCHITECTURES
-from tests.helpers import needs_program, tiny_llama, tiny_target, tokens_of
+from tests.helpers import CPU, needs_program, needs_triton, tiny_llama, tiny_target, tokens_of
 from tests.lossless.models import network
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.attention import backends_check
-from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.backends import BACKENDS
 from tswift.attention.native import NativeAttention
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV
@@ -121,9 +121,7 @@ def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
-)
+@needs_triton
 @pytest.mark.parametrize("lies", [False, True])
 def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
     monkeypatch: pytest.MonkeyPatch, lies: bool
@@ -214,7 +212,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
         num_attention_heads=4,
         num_key_value_heads=1,
     )
-    network = shapes.random_weights(config, torch.bfloat16, torch.device("cpu"), "random")
+    network = shapes.random_weights(config, torch.bfloat16, CPU, "random")
     narrow, wide = Target(deepcopy(network)), Target(network.float())
     places = torch.arange(80)
     hidden = []
@@ -251,9 +249,7 @@ def told(target: Target) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.skipif(
-    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
-)
+@needs_triton
 def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch) -> None:
     def broken(*given: object) -> None:
         raise RuntimeError("no kernel image is available\nand more")

@@ -17,25 +17,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.attention.oracle import NOTHING, dense, error
 from tests.forward.test_fused_layers import network as small_network
 from tests.helpers import (
+    CPU,
     METHODS,
     decode,
     drafter_of,
     first,
+    needs_triton,
     options_for,
     random_prompt,
     random_tree,
+    refused,
+    seeded,
     tiny_draft,
     tiny_heads,
 )
 from tests.lossless.models import CodesOnDevice, network
 from tests.lossless.test_tokens import TREES
-from tswift.attention.backends import why_not
 from tswift.attention.sdpa import Attention, AttentionSpec, BatchInvariantAttention, Layout
 from tswift.caches import FullKV, KVShape, PartialKV, steps_of
 from tswift.decoding.audit import audit
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
-from tswift.errors import InputError
 from tswift.forward import adapting, exact_passes
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cuda import layers_check
@@ -48,9 +50,6 @@ from tswift.sampling.parameters import SamplingParams
 
 backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
 kernels = pytest.importorskip("tswift.forward.cuda.layer_kernels")
-CPU = torch.device("cpu")
-REASON = why_not("triton", torch.bfloat16, CPU)
-interpreted = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 HALVES = (torch.bfloat16, torch.float16)
 PARAMS = SamplingParams(min_p=0.02, window=24)
 NAMES = [name for name, method in METHODS.items() if name != "ar" and not method.reference]
@@ -70,7 +69,7 @@ def numbers(kv: FullKV, count: int) -> list[Tensor]:
 
 def new_rows(heads: int, count: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Keys and values ``[2, heads, count, size]`` of very different sizes."""
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     made = torch.randn(2, heads, count, size, generator=source)
     return made.mul_(torch.rand(2, heads, count, 1, generator=source).mul_(8).exp2_()).to(dtype)
 
@@ -221,7 +220,7 @@ def test_a_selection_takes_codes_and_their_steps() -> None:
 # Kernels
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "size", "nodes"), [(2, 64, 5), (1, 80, 41), (3, 8, 1)])
 def test_store(heads: int, size: int, nodes: int, dtype: torch.dtype) -> None:
@@ -246,7 +245,7 @@ def attend(query: Tensor, kv: FullKV, held: int, ancestors: Tensor | None, spec=
     return run(query, kv.keys[0], kv.values[0], query.shape[-1] ** -0.5, spec)
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize(
     ("heads", "group", "size", "held", "nodes", "dtype", "spec"),
     [
@@ -268,7 +267,7 @@ def test_attention_against_float64_of_what_the_codes_stand_for(
 ) -> None:
     kv = cache(heads, size, held + nodes + 50)
     kv.write(0, *new_rows(heads, held + nodes, size, dtype))
-    source = torch.Generator().manual_seed(1)
+    source = seeded(1)
     query = torch.randn(heads * group, nodes, size, generator=source).to(dtype)
     ancestors = random_tree(nodes, Random(2)).ancestors() if nodes < 140 else None
     expected = dense(query, *numbers(kv, held + nodes), ancestors, size**-0.5, spec)
@@ -282,7 +281,7 @@ def test_attention_against_float64_of_what_the_codes_stand_for(
         kv.buffers[part].copy_(right)
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize(
     ("held", "nodes", "dtype"),
     [(62, 9, torch.bfloat16), *first(0, [(126, 33, torch.float16), (318, 64, torch.bfloat16)])],
@@ -293,7 +292,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(held, nodes, dtype
     kv = cache(heads, size, held + nodes + 9)
     made = new_rows(heads, held + nodes, size, dtype)
     kv.write(0, *made)
-    query = torch.randn(group, nodes, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    query = torch.randn(group, nodes, size, generator=seeded(1)).to(dtype)
     ancestors = random_tree(nodes, Random(3)).ancestors()
     found = attend(query, kv, held, ancestors)
     for node in {0, 1, nodes // 2, nodes - 2, nodes - 1}:
@@ -304,7 +303,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(held, nodes, dtype
         assert torch.equal(one, found[:, node : node + 1]), node
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize("count", [0, 2, 3])
 def test_accepted_nodes_are_moved_with_their_steps(count: int) -> None:
     """Behind the text, and into a partial cache; by kernels as by PyTorch."""
@@ -341,7 +340,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, name, value)
 
 
-@interpreted
+@needs_triton
 def test_kernels_of_layers_are_tried_before_they_store_codes(small, monkeypatch) -> None:
     """To the bit of plain PyTorch's."""
     model = small_network("Qwen3", torch.bfloat16, 1)
@@ -359,7 +358,7 @@ def test_kernels_of_layers_are_tried_before_they_store_codes(small, monkeypatch)
         layers_check.try_kernels(layer, torch.bfloat16, codes=True)
 
 
-@interpreted
+@needs_triton
 @pytest.mark.slow
 def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypatch) -> None:
     """All by kernels, tried as on a device."""
@@ -378,7 +377,7 @@ def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypat
     assert found[1:] == found[:1] * 2
 
 
-@interpreted
+@needs_triton
 @pytest.mark.parametrize("part", ["attention", "layers"])
 def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch, part: str) -> None:
     target = wrap_model(small_network("Qwen2.5", torch.bfloat16, 1), "small", "triton")
@@ -395,7 +394,7 @@ def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch, pa
 
         monkeypatch.setattr(adapting, "try_kernels", wrong)
         reason += "a bit differs"
-    with pytest.raises(InputError, match=f"^kv_dtype: small {reason}"):
+    with refused(f"^kv_dtype: small {reason}"):
         adapting._narrow_cache(target, "small", torch.int8, False, lambda: 0.0)
     assert target.kv_shape.dtype == torch.bfloat16
 
@@ -406,8 +405,7 @@ def test_attention_by_others_refuses_it_on_cuda() -> None:
     plan = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16, kv_reader="triton")
     assert plan.kv_dtype_with("triton") == torch.int8
     for other in ("sdpa", "flash"):
-        with pytest.raises(
-            InputError,
-            match=rf"^kv_dtype: int8 is read by triton attention alone .*; here it is {other}$",
+        with refused(
+            rf"^kv_dtype: int8 is read by triton attention alone .*; here it is {other}$",
         ):
             plan.kv_dtype_with(other)

@@ -16,11 +16,9 @@ import tswift
 from tests.conftest import make_checkpoint
 from tests.forward.test_fused_layers import cached, kept_right, plainly, random, same_bits
 from tests.fuzzing import few
-from tests.helpers import first, options_for
+from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded
 from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
-from tswift.attention.backends import why_not
 from tswift.distributed import ALONE
-from tswift.errors import InputError
 from tswift.forward import adapting, exact_passes
 from tswift.forward.cuda import coded, layers_check
 from tswift.forward.cuda.fused_layers import rows_stand_alone
@@ -38,9 +36,7 @@ layer_kernels = pytest.importorskip(
     "tswift.forward.cuda.layer_kernels", reason="triton is not installed"
 )
 kernels = pytest.importorskip("tswift.forward.cuda.code_kernels")
-CPU = torch.device("cpu")
-REASON = why_not("triton", torch.bfloat16, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_triton
 HALVES = (torch.bfloat16, torch.float16)
 FORMS = [  # bits, inputs of a block, whether they have minima
     *((4, 32, True), (8, 16, False), (4, 32, False), (8, 32, True)),
@@ -60,7 +56,7 @@ def codes(
     outputs: int, inputs: int, bits: int, block: int, minima: bool, seed: int = 0, centre: int = 0
 ) -> Codes:
     """Random ones; without minima, a code stands for 0."""
-    source = torch.Generator().manual_seed(seed)
+    source = seeded(seed)
     numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=source, dtype=torch.uint8)
     scale = torch.randn(outputs, inputs // block, generator=source) / 2**bits
     minimum = -(centre or 2 ** (bits - 1)) * scale
@@ -352,7 +348,7 @@ def test_what_cannot_be_had_is_refused_by_name(
     kind = getattr(torch, dtype)
     asked = ModelConfig(model=model, weights="int4")
     plan = ModelPlan(asked, Checkpoint.find(model), torch.device("cuda"), kind, kind)
-    with pytest.raises(InputError, match=reason) as caught:
+    with refused(reason) as caught:
         _refuse_unfit(plan, ALONE)
     assert caught.value.field == option
     _refuse_unfit(replace(plan, device=CPU, dtype=torch.float32), ALONE)

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import tswift
 from tests.conftest import make_checkpoint
-from tests.helpers import METHODS, options_for
+from tests.helpers import METHODS, options_for, read_json
 from tests.models.refusals import refuse
 from tswift import memory
 from tswift.distributed import Dist
@@ -74,7 +74,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """
     folder = tmp_path / "quantised"
     shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     (folder / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "homemade"}})
     )

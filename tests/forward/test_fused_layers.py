@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.fuzzing import few
-from tests.helpers import first, random_tree
+from tests.helpers import CPU, first, needs_triton, random_tree, seeded
 from tswift.attention import backends_check, sdpa
-from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.backends import BACKENDS
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
 from tswift.forward import adapting, exact_passes
@@ -48,8 +48,7 @@ from tswift.forward.text import chunks, prefill
 from tswift.models.architecture import max_positions
 
 kernels = pytest.importorskip("tswift.forward.cuda.layer_kernels", reason="triton is not installed")
-REASON = why_not("triton", torch.bfloat16, torch.device("cpu"))
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_triton
 HALVES = (torch.bfloat16, torch.float16)
 EPS = 1e-5
 
@@ -74,7 +73,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul_(4).to(dtype)
+    return torch.randn(*shape, generator=seeded(seed)).mul_(4).to(dtype)
 
 
 def same_bits(ours: Tensor, plain: Tensor) -> bool:
@@ -197,7 +196,7 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
     alone = cached(count, head, 1, held, held + 4, dtype, normed, seed)
     alone = alone._replace(
         angles=tuple(each[-1:] for each in heads.angles),
-        length=kernels.nothing_held(torch.device("cpu")),
+        length=kernels.nothing_held(CPU),
     )
     last = kernels.rotate([each[-1:] for each in parts], alone)
     assert same_bits(last[:, 0], out[:, -1])

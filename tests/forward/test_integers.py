@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.forward.plain_products import fused, multiply_plainly, rounded
 from tests.forward.test_program import VOCAB, network
-from tests.helpers import decode, decode_method, first, random_tree
-from tswift.attention.backends import why_not
+from tests.helpers import decode, decode_method, first, needs_program, random_tree, seeded
 from tswift.attention.native import Unbuilt, build
 from tswift.caches import FullKV
 from tswift.drafting.methods import make_drafter
@@ -41,8 +40,6 @@ from tswift.models.codes import Codes, PackedCodes, quantize
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, prepare
 
-REASON = why_not("native", torch.float32, torch.device("cpu"))
-needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 WIDE = ("-mavx512f", "-mavx512bw", "-mprefer-vector-width=512")
 INSTRUCTIONS = {  # the compiler's options, and what the processor has to have
     "AVX2": ((), "avx2"),
@@ -56,7 +53,7 @@ SIZES = [(1, 16), (40, 64), (97, 48), (33, 576), (200, 1536)]  # outputs and inp
 def codes_of(
     outputs: int, inputs: int, bits: int, half: bool = True, block: int = 0, centre: int = 0
 ) -> Codes:
-    random = torch.Generator().manual_seed(outputs)
+    random = seeded(outputs)
     weight = torch.randn(outputs, inputs, generator=random)
     made = quantize(weight, bits)
     if block and block != made.block:
@@ -152,7 +149,7 @@ def wanted_of(
     return rows, multiply_plainly(rows, codes_of(*size, bits, *held), input_bits)
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize(
     ("instructions", "threads"), first(1, [*((each, 2) for each in INSTRUCTIONS), ("AVX2", 1)])
 )
@@ -184,7 +181,7 @@ def test_a_product_has_the_bits_of_its_definition(
 HELD = [(True, 32, 0), (True, 16, 128), (False, 32, 8), (False, 16, 0)]
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize("input_bits", [8, 16])
 def test_a_rows_bits_are_its_own(input_bits: int) -> None:
     """Whatever the others are, how many there are and where it is among them;
@@ -334,7 +331,7 @@ def test_codes_of_a_network_lie_together() -> None:
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
@@ -356,7 +353,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
         assert (own - other).norm() / other.norm() < 2e-3
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize("input_bits", [8, 16])
 def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
     """So a run that is gone on with, whose text is forwarded at once,
@@ -364,7 +361,7 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
     """
     target = target_of("qwen3", 4, input_bits=input_bits)
     assert fingerprint(target) == fingerprint(target)
-    text = torch.randint(VOCAB, (700,), generator=torch.Generator().manual_seed(2)).tolist()
+    text = torch.randint(VOCAB, (700,), generator=seeded(2)).tolist()
     whole = filled(target, text, 0)
     slow = FullKV(target.kv_shape, 700)
     start = 0
@@ -379,7 +376,7 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
     assert torch.equal(last.hidden[-1], [*chunks(target, text, again)][-1].hidden[-1])
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize("kind", first(1, KINDS))
 def test_every_method_writes_plain_decodings_text(kind: str) -> None:
     target = target_of(kind, 8 if kind == "qwen2" else 4)
@@ -402,9 +399,7 @@ def test_every_method_writes_plain_decodings_text(kind: str) -> None:
 
 
 def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypatch) -> None:
-    packed = PackedCodes(
-        quantize(torch.randn(600, 64, generator=torch.Generator().manual_seed(1)), 8)
-    )
+    packed = PackedCodes(quantize(torch.randn(600, 64, generator=seeded(1)), 8))
     unpacked = []
     unpack = PackedCodes._unpacked
 

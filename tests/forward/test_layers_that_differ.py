@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint
-from tests.helpers import first
+from tests.helpers import CPU, first, seeded
 from tswift.caches import POLICIES, FullKV, KVShape, LayerKV, PartialKV
 from tswift.loading.model import load
 from tswift.loading.plan import plan_model
 from tswift.models.config import ModelConfig
 from tswift.models.shapes import shape_of
 
-CPU = torch.device("cpu")
 KINDS = {
     "Gemma 4 (K = V, other heads in global layers)": [
         (2, 16, 0),
@@ -65,7 +64,7 @@ def test_layers_with_the_same_keys_choose_by_all_their_queries() -> None:
         2, 1, 4, torch.float64, CPU, True, by_layer=(LayerKV(1, 4, 0), LayerKV(1, 4, 0))
     )
     full = FullKV(shared, 100)
-    made = torch.randn(1, 100, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    made = torch.randn(1, 100, 4, generator=seeded(0), dtype=torch.float64)
     full.write(0, made, -made)
     full.advance(100)
     assert full.keys[0].data_ptr() == full.keys[1].data_ptr()

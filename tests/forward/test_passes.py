@@ -13,21 +13,22 @@ from benchmarks.architectures import ARCHITECTURES
 from tests.helpers import (
     decode_steps,
     drafter_of,
+    needs_triton,
     random_prompt,
     random_tree,
+    refused,
     tiny_llama,
     tiny_target,
     tokens_of,
 )
 from tests.rows import every_row
-from tswift.attention.backends import BACKENDS, why_not
+from tswift.attention.backends import BACKENDS
 from tswift.attention.sdpa import TreeAttention
 from tswift.caches import FullKV
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.forward.cuda.graphs import sizes
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
@@ -131,15 +132,13 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
 
 
 def test_too_many_nodes_are_refused() -> None:
-    with pytest.raises(InputError, match="nodes: must be at most 128 with this attention, got 129"):
+    with refused("nodes: must be at most 128 with this attention, got 129"):
         make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    why_not("triton", torch.bfloat16, torch.device("cpu")) is not None, reason="no interpreter"
-)
+@needs_triton
 @pytest.mark.parametrize(
     ("name", "method"),
     [("Gemma 2", "ar"), ("Gemma 2", "tokenswift"), ("Mistral 7B v0.1", "medusa")],

@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from tests.forward.plain_products import multiply_plainly
-from tests.helpers import decode, decode_method, first, needs_program, random_tree
+from tests.helpers import decode, decode_method, first, needs_program, random_tree, refused, seeded
 from tswift.attention import native
 from tswift.caches import FullKV
 from tswift.decoding.audit import audit
@@ -51,7 +51,6 @@ from tswift.drafting.chains import DraftModel
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
 from tswift.forward import adapting
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu import products
@@ -166,7 +165,7 @@ def target_of(
 
 def filled(target: Target, held: int, room: int) -> FullKV:
     kv = FullKV(target.kv_shape, held + room)
-    random = torch.Generator().manual_seed(held)
+    random = seeded(held)
     for part, buffer in enumerate(kv.buffers):
         for layer in range(len(buffer)):
             sizes = *buffer.shape[1:3], kv.shape.head_dim
@@ -495,7 +494,7 @@ def test_all_levels_at_once_are_those_one_by_one(
     direct: bool, params: SamplingParams, drafted: range | None
 ) -> None:
     target = target_of()
-    random = torch.Generator().manual_seed(4)
+    random = seeded(4)
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
     for weight in heads.parameters():
         weight.normal_(std=0.3, generator=random)
@@ -529,9 +528,7 @@ def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
     model = network()
     layer = model.model.layers[1].self_attn.v_proj
     layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
-    with pytest.raises(
-        InputError, match="cannot have a cache in int16: its weights are quantised or split"
-    ):
+    with refused("cannot have a cache in int16: its weights are quantised or split"):
         wrap_model(model, "some/model", "native", kv_dtype=torch.int16)
 
 
@@ -569,7 +566,7 @@ def test_changed_weights_are_packed_anew() -> None:
 
 def test_a_cache_that_nobody_asked_for_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapting, "_CACHED", 0)
-    with pytest.raises(InputError, match="m does not bear a cache in int16"):
+    with refused("m does not bear a cache in int16"):
         wrap_model(network(), "m", "native", kv_dtype=torch.int16)
     target = wrap_model(network(), "m", "native", kv_dtype=torch.int16, usual=True)
     assert target.kv_shape.dtype == torch.float32

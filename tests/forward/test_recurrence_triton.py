@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from benchmarks.architectures import ARCHITECTURES
-from tests.helpers import random_prompt, random_tree
+from tests.helpers import CPU, needs_triton, random_prompt, random_tree, seeded
 from tests.lossless.models import network
-from tswift.attention.backends import why_not
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.forward import recurrent
@@ -26,9 +25,7 @@ check = pytest.importorskip(
 kernels = pytest.importorskip(
     "tswift.forward.cuda.recurrence_triton", reason="triton is not installed"
 )
-CPU = torch.device("cpu")
-REASON = why_not("triton", torch.bfloat16, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_triton
 # heads of keys, heads, keys, values, and whether what is known is corrected
 SIZES = [
     (2, 4, 24, 80, True),
@@ -58,7 +55,7 @@ def test_it_does_what_operators_do(sizes: tuple[int, int, int, int, bool], nodes
 
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) -> None:
     """The state may be stepped in place."""
-    source = torch.Generator().manual_seed(3)
+    source = seeded(3)
     parents = [-1, 0, 0, 1, 3, 2, -1]
     count = len(parents)
     queries, keys = torch.rand(2, count, 2, 24, generator=source) - 0.5

@@ -26,6 +26,8 @@ from tests.helpers import (
     needs_program,
     options_for,
     random_prompt,
+    refused,
+    seeded,
     tokens_of,
 )
 from tests.jobs.killing import killed_before
@@ -35,7 +37,6 @@ from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Context, Drafter
 from tswift.decoding.loop import Decoding
 from tswift.engine import generate
-from tswift.errors import InputError
 from tswift.forward import recurrent
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu.recurrence import recurrence_library
@@ -107,7 +108,7 @@ def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.Monk
 
 def random_rows(count: int, heads: int, keys: int, values: int) -> tuple[Rows, torch.Tensor]:
     """Rows, by two heads of queries and keys, and a state."""
-    source = torch.Generator().manual_seed(keys)
+    source = seeded(keys)
     sizes = {
         "queries": (2, keys),
         "keys": (2, keys),
@@ -337,7 +338,7 @@ def test_what_cannot_be_had_is_refused(
     folder: str, options: dict[str, str], method: str, match: str
 ) -> None:
     options = {name: folder if value == "itself" else value for name, value in options.items()}
-    with pytest.raises(InputError, match=match):
+    with refused(match):
         generate(
             load(folder, device="cpu", attention="sdpa", **options), "The ship", 5, method=method
         )

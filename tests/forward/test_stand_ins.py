@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tests.helpers import CPU, seeded
 from tswift.caches import KVShape, WindowKV
 from tswift.forward import hf, recurrent
 from tswift.speculators import window_layers
@@ -22,7 +23,7 @@ NEWER: dict[str, Any] = {"kwargs": {"one": 1}, "unheard_of": 2}  # as 5.24 began
 
 
 def drawn(count: int, *shape: int) -> list[Tensor]:
-    return [*torch.randn(count, *shape, generator=torch.Generator().manual_seed(0))]
+    return [*torch.randn(count, *shape, generator=seeded(0))]
 
 
 def served(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -52,7 +53,7 @@ def test_the_cache_of_a_drafter() -> None:
     keys, values = drawn(2, 1, 2, 3, 4)
     held = []
     for more, named in (((), {}), (({"position": 1},), NEWER)):
-        kv = WindowKV(KVShape(1, 2, 4, torch.float32, torch.device("cpu")), 8, 2, 4)
+        kv = WindowKV(KVShape(1, 2, 4, torch.float32, CPU), 8, 2, 4)
         held.append(
             window_layers.SlotCache(kv, torch.arange(3)).update(keys, values, 0, *more, **named)
         )

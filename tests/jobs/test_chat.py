@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import METHODS
+from tests.helpers import METHODS, refused
 from tests.serving.server import with_template
 from tswift.decoding.text import TextStream
-from tswift.errors import InputError
 from tswift.jobs.chat import Chat
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run
@@ -85,6 +84,6 @@ def test_an_answer_that_is_left_was_said_so_far(model: LoadedModel) -> None:
 
 def test_what_leaves_no_room_was_not_said(model: LoadedModel) -> None:
     talk = Chat(model, RunConfig.of(length=40, method="ar", prompt_text="a line", chat=True))
-    with pytest.raises(InputError, match="positions"):
+    with refused("positions"):
         next(talk.answer("too much " * model.target.max_positions))
     assert talk._said == []

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import refused
 from tests.rows import every_row
 from tswift.drafting.options import METHODS, DraftOptions, parse_tree
-from tswift.errors import InputError
 from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note, to_load
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
@@ -116,16 +116,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @every_row(("options", "message"), REFUSED)
 def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=f"^{re.escape(message)}") as caught:
+    with refused(f"^{re.escape(message)}") as caught:
         RunConfig.of(**{"method": "tokenswift", **options})
     assert "\n" not in str(caught.value)
 
 
 @every_row("text", ["", ",", "1,,2", "1,", "abc", "1.5", "1 2"])
 def test_no_tree(text: str) -> None:
-    with pytest.raises(
-        InputError, match=r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "
-    ):
+    with refused(r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "):
         parse_tree(text)
 
 
@@ -204,7 +202,7 @@ def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: 
         loaded = to_load(config, methods.split())
         assert {name: getattr(loaded, name) for name in found} == found
     else:
-        with pytest.raises(InputError, match=f"^{re.escape(found)}"):
+        with refused(f"^{re.escape(found)}"):
             to_load(config, methods.split())
 
 

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
-from tests.helpers import first
+from tests.helpers import first, read_json, refused
 from tswift.benchmarking.config import BenchOptions, Plan, configure
 from tswift.benchmarking.record import to_json
 from tswift.benchmarking.run import begin_measurement
 from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
-from tswift.errors import InputError
 from tswift.jobs.config import RunConfig
 from tswift.jobs.job import start
 from tswift.jobs.resuming import resume
@@ -59,7 +58,7 @@ def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
 def _run(job: Any) -> dict[str, Any]:
     """The record of a run, which it makes to its end."""
     job.run(lambda *given: None)
-    return json.loads((job.folder.path / "run.json").read_text())
+    return read_json(job.folder.path / "run.json")
 
 
 def _resume(folder: Path, **asked: object) -> Any:
@@ -98,7 +97,7 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(
         str(own),
         str(small),
     ]
-    with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
+    with refused(r"^draft_model: there is no folder '/nowhere'$"):
         _resume(tmp_path, length=14, draft_model="/nowhere")
 
 
@@ -117,7 +116,7 @@ def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
 
 @pytest.mark.parametrize("method", first(1, ["standalone", "auto"]))
 def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
-    with pytest.raises(InputError) as caught:
+    with refused() as caught:
         _preflight(checkpoint, 62, method, small)
     wanted = (
         "draft_model: at least 3 prompt tokens and 62 new ones need 65 positions, the draft model "
@@ -130,9 +129,7 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
     plain = _preflight(checkpoint, 50, "ar", small)
     assert "draft model" not in plain.loaded
     assert "draft model's KV" not in plain.caches
-    with pytest.raises(
-        InputError, match=r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"
-    ):
+    with refused(r"^draft_model: 3 prompt tokens and 62 new ones need 65 positions"):
         begin(model, Request(prompt=[1, 2, 3], length=62, method=method))
 
 
@@ -140,9 +137,9 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
-    with pytest.raises(InputError, match=r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
+    with refused(r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
         _preflight(checkpoint, 5, "standalone", other)
-    with pytest.raises(InputError, match=r"^draft_model: there is no folder '/nowhere'$"):
+    with refused(r"^draft_model: there is no folder '/nowhere'$"):
         _preflight(checkpoint, 5, "standalone", "/nowhere")
 
 
@@ -179,19 +176,13 @@ def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
 def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
     checkpoint: Path, tmp_path: Path, on_cpu: None
 ) -> None:
-    with pytest.raises(
-        InputError, match=r"^draft_weights: reuse does not draft with the model itself; "
-    ):
+    with refused(r"^draft_weights: reuse does not draft with the model itself; "):
         _start(checkpoint, tmp_path, method="reuse", draft_weights="int4")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
-    with pytest.raises(
-        InputError, match=r"^draft_weights: must be one of auto, none, int4, int8, got 'int9'"
-    ):
+    with refused(r"^draft_weights: must be one of auto, none, int4, int8, got 'int9'"):
         _resume(tmp_path, length=30, draft_weights="int9")
     for length in (20, 25):  # finished, and gone on with
-        with pytest.raises(
-            InputError, match=r"^draft_weights: ar does not draft with the model itself; "
-        ):
+        with refused(r"^draft_weights: ar does not draft with the model itself; "):
             _resume(tmp_path, length=length, draft_weights="int4")
 
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import read_json, refused
 from tests.jobs.faults import FaultyOs
 from tests.rows import every_row
 from tswift import files
-from tswift.errors import InputError
 from tswift.files import Lock, in_use, open_own, write_whole
 from tswift.jobs import folder as module
 from tswift.jobs.config import RunConfig, fingerprint
@@ -106,7 +106,7 @@ def test_neither_512_tokens_nor_many_seconds_are_at_stake(
 def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
     folder.record(Record(state="running"))
     folder.record(Record(state="finished", options={"out": folder.path}, choices={"ar": 1}))
-    record = json.loads((folder.path / "run.json").read_text())
+    record = read_json(folder.path / "run.json")
     assert (record["schema"], record["state"], record["checksum"]) == (
         2,
         "finished",
@@ -121,10 +121,10 @@ def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
 
 def test_a_folder_is_for_one_run_and_one_process(folder: RunFolder) -> None:
     assert in_use(folder.path)
-    with pytest.raises(InputError, match=r"out: .* is in use by another run"):
+    with refused(r"out: .* is in use by another run"):
         RunFolder.create(folder.path)
     folder.record(Record())
-    with pytest.raises(InputError, match=r"out: .* is not empty"):
+    with refused(r"out: .* is not empty"):
         RunFolder.create(folder.path)
     folder.close()
     assert not in_use(folder.path)
@@ -142,15 +142,13 @@ def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(
     killed = RunFolder.create(tmp_path / "run")  # while its model was loading
     killed.keep_prompt([1, 2])
     killed.close()
-    with pytest.raises(
-        InputError, match=r"holds no run: it was stopped while the model was loading; --out begins"
-    ):
+    with refused(r"holds no run: it was stopped while the model was loading; --out begins"):
         read_record(tmp_path / "run")
     again = RunFolder.create(tmp_path / "run")
     again.append([5], "five", dict)
     again.checkpoint({})
     again.close()
-    with pytest.raises(InputError, match=r"out: .* is not empty"):
+    with refused(r"out: .* is not empty"):
         RunFolder.create(tmp_path / "run")
     assert (tmp_path / "run" / "text.txt").read_text() == "five"
 
@@ -183,7 +181,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     before = (tmp_path / "precious").read_bytes()
     with (
         Lock(folder.path) as lock,
-        pytest.raises(InputError, match=rf"/{name} cannot be used \(it is a link\)$"),
+        refused(rf"/{name} cannot be used \(it is a link\)$"),
     ):
         RunFolder.reopen(folder.path, lock, Record(), checkpoint, "")
     assert (tmp_path / "precious").read_bytes() == before
@@ -193,7 +191,7 @@ def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "some.new")
-    with pytest.raises(InputError, match=r"/some\.new cannot be used \(it is a named pipe\)$"):
+    with refused(r"/some\.new cannot be used \(it is a named pipe\)$"):
         write_whole(tmp_path / "some", b"")
     monkeypatch.setattr(files, "status_of_regular_file", lambda path, option: None)
     with pytest.raises(OSError, match="No such device"):
@@ -368,7 +366,7 @@ def test_reads_everything(tmp_path: Path) -> None:
 )
 def test_what_is_no_file_of_tokens(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "some.u32").write_bytes(data)
-    with pytest.raises(InputError, match=f"^tokens: .*some.u32 {message}"):
+    with refused(f"^tokens: .*some.u32 {message}"):
         read_tokens(tmp_path / "some.u32", "tokens")
 
 
@@ -417,7 +415,7 @@ def test_a_list_says_every_state(tmp_path: Path) -> None:
 
 def test_a_list_of_nothing_and_of_a_journal_that_would_never_end(tmp_path: Path) -> None:
     assert list_runs(tmp_path) == []
-    with pytest.raises(InputError, match="there is no folder"):
+    with refused("there is no folder"):
         list_runs(tmp_path / "none")
     for name in ("pipe", "device"):
         made(tmp_path / name, "finished", "2026-01-01").close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tswift.errors import InputError
+from tests.helpers import refused
 from tswift.jobs import config as module
 from tswift.jobs.config import first_tokens, read_prompt, render_chat
 
@@ -21,7 +21,7 @@ def test_take() -> None:
     assert first_tokens(tokens, None, bundled=False) == tokens
     assert first_tokens(tokens, None, bundled=True) == tokens[:1024]
     assert first_tokens(tokens, 4096, bundled=True) == tokens[:4096]
-    with pytest.raises(InputError, match="prefill: asks for 5,001 tokens, the prompt has 5,000"):
+    with refused("prefill: asks for 5,001 tokens, the prompt has 5,000"):
         first_tokens(tokens, 5001, bundled=False)
 
 
@@ -31,9 +31,7 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("0123456789")
     assert read_prompt(str(path)) == "0123456789"
     path.write_text("0123456789a")
-    with pytest.raises(
-        InputError, match=r"system: .*prompt.txt is too large, more than 10 bytes are not read"
-    ):
+    with refused(r"system: .*prompt.txt is too large, more than 10 bytes are not read"):
         read_prompt(str(path), "system")
 
 
@@ -112,7 +110,7 @@ def test_a_chat_by_its_template(
     if template == TEMPLATE:
         assert render_chat(tokenizer, "some/model", messages) == found
     else:
-        with pytest.raises(InputError) as error:
+        with refused() as error:
             render_chat(tokenizer, "some/model", messages)
         assert str(error.value).startswith(found)
         assert "\n" not in str(error.value)

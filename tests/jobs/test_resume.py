@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from tests.helpers import first, needs_program
+from tests.helpers import first, needs_program, read_json, refused
 from tests.jobs.faults import FaultyOs, Killed, power_cut
 from tswift import files as saving
 from tswift.drafting.options import DraftOptions
-from tswift.errors import DecodeError, InputError
+from tswift.errors import DecodeError
 from tswift.files import in_use
 from tswift.jobs import folder as files
 from tswift.jobs import job as jobs
@@ -97,7 +97,7 @@ def in_folder(folder: Path) -> Files:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    found: dict[str, Any] = read_json(folder / "run.json")
     return found
 
 
@@ -279,11 +279,9 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
     path = folder / "logprobs.bin"
     path.write_bytes(path.read_bytes()[:320])
     for other in ({"logprobs": 1}, {"stop": ("x",)}):
-        with pytest.raises(InputError, match=r"the run was made with"):
+        with refused(r"the run was made with"):
             resume(folder, other, True, [])
-    with pytest.raises(
-        InputError, match=r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"
-    ):
+    with refused(r"logprobs.bin has 320 bytes, [0-9]+ tokens take more; --discard-damaged"):
         resume(folder, {}, False, [])
     assert go_on(folder, {}, True).resumed[-1]["at"] <= 20
     assert in_folder(folder)[0][: len(made)] == made
@@ -308,9 +306,8 @@ def test_a_changed_bit_of_log_probabilities_is_damage(
         content = path.read_bytes()
     for place in (0, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with pytest.raises(
-            InputError,
-            match=r"logprobs.bin does not match its checksum between .*; --discard-damaged",
+        with refused(
+            r"logprobs.bin does not match its checksum between .*; --discard-damaged",
         ):
             resume(folder, {}, False, [])
     go_on(folder, {}, True)
@@ -324,15 +321,14 @@ def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole
     path = asked.out / "text.txt"
     for forged in (b"", whole[1][:-1], whole[1] + b"!", b"!" + whole[1][1:]):
         path.write_bytes(forged)
-        with pytest.raises(
-            InputError,
-            match=r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard",
+        with refused(
+            r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard",
         ):
             resume(asked.out, {}, False, [])
     assert resume(asked.out, {}, True, []) is None
     assert in_folder(asked.out) == whole
     path.unlink()
-    with pytest.raises(InputError, match=r"there is no file .*text.txt"):
+    with refused(r"there is no file .*text.txt"):
         resume(asked.out, {}, False, [])
 
 
@@ -366,7 +362,7 @@ def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(
     run(start(changed(asked, {"length": 50}), []))
     before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
     assert resume(asked.out, {"length": 50}, False, []) is None
-    with pytest.raises(InputError, match=r"^length: .* has 50 tokens already, got 49$"):
+    with refused(r"^length: .* has 50 tokens already, got 49$"):
         resume(asked.out, {"length": 49}, False, [])
     assert {path.name: path.read_bytes() for path in asked.out.iterdir()} == before
     go_on(asked.out, {"length": LENGTH})
@@ -397,7 +393,7 @@ def test_what_a_tree_that_pays_does_not_use_is_refused(
     message = (
         "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
     )
-    with pytest.raises(InputError, match=f"ngrams: {message}"):
+    with refused(f"ngrams: {message}"):
         resume(folder, {"ngrams": 7}, False, [])
 
 
@@ -408,9 +404,7 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
     kept = weight[7, 3].item()
     weight.data[7, 3] = kept * (1 + 2**-50)
     try:
-        with pytest.raises(
-            InputError, match=r"is not the model that .* was made with: weights differ"
-        ):
+        with refused(r"is not the model that .* was made with: weights differ"):
             resume(folder, {}, False, [])
     finally:
         weight.data[7, 3] = kept
@@ -426,9 +420,9 @@ def test_another_tokenizer_is_refused(
     other.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
     again = replace(model, tokenizer=other)
     says = f"has another tokenizer than {folder} was made with$"
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         with_model(read_run(folder), again)
-    with pytest.raises(InputError, match=says):
+    with refused(says):
         resume(folder, {}, False, [], loaded=again)
     record = record_of(folder)
     del record["model"]["tokenizer"]
@@ -443,7 +437,7 @@ def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: Files) -> 
     data[4 * 25] ^= 1
     (folder / "tokens.u32").write_bytes(data)
     damage = r"tokens.u32 does not match its checksum between tokens \d+ and \d+; --discard-"
-    with pytest.raises(InputError, match=damage):
+    with refused(damage):
         resume(folder, {}, False, [])
     assert (folder / "tokens.u32").read_bytes() == data
     job = resume(folder, {}, True, [])
@@ -523,6 +517,6 @@ def test_a_signal_lets_the_step_under_way_finish(
 
 
 def test_a_job_that_cannot_begin_leaves_no_folder(asked: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^prefill: asks for 99 tokens"):
+    with refused(r"^prefill: asks for 99 tokens"):
         start(changed(asked, {"prefill": 99, "out": tmp_path / "deep" / "run"}), [])
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES, Architecture
-from tests.helpers import VOCAB
+from tests.helpers import VOCAB, seeded
 from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV, steps_of
 from tswift.decoding.drafter import DraftTree
@@ -113,7 +113,7 @@ def cache_of(target: Target, slots: int, held: int = 0, seed: int = 0) -> FullKV
     a prompt in no time.
     """
     kv = FullKV(target.kv_shape, slots)
-    random = torch.Generator().manual_seed(seed)
+    random = seeded(seed)
     for buffer in kv.buffers:
         buffer.fill_(float("nan"))  # what is not there must not be read
         shape = buffer[:, :, :held].shape

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.architectures import ARCHITECTURES, checkpoint
 from tests.cli.conftest import prompt, tswift  # noqa: F401
 from tests.fuzzing import few
-from tests.helpers import first, needs_program, random_prompt
+from tests.helpers import first, needs_program, needs_triton, random_prompt, refused
 from tests.lossless.models import (
     DTYPES,
     KINDS,
@@ -33,9 +33,8 @@ from tests.lossless.models import (
     plainly,
     state_of,
 )
-from tswift.attention.backends import BACKENDS, exact_attention, why_not
+from tswift.attention.backends import BACKENDS, exact_attention
 from tswift.attention.sdpa import BatchInvariantAttention
-from tswift.errors import InputError
 from tswift.forward import target as module
 from tswift.forward import text
 from tswift.forward.exact_passes import Inexact, fingerprint
@@ -43,7 +42,6 @@ from tswift.forward.target import Target
 from tswift.loading.model import load
 from tswift.models.checkpoint import silence
 
-CPU = torch.device("cpu")
 TEXT = 40
 BORDERS = (0, 16, 64, 256, 1024, 2048)  # of chunks, tails and blocks
 
@@ -122,7 +120,7 @@ def test_native_attention(held: int, dtype: torch.dtype) -> None:
     assert same(target, held, 5)
 
 
-@pytest.mark.skipif(why_not("triton", torch.bfloat16, CPU) is not None, reason="no interpreter")
+@needs_triton
 @pytest.mark.slow
 def test_triton_attention() -> None:
     """Interpreted, which takes a tenth of a second for every layer of a pass."""
@@ -266,9 +264,7 @@ def test_experts_are_named(name: str, tmp_path: Path) -> None:
     """
     with silence():
         checkpoint(ARCHITECTURES[name], tmp_path)
-    with pytest.raises(
-        InputError, match=r"^exact: cannot be had here: an expert takes as many rows as choose it$"
-    ):
+    with refused(r"^exact: cannot be had here: an expert takes as many rows as choose it$"):
         load(str(tmp_path), dtype="float16", device="cpu", exact=True)
     model = load(str(tmp_path), dtype="float16", device="cpu")
     assert (model.exact, model.target.fixed_rows) == (None, None)

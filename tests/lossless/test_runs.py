@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Tswift, prompt, tswift  # noqa: F401
+from tests.helpers import read_json
 from tests.jobs.killing import result
 from tswift.jobs.folder import CHECKSUM, RECORD
 from tswift.jobs.folder import checksum as checksum_of
@@ -23,7 +24,7 @@ def words(checkpoint: Path, prompt: Path) -> str:
 
 
 def record(run: Path) -> dict[str, Any]:
-    return json.loads((run / RECORD).read_text())
+    return read_json(run / RECORD)
 
 
 def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tswift.errors import InputError
+from tests.helpers import read_json, refused
 from tswift.loading.model import load
 
 
@@ -17,13 +15,13 @@ def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
     """A copy of a checkpoint with another configuration."""
     shutil.copytree(checkpoint, folder)
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**read_json(path), **changes}))
     return str(folder)
 
 
 def refuse(model: str, match: str, option: str = "model", **options: Any) -> None:
     """See that a model is not loaded, and that one line says why."""
-    with pytest.raises(InputError, match=match) as caught:
+    with refused(match) as caught:
         load(model, **options)
     assert caught.value.field == option
     assert "\n" not in str(caught.value)

@@ -14,6 +14,7 @@ import sys
 import torch
 
 from benchmarks.offline import assembled, compiled_launch
+from tests.helpers import CPU
 from tswift.sampling import sampler_triton as fused
 from tswift.sampling.parameters import SamplingParams
 
@@ -50,7 +51,7 @@ class Compiler:
 
 def main(capability: str, dtype: str, nodes: str) -> None:
     count = int(nodes)
-    device = torch.device("cpu")
+    device = CPU
     logits = torch.zeros(count, VOCAB, dtype=getattr(torch, dtype))
     tokens = torch.zeros(count, dtype=torch.int64)
     ancestors, newest = (

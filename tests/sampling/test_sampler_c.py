@@ -13,13 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import needs_program, random_tree
+from tests.helpers import CPU, needs_program, random_tree, seeded
 from tswift.decoding.drafter import DraftTree
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler, _best, gumbel, seed_stream
 from tswift.sampling.sampler_c import c_sampler
 
-CPU = torch.device("cpu")
 pytestmark = needs_program
 
 PARAMS = st.builds(
@@ -47,7 +46,7 @@ def by_torch(sampler: Sampler, logits, seen, positions) -> list[int]:
 
 
 def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed)
+    random = seeded(seed)
     logits = torch.randn(count, vocab, generator=random) * {
         "flat": 0.01,
         "usual": 3.0,
@@ -164,9 +163,7 @@ def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) ->
     vocab = 60
     places = [7, 8, 9]
     logits = rows("usual", 3, vocab, seed, torch.float32)
-    seen = (
-        torch.rand(1 if one_row else 3, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
-    )
+    seen = torch.rand(1 if one_row else 3, vocab, generator=seeded(seed)) < 0.3
     sampler = Sampler(params, seed, vocab, CPU)
     tokens, found = sampler.candidates(logits, seen, places if noisy else None, count)
     scores = sampler.scores(logits, seen, places) if noisy else sampler.warp(logits, seen)
@@ -235,7 +232,7 @@ def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch) -> None:
 
 def test_float64_is_left_to_pytorch(monkeypatch) -> None:
     sampler = Sampler(SamplingParams(), 1, 6, CPU)
-    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 6, generator=seeded(0))
     assert sampler.program(torch.float64) is None
     assert sampler.program(torch.float32) is not None
     monkeypatch.setenv("CC", "/nowhere/cc")

@@ -16,15 +16,17 @@ import torch
 
 from tests.forward.test_passes import LengthOnDevice
 from tests.helpers import (
+    CPU,
     decode_steps,
     first,
+    needs_triton,
     random_prompt,
     random_tree,
+    seeded,
     tiny_heads,
     tiny_llama,
     tokens_of,
 )
-from tswift.attention.backends import why_not
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.target import Target
@@ -34,9 +36,7 @@ from tswift.sampling.rule import NO_TOKEN, Sampler
 
 check = pytest.importorskip("tswift.sampling.sampler_check", reason="triton is not installed")
 fused = pytest.importorskip("tswift.sampling.sampler_triton", reason="triton is not installed")
-CPU = torch.device("cpu")
-REASON = why_not("triton", torch.bfloat16, CPU)
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_triton
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
     text = [random.randrange(300) for _ in range(40)]
     for each in (one, plain):
         each.extend(text)
-    logits = 2 * torch.randn(128, 300, generator=torch.Generator().manual_seed(0))
+    logits = 2 * torch.randn(128, 300, generator=seeded(0))
     tree = random_tree(128, random, 300)
     where = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 39, tree.ancestors()
     wanted = plain.draw_rows(logits, *where)
@@ -195,7 +195,7 @@ def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
             name,
             lambda *given, run=run, name=name: calls.append(name) or run(*given),
         )
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(3, 50, generator=seeded(0))
     logits[2, 7] = math.nan
     nodes = (
         torch.tensor([1, 2, 3]),
@@ -224,7 +224,7 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         "candidates",
         lambda self, *given: calls.append(given[3]) or ranking(self, *given),
     )
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 50, generator=seeded(0))
     places = torch.tensor([4, 5])
     seen = torch.arange(100).view(2, 50) % 3 == 0
     for mask, positions in ((None, places), (seen[:1], None), (seen, places)):
@@ -304,7 +304,7 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
     for each in (one, plain):
         each.extend([3, 4, 5])
     calls.clear()
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(3, 50, generator=seeded(0))
     where = (
         torch.tensor([5, 9, 9]),
         torch.tensor([2, 3, 4]),

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import read_json
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
 
@@ -25,7 +26,7 @@ def with_template(checkpoint: Path, folder: Path) -> Path:
     """A copy of a checkpoint, with a chat template."""
     shutil.copytree(checkpoint, folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    path.write_text(json.dumps({**read_json(path), "chat_template": TEMPLATE}))
     return folder
 
 

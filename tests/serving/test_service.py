@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import read_json
 from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.stats import DecodeStats
@@ -47,7 +48,7 @@ def two_ends(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Load
     folder = tmp_path_factory.mktemp("ends") / "two"
     shutil.copytree(checkpoint, folder)
     for name in ("config.json", "generation_config.json"):
-        content = json.loads((folder / name).read_text())
+        content = read_json(folder / name)
         (folder / name).write_text(json.dumps({**content, "eos_token_id": [0, 12]}))
     return load(str(folder))
 
@@ -378,9 +379,9 @@ def test_sampling_that_nobody_asked_for(
     run = done(service.accept_one({**SHORT, **body}, False))
     service.close()
     service.thread.join()
-    drawn = json.loads((run.path / "run.json").read_text())["sampling"]
+    drawn = read_json(run.path / "run.json")["sampling"]
     assert {name: drawn[name] for name in wanted} == wanted
-    kept = json.loads((run.path / "request.json").read_text())["typed"]
+    kept = read_json(run.path / "request.json")["typed"]
     assert kept.get("sampling_from") == (None if preset else typed.get("sampling_from", "model"))
 
 
@@ -389,7 +390,7 @@ def test_who_sends_nothing_is_not_penalised(service: Service) -> None:
     usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty": 1.0}
     for sent in ({}, {"temperature": 0}, {"temperature": 0, "penalty": 1.1}):
         run = done(service.accept_one({**SHORT, **sent}, False))
-        drawn = json.loads((run.path / "run.json").read_text())["sampling"]
+        drawn = read_json(run.path / "run.json")["sampling"]
         assert {name: drawn[name] for name in usual} == {**usual, **sent}
         assert (drawn["presence_penalty"], drawn["frequency_penalty"]) == (0, 0)
 
@@ -412,7 +413,7 @@ def test_cancel_and_resume_at_the_same_time(
     monkeypatch.setattr("tswift.serving.run.write_whole", slow)
     service.cancel(waiting)
     threads[0].join()
-    assert "state" not in json.loads((waiting.path / "request.json").read_text())
+    assert "state" not in read_json(waiting.path / "request.json")
 
 
 def test_bodies_are_parsed_beside_the_event_loop(

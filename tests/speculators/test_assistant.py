@@ -12,12 +12,11 @@ import transformers
 from torch import Tensor
 
 from benchmarks.architectures import ARCHITECTURES, checkpoint, drawn
-from tests.helpers import CACHE, first, random_prompt, tokens_of
+from tests.helpers import CACHE, first, random_prompt, refused, seeded, tokens_of
 from tswift.caches import FullKV, WindowKV
 from tswift.decoding.loop import chunks
 from tswift.drafting.options import DraftOptions
 from tswift.engine import generate
-from tswift.errors import InputError
 from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.assistant import AssistantSpeculator
@@ -65,7 +64,7 @@ def written(
         patch.setattr(transformers.Gemma4TextConfig, "kv_sharing_modes", modes, raising=False)
         assistant = drawn(Assistant(config)).double().eval()
     if clusters:
-        order = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(1))
+        order = torch.randperm(text.vocab_size, generator=seeded(1))
         assistant.masked_embedding.token_ordering.copy_(order)
     assistant.save_pretrained(folder / "assistant")
     asked = {"dtype": "float64", "device": "cpu", "drafter": str(folder / "assistant")}
@@ -159,11 +158,11 @@ def test_what_a_folder_holds_and_whom_it_is_for(tmp_path: Path) -> None:
     found = find_drafter(folder)
     text = transformers.AutoConfig.from_pretrained(tmp_path / "model").get_text_config()
     found.refuse_other_layers(text)
-    with pytest.raises(InputError, match="was made for hidden size 32, the model has 33"):
+    with refused("was made for hidden size 32, the model has 33"):
         found.refuse_misfit(33, found.spec.vocab_size, 4)
     for other in (
         transformers.Gemma4TextConfig(**ARCHITECTURES[KINDS[1]].settings, num_key_value_heads=2),
         transformers.LlamaConfig(),
     ):
-        with pytest.raises(InputError, match="reads 1 KV heads of 32 in a layer of full_attention"):
+        with refused("reads 1 KV heads of 32 in a layer of full_attention"):
             found.refuse_other_layers(other)

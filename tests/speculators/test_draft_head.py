@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.forward.test_integers import needs_compiler, target_of
-from tests.helpers import HIDDEN, VOCAB, tiny_heads, tiny_target
+from tests.helpers import HIDDEN, VOCAB, seeded, tiny_heads, tiny_target
 from tswift.forward.target import Target
 from tswift.speculators.heads import DraftHead
 
@@ -19,7 +19,7 @@ IDS = torch.arange(2, VOCAB, 5, dtype=torch.int32)
 
 
 def states(width: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(3, width, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    return torch.randn(3, width, generator=seeded(2), dtype=dtype)
 
 
 def check(target: Target, ids: Tensor, bound: float) -> Tensor:

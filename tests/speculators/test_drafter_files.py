@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.architectures import ARCHITECTURES, HIDDEN, checkpoint, stock, texts
 from tests.forward.test_passes import LengthOnDevice
-from tests.helpers import medusa_heads, tiny_llama
+from tests.helpers import medusa_heads, read_json, tiny_llama
 from tests.models.refusals import refuse
 from tests.published import (
     COUNT,
@@ -188,7 +188,7 @@ def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
 )
 def test_where_heads_may_be(base: Path, tmp_path: Path, where: str, kind: str, count: int) -> None:
     folder = shutil.copytree(base, tmp_path / "m")
-    vocab = json.loads((base / "config.json").read_text())["vocab_size"]
+    vocab = read_json(base / "config.json")["vocab_size"]
     if where == "medusa among the weights":
         add_shard(folder, medusa_tensors(vocab, prefix="medusa_head."))
         say(folder, medusa_num_heads=COUNT, medusa_num_layers=1)
@@ -316,7 +316,7 @@ def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "model-extra.safetensors", lone)
     refused("has no rms_norm_eps in the configuration beside it", lone / "model-extra.safetensors")
     path = folder / "model.safetensors.index.json"
-    (lone / path.name).write_text(json.dumps({**json.loads(path.read_text()), "weight_map": 3}))
+    (lone / path.name).write_text(json.dumps({**read_json(path), "weight_map": 3}))
     refused("is broken: it lacks weight_map", lone)
     # a shard of another folder is not read
     shutil.move(folder / "model-extra.safetensors", tmp_path)

@@ -30,11 +30,10 @@ from tests.drafters import (
     target_of,
     tensors_of,
 )
-from tests.helpers import CACHE, first, needs_program, random_prompt
+from tests.helpers import CACHE, CPU, first, needs_program, random_prompt, refused
 from tswift.caches import FullKV, WindowKV
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
-from tswift.errors import InputError
 from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.target import Target
 from tswift.loading.model import load as load_model
@@ -65,9 +64,7 @@ def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
 
 
 def window(network: DraftNetwork, budget: int, scratch: int) -> WindowKV:
-    return WindowKV(
-        network.spec.kv_shape(torch.float64, torch.device("cpu")), budget, SINKS, scratch
-    )
+    return WindowKV(network.spec.kv_shape(torch.float64, CPU), budget, SINKS, scratch)
 
 
 @torch.inference_mode()
@@ -168,7 +165,7 @@ def test_a_block_is_that_of_transformers_own_module(tmp_path: Path) -> None:
         "Muse-Glimmer's assistant",
     )
     found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
-    with pytest.raises(InputError, match="has mask_token_id 96, the vocabulary has 96"):
+    with refused("has mask_token_id 96, the vocabulary has 96"):
         found.refuse_misfit(HIDDEN, VOCAB - 1, LAYERS)
     network = found.load(target_of())
     text = random_prompt(20, 4, VOCAB)
@@ -367,7 +364,7 @@ def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path:
             "dflash_config": {**config_of(layout)["dflash_config"], **config["dflash_config"]}
         }
     folder = drafter_folder(tmp_path, layout, config, tensors)
-    with pytest.raises(InputError) as error:
+    with refused() as error:
         find_drafter(folder)
     assert str(error.value).startswith(f"drafter: {folder} {reason}")
     assert "\n" not in str(error.value)
@@ -377,7 +374,7 @@ def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path:
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     folder = drafter_folder(tmp_path, "eagle-safeai")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"only pytorch_model.bin, a pickle"):
+    with refused(r"only pytorch_model.bin, a pickle"):
         find_drafter(folder)
 
 
@@ -389,10 +386,10 @@ def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
         (HIDDEN, 98, LAYERS): "a vocabulary of 97, the model has 98",
         (HIDDEN, VOCAB, 5): "a model of 8 layers, this one has 5",
     }.items():
-        with pytest.raises(InputError, match=reason):
+        with refused(reason):
             found.refuse_misfit(*size)
     found = find_drafter(drafter_folder(tmp_path, "dspark"))
-    with pytest.raises(InputError, match="reads the states after layers 1, 4"):
+    with refused("reads the states after layers 1, 4"):
         found.refuse_misfit(HIDDEN, VOCAB, 5)
 
 
@@ -417,7 +414,7 @@ def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
 def test_broken_weights_are_refused(
     layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=reason):
+    with refused(reason):
         load(drafter_folder(tmp_path, layout, tensors={name: value}))
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from recipes.corpus import load_documents, random_rows
+from tests.helpers import refused
 from tests.training.tiny import LONG, SHORT, Tiny
-from tswift.errors import InputError
 from tswift.training.config import HeadsConfig
 from tswift.training.data import Documents, jumping_positions, prepare
 
@@ -83,7 +83,7 @@ def test_documents_of_folders_and_files(tmp_path: Path) -> None:
 )
 def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> None:
     make(tmp_path)
-    with pytest.raises(InputError) as error:
+    with refused() as error:
         load_documents(str(tmp_path))
     assert str(error.value).startswith(f"corpus: {tmp_path} {message}")
     assert "\n" not in str(error.value)
@@ -93,7 +93,7 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> Non
     "corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"]
 )
 def test_names_that_are_no_corpus(corpus: str) -> None:
-    with pytest.raises(InputError, match=r"^corpus: "):
+    with refused(r"^corpus: "):
         load_documents(corpus)
 
 
@@ -167,13 +167,11 @@ def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny, tokens: list[list
         r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller "
         r"seq_len takes"
     )
-    with pytest.raises(InputError, match=held):
+    with refused(held):
         prepared(tiny, held_out=18)
     largest = max(map(max, tokens))
     prepared(tiny, vocabulary=largest + 1)
-    with pytest.raises(
-        InputError, match=rf"^model: the tokenizer has tokens that the model of {largest} does not"
-    ):
+    with refused(rf"^model: the tokenizer has tokens that the model of {largest} does not"):
         prepared(tiny, vocabulary=largest)
 
 

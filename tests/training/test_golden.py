@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.helpers import read_json
 from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.training.config import TIMES
@@ -37,7 +38,7 @@ SHORT = (
 def written(code: int) -> dict[str, Any]:
     """Names of all files, fields and tensors that a short training has written, and its figures."""
     folder = Path("new")
-    record = json.loads((folder / "train.json").read_text())
+    record = read_json(folder / "train.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         about = json.loads(file.metadata()["tswift"])
@@ -96,7 +97,7 @@ def test_what_is_written_and_every_loss(
         ]
     )
     found = written(code)
-    golden = json.loads(GOLDEN.read_text())
+    golden = read_json(GOLDEN)
     if os.environ.get("TSWIFT_GOLDEN") == "write":
         golden[name] = dict(found)
         lines = ",\n".join(

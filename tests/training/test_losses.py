@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes import demo_draft
 from recipes.demo_draft import agreements
-from tests.helpers import HIDDEN, VOCAB, first, tiny_heads, tiny_llama, tiny_target
+from tests.helpers import CPU, HIDDEN, VOCAB, first, seeded, tiny_heads, tiny_llama, tiny_target
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
@@ -30,7 +30,7 @@ from tswift.training.tasks import Trainer, learning_rate, muon
 from tswift.training.teacher import teach
 
 ROWS, LENGTH, COUNT = 2, 23, 3
-IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+IDS = torch.randint(VOCAB, (ROWS, LENGTH), generator=seeded(3))
 USED = LENGTH - COUNT - 1
 JUMPING = torch.arange(LENGTH).repeat(ROWS, 1)
 JUMPING[1, 9:] += 50
@@ -52,7 +52,7 @@ def stock() -> LlamaForCausalLM:
 def changed(share: float, seed: int) -> LlamaForCausalLM:
     """The stock model with other weights."""
     network = tiny_llama("gqa", torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for weight in network.parameters():
             weight += (
@@ -212,7 +212,7 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
         if state is not None:
             trainer.load({name: value.clone() for name, value in state.items()})
         for step in range(2 if state else 0, learnt):
-            ids = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(step))
+            ids = torch.randint(VOCAB, (2, 12), generator=seeded(step))
             network(input_ids=ids, labels=ids).loss.backward()
             trainer.step(0.5)
         return {name: value.clone() for name, value in trainer.tensors().items()}
@@ -242,7 +242,7 @@ def test_agreement_counts_tokens_that_both_draw(
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
     large = stock()
     small = changed(0.3, 5)
-    text = torch.randint(VOCAB, (140,), generator=torch.Generator().manual_seed(5)).tolist()
+    text = torch.randint(VOCAB, (140,), generator=seeded(5)).tolist()
     all_logits = [model(torch.tensor([text])).logits[0].float() for model in (large, small)]
     target, draft = Target(tiny_llama("gqa", torch.float64)), Target(small)
     scores = agreements(target, draft, text, (0, 70), 60, params, recent=140)
@@ -250,7 +250,7 @@ def test_agreement_counts_tokens_that_both_draw(
         assert recent == whole  # so many that they are the whole text
         same = 0
         for node in range(start, start + 60):
-            sampler = Sampler(params, 0, large.config.vocab_size, torch.device("cpu"))
+            sampler = Sampler(params, 0, large.config.vocab_size, CPU)
             sampler.extend(text[: node + 1])
             seen = sampler.seen(
                 torch.tensor([text[node]]), torch.tensor([node]), torch.ones(1, 1, dtype=torch.bool)
@@ -272,9 +272,7 @@ def test_agreement_counts_tokens_that_both_draw(
 
 def test_recent_tokens_are_read_at_their_own_positions() -> None:
     small = tiny_llama("gqa", torch.float64)
-    text = torch.randint(
-        small.config.vocab_size, (400,), generator=torch.Generator().manual_seed(5)
-    ).tolist()
+    text = torch.randint(small.config.vocab_size, (400,), generator=seeded(5)).tolist()
     ((whole, recent),) = agreements(
         Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16
     )

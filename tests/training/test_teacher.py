@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import VOCAB, tiny_llama, tiny_target
+from tests.helpers import VOCAB, seeded, tiny_llama, tiny_target
 from tswift.errors import DecodeError
 from tswift.training import teacher
 from tswift.training.teacher import Lessons, Taught, draft_logits, teach
 
-IDS = torch.randint(VOCAB, (2, 19), generator=torch.Generator().manual_seed(4))
+IDS = torch.randint(VOCAB, (2, 19), generator=seeded(4))
 DRAFT_IDS = torch.tensor([0, 3, 4, 10, 50, 96], dtype=torch.int32)
 LENGTH, HIDDEN, COUNT = 7, 5, 3
 

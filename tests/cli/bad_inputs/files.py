@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, words_of
 from tests.cli.bad_inputs.options import shortened
+from tests.helpers import read_json
 
 MANY_GIGABYTES = 1 << 36  # sparse: no block of it is on the disk
 Change = Callable[[Path], object]
@@ -83,7 +84,7 @@ PLACES = (
 
 def _told(change: Callable[[dict[str, Any]], object]) -> Change:
     def edit(path: Path) -> None:
-        told = json.loads(path.read_text())
+        told = read_json(path)
         change(told)
         path.write_text(json.dumps(told))
 

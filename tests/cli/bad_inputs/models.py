@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.bad_inputs.case import Case, World, generate
+from tests.helpers import read_json
 
 Change = Callable[[Path], object]
 
@@ -38,7 +39,7 @@ def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
 
     def edit(folder: Path) -> None:
         path = folder / name
-        content = json.loads(path.read_text()) if path.exists() else {}
+        content = read_json(path) if path.exists() else {}
         change(content)
         path.write_text(json.dumps(content))
 

@@ -12,6 +12,7 @@ from typing import Any
 from tests.cli.bad_inputs.case import Case, World, words_of
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import Change, content, cut, flip
+from tests.helpers import read_json
 from tswift.jobs.folder import checksum
 
 RECORD = "run.json"
@@ -22,7 +23,7 @@ def record(change: Callable[[dict[str, Any]], object]) -> Change:
 
     def edit(folder: Path) -> None:
         path = folder / RECORD
-        told = json.loads(path.read_text())
+        told = read_json(path)
         change(told)
         if "checksum" in told:
             told["checksum"] = checksum(told)
