@@ -336,7 +336,7 @@ FAULTS = [
     Fault("sums go backwards on AVX2 alone", "forward/cpu/products.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "at + i * BLOCK * size, input + i, inputs, INPUTS",
           "at + (LANES == 8 ? inputs - 1 - i : i) * BLOCK * size, input + (LANES == 8 ? inputs - 1 - i : i), inputs, 1"),
-    Fault("a group's second half has the codes of the first on AVX2 alone", "forward/cpu/products.c", INTEGERS,
+    Fault("a group's second half has the codes of the first on AVX2 alone", "forward/cpu/products.c", f"{INTEGERS}::test_a_product_has_the_bits_of_its_definition",
           "load_integers(codes + h * LANES * 4)", "load_integers(codes)"),
     Fault("integer values are packed with those of other dimensions", "vectors.h", NATIVE,
           "(from[k] + at)), 0xd8)", "(from[k] + at)), 0xe4)"),

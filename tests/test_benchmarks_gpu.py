@@ -68,6 +68,7 @@ def python(env: dict[str, str], *words: object) -> subprocess.CompletedProcess[s
     return subprocess.run(line, timeout=480, check=False, **given)
 
 
+@pytest.mark.slow
 def test_decoding_and_measuring_need_little(tmp_path: Path) -> None:
     code = (
         "import benchmarks.gpu.measure, benchmarks.gpu.texts, tests.test_gpu, sys, tswift\n"

@@ -212,7 +212,7 @@ def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch: pytest.MonkeyPa
     """An 8B model at 100,000 tokens takes 0.31 to 0.45 GB beside what is held."""
     limit_memory(monkeypatch, None)
     demand = Demand(4096, 100_000, "tokenswift", DraftOptions(nodes=32))
-    plan = plan_model(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16"))
+    plan = plan_model(ModelConfig(model="shape:llama3.1-8b", dtype="bfloat16", attention="sdpa"))
     need = preflight(replace(plan, device=torch.device("cuda")), demand)
     held = sum(need.loaded.values()) + need.kv_bytes
     assert need.passing["workspace"] == pytest.approx(held / 100, abs=1)

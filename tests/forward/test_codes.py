@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -378,25 +379,16 @@ def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypat
 
 
 @needs_triton
-@pytest.mark.parametrize("part", ["attention", "layers"])
-def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch, part: str) -> None:
+def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch) -> None:
     target = wrap_model(small_network("Qwen2.5", torch.bfloat16, 1), "small", "triton")
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
-    reason = "cannot have a cache in int8: "
-    if part == "attention":
-        monkeypatch.setattr(adapting, "fails", lambda *given, **named: "it lies")
-        reason += "it lies"
-    else:
-        monkeypatch.setattr(adapting, "fails", lambda *given, **named: None)
-
-        def wrong(*given: object, **named: object) -> None:
-            raise layers_check.Wrong("a bit differs")
-
-        monkeypatch.setattr(adapting, "try_kernels", wrong)
-        reason += "a bit differs"
-    with refused(f"^kv_dtype: small {reason}"):
-        adapting._narrow_cache(target, "small", torch.int8, False, lambda: 0.0)
-    assert target.kv_shape.dtype == torch.bfloat16
+    layers = Mock(side_effect=layers_check.Wrong("a bit differs"))
+    monkeypatch.setattr(adapting, "try_kernels", layers)
+    for attention, reason in (("it lies", "it lies"), (None, "a bit differs")):
+        monkeypatch.setattr(adapting, "fails", lambda *given, lies=attention, **named: lies)
+        with refused(f"^kv_dtype: small cannot have a cache in int8: {reason}"):
+            adapting._narrow_cache(target, "small", torch.int8, False, lambda: 0.0)
+        assert target.kv_shape.dtype == torch.bfloat16
 
 
 def test_attention_by_others_refuses_it_on_cuda() -> None:
