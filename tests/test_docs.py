@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import typer
 
+from tests.rows import every_row
 from tswift.cli.app import app
+from tswift.drafting.options import KV, METHODS
+from tswift.options import options_of
+from tswift.sampling.parameters import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,6 +71,19 @@ def test_every_option_is_on_a_page() -> None:
             if parameter.param_type_name == "option":
                 missing = {*parameter.opts, *parameter.secondary_opts} - named
                 assert not missing, f"{missing} of {command.name}: docs/cli.md has no row of it"
+
+
+@every_row(
+    ("page", "names"),
+    [
+        ("serve.md", {option.name for option, _ in options_of(SamplingParams)}),
+        ("methods.md", {*METHODS, *KV}),
+    ],
+)
+def test_every_name_is_in_a_row(page: str, names: set[str]) -> None:
+    """Fields of a request that say how tokens are drawn; methods, and what partial caches hold."""
+    cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.M)
+    assert names <= {*re.findall(r"`(.*?)`", " ".join(cells))}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

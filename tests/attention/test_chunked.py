@@ -125,9 +125,9 @@ def test_a_wide_tree_is_refused() -> None:
 @given(passes(), st.integers(1, MAX_WIDTH))
 def test_against_a_dense_computation(drawn, nodes: int) -> None:
     shape, dtype, prefix, spec, sharp = drawn
-    query, keys, values, ancestors, scale = case(*shape, prefix, nodes, dtype, prefix, sharp)
-    found = attend(query, keys, values, ancestors, scale, spec)
-    wanted = dense(query, keys, values, ancestors, scale, spec)
+    given = case(*shape, prefix, nodes, dtype, prefix, sharp)
+    found = attend(*given, spec)
+    wanted = dense(*given, spec)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
 

@@ -262,13 +262,13 @@ def test_a_long_windows_bits_far_into_a_text() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 def test_the_result_is_the_same_with_any_number_of_threads() -> None:
-    query, keys, values, ancestors, scale = case(2, 1, 64, 3000, 9, torch.float32)
+    given = case(2, 1, 64, 3000, 9, torch.float32)
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(attend(query, keys, values, ancestors, scale))
+            found.append(attend(*given))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -376,16 +376,14 @@ def test_a_mask_may_be_laid_out_in_any_way() -> None:
     ],
 )
 def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, nodes: int) -> None:
-    query, keys, values, ancestors, scale = case(2, group, width, 300, nodes, dtype)
-    assert torch.equal(
-        attend(query, keys, values, ancestors, scale), stock(query, keys, values, ancestors, scale)
-    )
+    given = case(2, group, width, 300, nodes, dtype)
+    assert torch.equal(attend(*given), stock(*given))
 
 
 def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> None:
-    query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
-    left = stock(query, keys, values, ancestors, scale)
-    assert not torch.equal(attend(query, keys, values, ancestors, scale), left)
+    given = case(2, 1, 16, 300, 5, torch.float32)
+    left = stock(*given)
+    assert not torch.equal(attend(*given), left)
 
     def full(width: int, dtype: torch.dtype) -> None:
         raise Unbuilt("no space left")
@@ -393,7 +391,7 @@ def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> No
     monkeypatch.setattr(native, "library", full)
     native._kernel.cache_clear()
     try:
-        assert torch.equal(attend(query, keys, values, ancestors, scale), left)
+        assert torch.equal(attend(*given), left)
     finally:
         native._kernel.cache_clear()
 

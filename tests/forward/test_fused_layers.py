@@ -391,7 +391,7 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
 
 def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small: None) -> None:
     """Where gradients could be wanted layers are transformers' own: nobody wants a pass's."""
-    target = wrapped(FIT[2], torch.bfloat16, 1)
+    target = Target(network(FIT[2], torch.bfloat16, 1), BACKENDS["triton"]())
     zero = torch.zeros(1, dtype=torch.int64)
     asked = zero, zero, FullKV(target.kv_shape, 4), torch.zeros((), dtype=torch.int32), None
     with torch.enable_grad():
@@ -576,24 +576,6 @@ def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch
     assert same_bits(wide, plain.get_decoder().rotary_emb(like.double(), places)[0])
     separate_layers(made)
     assert type(made.get_decoder().rotary_emb) is type(plain.get_decoder().rotary_emb)
-
-
-@pytest.mark.slow
-def test_a_replayed_pass_is_by_kernels_outside_of_inference_mode_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A resumed text is forwarded by such passes,
-    and has to have the bits that it was decoded with.
-    """
-    target = wrapped("Llama, MQA", torch.bfloat16, 1)
-    made = Counter[str]()
-    monkeypatch.setattr(kernels, "add_product", counted(made, "add_product", kernels.add_product))
-    kv = FullKV(target.kv_shape, 20)
-    length = torch.full((), 5, dtype=torch.int32)
-    ids = torch.arange(2)
-    assert torch.is_grad_enabled()
-    target.compute_static(ids, ids + 5, kv, length, None)
-    assert made["add_product"] == 2
 
 
 @pytest.mark.slow

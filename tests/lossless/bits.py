@@ -37,8 +37,8 @@ def of_the_program() -> dict[str, str]:
         found[f"a small {kind} with a cache in {dtype}"] = fingerprint(target)
     for nodes, dtype in ((1, torch.float32), (7, torch.bfloat16), (64, torch.float16)):
         # with the small model's size of heads, as each takes the compiler two seconds
-        query, keys, values, ancestors, scale = case(2, 3, 16, 1500, nodes, dtype)
-        out = by(NativeAttention)(query, keys, values, ancestors, scale)
+        given = case(2, 3, 16, 1500, nodes, dtype)
+        out = by(NativeAttention)(*given)
         found[f"attention of {nodes} nodes in {dtype}"] = bits(out)
     demo = tswift.load("demo", dtype="float32", device="cpu")
     found["the bundled model"] = fingerprint(demo.target)
