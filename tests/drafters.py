@@ -33,13 +33,7 @@ EPS, THETA = 1e-6, 10_000.0
 WINDOW = 5  # of layers that slide
 RECURRENT = "Qwen3.5 to 3.8 (gated delta nets)"
 LAYOUTS = (
-    *(
-        "dspark",
-        "deepspec-dflash",
-        "dflash",
-        "eagle-safeai",
-        "eagle-speculators",
-    ),
+    *("dspark", "deepspec-dflash", "dflash", "eagle-safeai", "eagle-speculators"),
     *("dspark-speculators", "dflash-speculators", "dflash-sliding", "dflash2-speculators"),
     "dflash2",
 )
@@ -173,10 +167,7 @@ def config_of(layout: str) -> dict[str, Any]:
             "speculators_model_type": "eagle3",
             "architectures": ["Eagle3Speculator"],
             **own,
-        } | {
-            "transformer_layer_config": inner,
-            "eagle_aux_hidden_state_layer_ids": [2, 3, 6],
-        }
+        } | {"transformer_layer_config": inner, "eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
     if layout in ("dspark-speculators", "dflash-speculators", "dflash2-speculators"):
         kinds = [
             f"{'sliding' if index in SLIDING.get(layout, ()) else 'full'}_attention"
@@ -187,9 +178,7 @@ def config_of(layout: str) -> dict[str, Any]:
             "mask_token_id": MASK,
             "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS],
         }
-        own |= {
-            "draft_vocab_size": DRAFT_VOCAB if layout == "dflash-speculators" else VOCAB,
-        }
+        own |= {"draft_vocab_size": DRAFT_VOCAB if layout == "dflash-speculators" else VOCAB}
         if layout == "dflash2-speculators":
             own |= {"conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CHOSEN}
         else:

@@ -337,10 +337,7 @@ def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported
         assert caught.value.field == name
     with refused(r"^attention_mask: is missing, and the prompt has the padding token \d+$"):
         exported(model, prompt["input_ids"], pad_token_id=int(prompt["input_ids"][0, 3]))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        refused(r"^model: is under torch\.autocast"),
-    ):
+    with torch.autocast("cpu", torch.bfloat16), refused(r"^model: is under torch\.autocast"):
         exported(model, **prompt)
     hook = model.model.layers[1].register_forward_hook(lambda module, inputs, out: out * 2)
     with refused(r"^model: has a hook at model\.layers\.1, "):
@@ -432,12 +429,7 @@ def test_changes_of_the_model_are_seen(
 
     texts = []
     kept = None
-    for change in (
-        lambda: None,
-        multiply,
-        model.float,
-        shorten,
-    ):
+    for change in (lambda: None, multiply, model.float, shorten):
         change()
         found = exported(model, **prompt, max_new_tokens=30)
         assert torch.equal(found, model.generate(**prompt, max_new_tokens=30))

@@ -409,8 +409,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
 
 @cuda_only
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float16)],
+    ("size", "dtype"), [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float16)]
 )
 def test_triton_head_sizes(triton_attention, size, dtype) -> None:
     for tree in (True, False):

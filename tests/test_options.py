@@ -112,7 +112,7 @@ def test_every_option_says_what_it_is_and_its_default_is_in_range(kind: type) ->
 def test_a_filter_says_what_turns_it_off() -> None:
     carried = {each.name: one for each, one in options_of(SamplingParams)}
     assert {name: carried[name].off for name in ("min_p", "eta", "top_k", "top_p")} == {
-        **{"min_p": 0.0, "eta": 0.0, "top_k": 0, "top_p": 1.0},
+        **{"min_p": 0.0, "eta": 0.0, "top_k": 0, "top_p": 1.0}
     }
     assert carried["penalty"].off is None
 

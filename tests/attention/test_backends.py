@@ -128,12 +128,7 @@ def served(monkeypatch):
     ):
         monkeypatch.setitem(BACKENDS, "own", lambda: attention)
         return fails(
-            "own",
-            dtype,
-            CPU,
-            16,
-            heads,
-            [AttentionSpec(), spec] if spec else [AttentionSpec()],
+            "own", dtype, CPU, 16, heads, [AttentionSpec(), spec] if spec else [AttentionSpec()]
         )
 
     return tell

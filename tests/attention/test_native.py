@@ -236,11 +236,7 @@ def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
         )
         assert apart < (
             2e-5 if dtype == torch.float32 else 1e-1 if dtype == torch.int8 else 1e-2
-        ), (
-            prefix,
-            nodes,
-            apart,
-        )
+        ), (prefix, nodes, apart)
     for prefix, reach in ((0, 3), (57, 2), (119, 1), (700, 5), (5003, 64)):
         assert (
             odd_nodes(

@@ -50,10 +50,7 @@ CODED = [  # as layers, with forms of most weights, of values' and of the LM hea
 
 
 WALKS = ["90,bfloat16,8,128,32,walk", "80,bfloat16,8,128,1,walk"]
-STATES = [
-    "90,float32,16,32,128,128,states,corrects",
-    "80,float32,16,32,128,128,states,corrects",
-]
+STATES = ["90,float32,16,32,128,128,states,corrects", "80,float32,16,32,128,128,states,corrects"]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +92,7 @@ def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> Non
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:], CODES[:2], CODES[2:4]],
+    "pair", [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:], CODES[:2], CODES[2:4]]
 )
 def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(
     kernels, pair: tuple[str, str]

@@ -10,12 +10,7 @@ import pytest
 
 from tests.benchmarking.helpers import make_measurement, typed
 from tswift.benchmarking.record import Group, SuiteRecord, SuiteText
-from tswift.benchmarking.suite_run import (
-    quality,
-    repeated,
-    spans,
-    texts_html,
-)
+from tswift.benchmarking.suite_run import quality, repeated, spans, texts_html
 from tswift.benchmarking.summary import QUALITY, from_source
 
 

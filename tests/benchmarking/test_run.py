@@ -525,9 +525,7 @@ def test_what_cannot_be_measured_is_refused_before_it_runs(checkpoint, monkeypat
     monkeypatch.setattr(
         "tswift.loading.model.load_model", lambda config: pytest.fail("it was loaded")
     )
-    with refused(
-        r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions",
-    ):
+    with refused(r"^lens: at least 100 prompt tokens and 4,000 new ones need 4,100 positions"):
         configure(options(checkpoint, "reuse"), 100, 4000, "lens")
 
 

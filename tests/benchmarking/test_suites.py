@@ -17,13 +17,7 @@ from tswift.benchmarking.record import SuiteRecord
 from tswift.benchmarking.report import tables, write_report
 from tswift.benchmarking.run import measure
 from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare, quality, tree_nodes
-from tswift.benchmarking.suites import (
-    SUITES,
-    Suite,
-    find_suite,
-    published_rows,
-    summarise_suite,
-)
+from tswift.benchmarking.suites import SUITES, Suite, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS
 from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.methods import METHODS
@@ -104,7 +98,7 @@ def test_what_a_suite_sets_itself() -> None:
     assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
     assert SUITES["table14"].own == {"methods", "prefills", "ngrams"}
     with refused(
-        r"^suite: no suite 'table2'; there are table1, .*case-study; did you mean table\d",
+        r"^suite: no suite 'table2'; there are table1, .*case-study; did you mean table\d"
     ):
         find_suite("table2")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class Result:
     @property
     def text(self) -> str:
         return self.out.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
 
     def ok(self) -> Result:
         assert self.code == 0, self.err

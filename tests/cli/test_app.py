@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -175,7 +174,7 @@ def test_what_breaks_on_the_way_is_one_line(
 def test_machine_and_costs(tswift: Tswift, checkpoint: Path) -> None:
     asked = ("env", "--model", checkpoint, "--dtype", "float32")
     found = tswift(*asked).ok()
-    told = json.loads(tswift(*asked, "--json", "-").out)
+    told = tswift(*asked, "--json", "-").json
     assert told["kind"] == "env"
     text = found.text
     assert told["environment"]["torch"] in text

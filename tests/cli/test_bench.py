@@ -154,7 +154,7 @@ def test_table_and_json(tswift, checkpoint, prompt):
     assert "x over reference style" in lines[1]
     assert [line.split("  ")[0] for line in lines[2:5]] == ["AR", "reuse", "AR, reference style"]
     assert "yes" in lines[3]
-    record = json.loads(tswift(words, "--json -").out)
+    record = tswift(words, "--json -").json
     assert (record["ok"], record["command"][:2]) == (True, ["tswift", "compare"])
     assert [outcome["method"] for outcome in record["outcomes"]] == ["ar", "reuse"]
     assert (record["drafting"]["reuse"]["ngrams"], record["sampling"]["banned"]) == (20, [0])

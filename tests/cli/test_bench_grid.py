@@ -117,10 +117,7 @@ def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [(WORDS, Killed), (SUITE, KeyboardInterrupt)],
-)
+@pytest.mark.parametrize(("words", "error"), [(WORDS, Killed), (SUITE, KeyboardInterrupt)])
 def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, whole, words, error):
     with pytest.MonkeyPatch.context() as patch:
         stop(patch, 1 + (words is SUITE), error)

@@ -228,7 +228,7 @@ def test_ctrl_c_keeps_what_was_made(
         == decoded(checkpoint, tokens).encode()
     )
     found = tswift(f"verify {out} --json -")
-    assert (found.code, json.loads(found.out)["tokens"]) == (0, len(tokens))
+    assert (found.code, found.json["tokens"]) == (0, len(tokens))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     path = tmp_path / "medusa.safetensors"
     medusa_heads(layers=2).save(path, torch.float32)
     assert said(tswift(f"heads inspect {path} --json {tmp_path}/about.json"))["kind"] == "medusa"
-    record = json.loads(tswift(f"heads inspect {path} --json -").out)
+    record = tswift(f"heads inspect {path} --json -").json
     assert record["kind"] == "heads"
     assert read_json(tmp_path / "about.json")["heads"] == record["heads"]
     parameters = 3 * (2 * HIDDEN * (HIDDEN + 1) + VOCAB * HIDDEN)
@@ -94,7 +93,7 @@ def test_drafters(tswift: Tswift, tmp_path: Path) -> None:
     found = said(tswift(f"heads inspect {folder}"))
     assert (found["kind"], found["tokens drafted"], found["layout"]) == ("dspark", "4", "DeepSpec")
     assert found["not read"] == "confidence_head.proj.weight, confidence_head.proj.bias"
-    record = json.loads(tswift(f"heads inspect {folder} --json -").out)
+    record = tswift(f"heads inspect {folder} --json -").json
     assert record["heads"]["taps"] == [1, 4]
     refused = tswift(
         "heads inspect", drafter_folder(tmp_path / "d", "dspark", tensors={"fc.weight": None})

@@ -4,7 +4,6 @@ or rounded when they were loaded.
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -226,7 +225,7 @@ def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> 
     """Of LLaMA3.1-8b: 6.98e9 weights in layers, 525e6 in the LM head, which has 8 bits."""
     words = f"roofline --model shape:llama3.1-8b --device h100 --weights {kind}"
     result = tswift(words, "--json -").ok()
-    told = json.loads(result.out)
+    told = result.json
     layers, head, norms = 32 * 218_103_808, 128_256 * 4096, 65 * 4096
     each = {"int4": 0.75, "int8": 1.25}[kind]
     assert told["shape"]["weight_bytes"] == layers * each + head * 1.25 + norms * 2
@@ -244,7 +243,7 @@ def test_a_floor_without_a_compiler_counts_floats(
     result = tswift(f"roofline --model {file} --json -").ok()
     embeddings = network.get_input_embeddings().weight.numel()
     floats = sum(weight.numel() for weight in network.parameters()) - embeddings
-    assert json.loads(result.out)["shape"]["weight_bytes"] == 4 * floats
+    assert result.json["shape"]["weight_bytes"] == 4 * floats
 
 
 def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> Non
     told = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert told["prompt"]["source"] == str(prompt)
     result = tswift("compare", words, "-").ok()
-    assert json.loads(result.out)["prompt"]["source"] == str(prompt)
+    assert result.json["prompt"]["source"] == str(prompt)
     grid = f"--prefill 8 --lens 4 --methods ar --warmup 0 --no-plots --out {tmp_path}/out"
     tswift(f"bench --model {checkpoint} --prompts {prompt}", grid).ok()
     assert "caf\\udce9.txt" in (tmp_path / "out" / "bench.md").read_text(encoding="utf-8")

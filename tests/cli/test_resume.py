@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -76,7 +75,7 @@ def test_runs(tswift: Tswift, short: Path, tmp_path: Path) -> None:
     assert lines[0] == f"2 runs in {tmp_path}"
     assert re.search(r"^run +finished +tokenswift .* 9 +9 ", lines[2])
     assert re.search(r"^whole +finished +tokenswift .* 40 +40 ", lines[3])
-    record = json.loads(tswift(f"runs {tmp_path} --json -").out)
+    record = tswift(f"runs {tmp_path} --json -").json
     assert [entry["tokens"] for entry in record["runs"]] == [9, 40]
     assert tswift("runs").code == 2  # there is no folder of runs here
     assert tswift(f"runs {short}").text.startswith("1 run in")

@@ -30,7 +30,7 @@ def test_the_papers_table_2(tswift: Tswift) -> None:
 def test_on_a_device_that_was_measured_passes_are_reckoned(tswift: Tswift) -> None:
     """Those of 1 to 16 nodes that were measured there are as long as that."""
     words = f"{LLAMA} h100 --context 4096,100000 --nodes 1"
-    record = json.loads(tswift(words, "--json -").out)
+    record = tswift(words, "--json -").json
     reckoned = {each["context"]: 1e3 * each["reckoned_seconds"] for each in record["passes"]}
     rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     passes = [row for row in rows if row["table"] == "passes" and row["kind"] == "verify"]
@@ -44,7 +44,7 @@ def test_on_a_device_that_was_measured_passes_are_reckoned(tswift: Tswift) -> No
 
 def test_json_of_a_job(tswift: Tswift) -> None:
     job = "--len 50000 --prefill 2048 --context 1000,2_000 --nodes 1,8,20"
-    record = json.loads(tswift(f"{LLAMA} a100-80g", job, "--json -").out)
+    record = tswift(f"{LLAMA} a100-80g", job, "--json -").json
     about = {name: record[name] for name in ("kind", "device", "dtype", "prefill", "length")}
     assert [*about.values()] == ["roofline", "a100-80g", "bfloat16", 2048, 50_000]
     assert [(each["context"], each["nodes"]) for each in record["passes"]] == [

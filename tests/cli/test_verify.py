@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import TEXT, Tswift
 from tests.helpers import read_json, round_single_rows
+from tests.jobs.killing import write_record
 from tests.rows import every_row
 from tswift.cli import main
 from tswift.cli.verify import verdict
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
-from tswift.jobs.folder import CHECKSUM, checksum
 
 LENGTH = 90
 SAMPLING = "--temperature 1.3 --min-p 0.02 --penalty 1.1 --window 20"
@@ -69,7 +68,7 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     assert 0 < found["least_lead"] < found["greatest_lead"]
     assert found["seconds"] > 0
     result = tswift(f"verify {run} --json - --quiet --dtype float32")
-    found = json.loads(result.out)
+    found = result.json
     assert (result.err, found["model"]["dtype"]) == ("", "float32")
     assert found["measured"] > 1e-9
     assert found["exact"] >= LENGTH - 1
@@ -83,7 +82,7 @@ def test_an_exact_run(
     out = tmp_path / "run"
     words = f"--model demo --prompt {prompt} --dtype bfloat16 {SAMPLING}"
     tswift("generate", words, f"--len 60 --out {out} --quiet").ok()
-    found = json.loads(tswift(f"verify {out} --json -").out)
+    found = tswift(f"verify {out} --json -").json
     assert (found["ok"], found["exact"], found["within_rounding"], found["note"]) == (
         True,
         60,
@@ -98,17 +97,16 @@ def test_an_exact_run(
 
     # a text has no record of its bits: they are taken to be these only if that is said
     text = f"verify --tokens {out}/tokens.u32 {words}"
-    assert json.loads(tswift(text, "--exact --json -").out)["width"] == found["width"]
+    assert tswift(text, "--exact --json -").json["width"] == found["width"]
     for loose in (tswift(text, "--json -"), tswift(f"verify {out} --no-exact --json -")):
         assert loose.code == 0
-        assert json.loads(loose.out)["width"] is None
-        assert json.loads(loose.out)["measured"] > 0
+        assert loose.json["width"] is None
+        assert loose.json["measured"] > 0
 
     # made on another machine
     record = read_json(out / "run.json")
     record["model"]["exact"]["bits"] = "0" * len(record["model"]["exact"]["bits"])
-    record[CHECKSUM] = checksum(record)
-    (out / "run.json").write_text(json.dumps(record))
+    write_record(out, record)
     result = tswift(f"verify {out} --json {tmp_path}/found.json").ok()
     assert (
         "the run was exact, but the arithmetic here differs from that of the run: judged"
@@ -149,7 +147,7 @@ def test_violations(tswift: Tswift, run: Path) -> None:
     alter(run / "tokens.u32", list(range(20, 60)))
     result = tswift(f"verify {run} --json -")
     assert result.code == 1
-    found = json.loads(result.out)
+    found = result.json
     assert found["ok"] is False
     assert found["findings"][0]["index"] == 7
     assert found["violations"] == len(found["findings"]) > 30
@@ -168,10 +166,10 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
         ("running", text[:40] + b"??", False),
     ):
         record = {**read_json(run / "run.json"), "state": state}
-        (run / "run.json").write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
+        write_record(run, record)
         (run / "text.txt").write_bytes(forged)
         result = tswift(f"verify {run} --json -")
-        found = json.loads(result.out)
+        found = result.json
         assert (result.code, found["ok"], found["text_fault"] is None) == (
             0 if ok else 1,
             ok,

@@ -23,15 +23,7 @@ import torch
 import tests.helpers as helpers
 from benchmarks.architectures import ARCHITECTURES
 from tests.cuda.capture import LOG, CodesAttention, StaticAttention, StaticStates
-from tests.drafters import (
-    LAYOUTS,
-    RECURRENT,
-    VOCAB,
-    drafter_folder,
-    load_own_head,
-    qwen3,
-    qwen35,
-)
+from tests.drafters import LAYOUTS, RECURRENT, VOCAB, drafter_folder, load_own_head, qwen3, qwen35
 from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import BUILDERS, make_drafter

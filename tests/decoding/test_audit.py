@@ -32,15 +32,7 @@ from tests.helpers import (
 )
 from tswift.caches import FullKV
 from tswift.decoding import audit as module
-from tswift.decoding.audit import (
-    VIOLATION,
-    WITHIN,
-    Audit,
-    RoundingMargin,
-    Rows,
-    audit,
-    near_ties,
-)
+from tswift.decoding.audit import VIOLATION, WITHIN, Audit, RoundingMargin, Rows, audit, near_ties
 from tswift.engine import Request, begin
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
@@ -208,10 +200,7 @@ def clean(found: Audit, tokens: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "prefill"),
-    [
-        (SamplingParams(), 300),
-        (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1),
-    ],
+    [(SamplingParams(), 300), (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1)],
 )
 def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
     model = demo()

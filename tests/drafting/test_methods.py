@@ -30,14 +30,7 @@ from tswift.decoding.drafter import Drafter
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
-from tswift.drafting.methods import (
-    _filled,
-    cache_slots,
-    make_drafter,
-    resolve,
-    used,
-    usual_nodes,
-)
+from tswift.drafting.methods import _filled, cache_slots, make_drafter, resolve, used, usual_nodes
 from tswift.drafting.options import FULL, KV, DraftOptions, find_method
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
@@ -69,10 +62,7 @@ def test_options_that_are_not_looked_at() -> None:
     full = DraftOptions(kv="full")
     assert used(find_method("tokenswift"), full) == used(
         find_method("tokenswift"), DraftOptions()
-    ) - {
-        "budget",
-        "sinks",
-    }
+    ) - {"budget", "sinks"}
     assert "budget" not in used(find_method("medusa"), full)
     ngrams = {"ngrams", "reuse_recent"}
     assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree=(1, 3)))

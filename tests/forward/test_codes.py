@@ -397,7 +397,5 @@ def test_attention_by_others_refuses_it_on_cuda() -> None:
     plan = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16, kv_reader="triton")
     assert plan.kv_dtype_with("triton") == torch.int8
     for other in ("sdpa", "flash"):
-        with refused(
-            rf"^kv_dtype: int8 is read by triton attention alone .*; here it is {other}$",
-        ):
+        with refused(rf"^kv_dtype: int8 is read by triton attention alone .*; here it is {other}$"):
             plan.kv_dtype_with(other)

@@ -265,14 +265,11 @@ def test_what_it_takes_is_foreseen(
     )
     with pytest.raises(InputError, match="draft weights"):
         preflight(
-            plan_model(ModelConfig(model=str(units), **ask)),
-            Demand(3, 50, "tokenswift", OPTIONS),
+            plan_model(ModelConfig(model=str(units), **ask)), Demand(3, 50, "tokenswift", OPTIONS)
         )
 
 
-def test_a_published_shapes_copy_takes_six_bits_a_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_published_shapes_copy_takes_six_bits_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA3.1-8b: 6.98e9 weights in linear layers."""
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="int4")

@@ -196,8 +196,7 @@ def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, s
     assert kept_right(out, heads, plainly(parts, heads), held)
     alone = cached(count, head, 1, held, held + 4, dtype, normed, seed)
     alone = alone._replace(
-        angles=tuple(each[-1:] for each in heads.angles),
-        length=kernels.nothing_held(CPU),
+        angles=tuple(each[-1:] for each in heads.angles), length=kernels.nothing_held(CPU)
     )
     last = kernels.rotate([each[-1:] for each in parts], alone)
     assert same_bits(last[:, 0], out[:, -1])

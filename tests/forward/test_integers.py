@@ -26,12 +26,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.errors import SlowWarning
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu import products
-from tswift.forward.cpu.products import (
-    PackedEmbedding,
-    PackedLinear,
-    hold_floats,
-    lay_together,
-)
+from tswift.forward.cpu.products import PackedEmbedding, PackedLinear, hold_floats, lay_together
 from tswift.forward.eager import EagerRunner
 from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
 from tswift.forward.target import Target

@@ -4,7 +4,6 @@ and refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.helpers import (
     tiny_heads,
     tiny_llama,
 )
+from tests.jobs.killing import write_record
 from tswift.benchmarking.config import RooflineQuery
 from tswift.benchmarking.roofline import roofline_tables
 from tswift.caches import FullKV
@@ -32,7 +32,7 @@ from tswift.forward.adapting import wrap_model
 from tswift.forward.text import chunks
 from tswift.jobs import verification
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import CHECKSUM, RECORD, checksum
+from tswift.jobs.folder import RECORD
 from tswift.jobs.resuming import resume
 from tswift.loading.model import load
 from tswift.loading.plan import plan_model
@@ -203,7 +203,7 @@ def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_p
     assert "kv_dtype" not in record["model"]
     assert record["model"]["exact"]["width"] == 64  # the C program's rows are
     del record["options"]["kv_dtype"]
-    (tmp_path / "run" / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
+    write_record(tmp_path / "run", record)
     tswift(f"generate --resume {tmp_path}/run --len 40").ok()
     assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
         tmp_path / "whole" / "tokens.u32"

@@ -27,12 +27,7 @@ kernels = pytest.importorskip(
 )
 pytestmark = needs_triton
 # heads of keys, heads, keys, values, and whether what is known is corrected
-SIZES = [
-    (2, 4, 24, 80, True),
-    (1, 3, 16, 8, False),
-    (1, 1, 1, 1, True),
-    (1, 2, 128, 128, True),
-]
+SIZES = [(2, 4, 24, 80, True), (1, 3, 16, 8, False), (1, 1, 1, 1, True), (1, 2, 128, 128, True)]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ so that none has to import everything anew.
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 from tests.words import words_of
 from tswift.cli import main as tswift
+from tswift.jobs.folder import CHECKSUM, RECORD, checksum
 
 _CONTEXT = multiprocessing.get_context("fork")
 PROCESSES: list[Process] = []  # that tests have started and that may still run
@@ -83,6 +85,11 @@ class Process:
         """Send it a signal."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def write_record(run: Path, record: dict[str, Any]) -> None:
+    """A run's record, with the checksum that goes with it."""
+    (run / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
 
 
 def result(folder: Path) -> tuple[bytes, bytes]:

@@ -123,13 +123,7 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "calls"),
-    [
-        (LENGTH, ALL),
-        (LONGER, ALL),
-    ],
-)
+@pytest.mark.parametrize(("length", "calls"), [(LENGTH, ALL), (LONGER, ALL)])
 def test_a_run_that_goes_on(
     asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]
 ) -> None:

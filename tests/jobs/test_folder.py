@@ -4,7 +4,6 @@ what may be wrong with one that is read.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import read_json, refused
 from tests.jobs.faults import FaultyOs
+from tests.jobs.killing import write_record
 from tests.rows import every_row
 from tswift import files
 from tswift.files import Lock, in_use, open_own, write_whole
@@ -179,10 +179,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     (folder.path / name).rename(tmp_path / "precious")
     (folder.path / name).symlink_to(tmp_path / "precious")
     before = (tmp_path / "precious").read_bytes()
-    with (
-        Lock(folder.path) as lock,
-        refused(rf"/{name} cannot be used \(it is a link\)$"),
-    ):
+    with Lock(folder.path) as lock, refused(rf"/{name} cannot be used \(it is a link\)$"):
         RunFolder.reopen(folder.path, lock, Record(), checkpoint, "")
     assert (tmp_path / "precious").read_bytes() == before
 
@@ -344,7 +341,7 @@ def test_reads_everything(tmp_path: Path) -> None:
         "drafting": {},
         "prompt": {"tokens": 3, "sha256": fingerprint(PROMPT)},
     }
-    (tmp_path / "run.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
+    write_record(tmp_path, record)
     found = read_run(tmp_path)
     assert found.params == SamplingParams(**sampling, banned=(0, 4))
     asked = {"length": 9, "method": "ar", "seed": 2**70, "stop_at_eos": True}

@@ -4,7 +4,6 @@ goes on to the tokens of one that was never disturbed.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.helpers import first, needs_program, read_json, refused
 from tests.jobs.faults import FaultyOs, Killed, power_cut
+from tests.jobs.killing import write_record
 from tswift import files as saving
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError
@@ -306,9 +306,7 @@ def test_a_changed_bit_of_log_probabilities_is_damage(
         content = path.read_bytes()
     for place in (0, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with refused(
-            r"logprobs.bin does not match its checksum between .*; --discard-damaged",
-        ):
+        with refused(r"logprobs.bin does not match its checksum between .*; --discard-damaged"):
             resume(folder, {}, False, [])
     go_on(folder, {}, True)
     assert in_folder(folder) == whole
@@ -321,9 +319,7 @@ def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole
     path = asked.out / "text.txt"
     for forged in (b"", whole[1][:-1], whole[1] + b"!", b"!" + whole[1][1:]):
         path.write_bytes(forged)
-        with refused(
-            r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard",
-        ):
+        with refused(r"text.txt is not the text of tokens.u32: .* from byte \d+ on; --discard"):
             resume(asked.out, {}, False, [])
     assert resume(asked.out, {}, True, []) is None
     assert in_folder(asked.out) == whole
@@ -378,7 +374,7 @@ def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
     assert resume(asked.out, {"length": 4000}, False, []) is None
     # stopped between its last token and its last record
     record = {**record_of(asked.out), "state": "running"}
-    (asked.out / "run.json").write_text(json.dumps({**record, "checksum": files.checksum(record)}))
+    write_record(asked.out, record)
     assert go_on(asked.out).state == "finished"
     assert in_folder(asked.out) == text
 
@@ -426,7 +422,7 @@ def test_another_tokenizer_is_refused(
         resume(folder, {}, False, [], loaded=again)
     record = record_of(folder)
     del record["model"]["tokenizer"]
-    (folder / "run.json").write_text(json.dumps({**record, "checksum": files.checksum(record)}))
+    write_record(folder, record)
     monkeypatch.setattr(resuming, "load_model", lambda config, ranks: again)
     assert go_on(folder).tokens == whole[0]
 

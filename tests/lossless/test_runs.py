@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 
 from tests.cli.conftest import Tswift, prompt, tswift  # noqa: F401
 from tests.helpers import read_json
-from tests.jobs.killing import result
-from tswift.jobs.folder import CHECKSUM, RECORD
-from tswift.jobs.folder import checksum as checksum_of
+from tests.jobs.killing import result, write_record
+from tswift.jobs.folder import RECORD
 
 
 @pytest.fixture
@@ -31,8 +29,7 @@ def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a record, and its checksum with it."""
     found = record(run)
     change(found)
-    found[CHECKSUM] = checksum_of(found)
-    (run / RECORD).write_text(json.dumps(found))
+    write_record(run, found)
 
 
 @pytest.mark.slow
@@ -89,15 +86,13 @@ def test_reference_decoding_is_not_exact(tswift: Tswift, words: str, tmp_path: P
 
 
 def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
-    tswift: Tswift,
-    words: str,
-    tmp_path: Path,
+    tswift: Tswift, words: str, tmp_path: Path
 ) -> None:
     tswift("generate", words, f"--len 60 --out {tmp_path}/run")
     given = [f"--tokens {tmp_path}/run/tokens.u32", words]
     for options, exact in (([], None), (["--no-exact"], None), (["--exact"], 16)):
         found = tswift("verify", *given, *options, "--json -").ok()
-        assert json.loads(found.out)["width"] == exact
+        assert found.json["width"] == exact
 
 
 def test_a_long_chain_is_cut_and_can_be_asked_for_again(
@@ -111,10 +106,7 @@ def test_a_long_chain_is_cut_and_can_be_asked_for_again(
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
-    tswift: Tswift,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tswift: Tswift, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tswift("generate", words, f"--len 20 --out {tmp_path}/run")
     monkeypatch.setattr(

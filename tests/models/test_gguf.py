@@ -19,13 +19,7 @@ from transformers import AutoConfig
 
 import tswift
 from tests.helpers import METHODS, VOCAB, first, options_for, refused
-from tests.models.gguf_files import (
-    ARCHITECTURES,
-    dequantized,
-    tiny_model,
-    write_gguf,
-    write_one,
-)
+from tests.models.gguf_files import ARCHITECTURES, dequantized, tiny_model, write_gguf, write_one
 from tests.models.refusals import refuse
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
 from tswift.loading import packing as coded

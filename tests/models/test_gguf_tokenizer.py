@@ -93,7 +93,7 @@ def test_what_stays_whole(tmp_path: Path) -> None:
     """
     tokenizer = tokenizer_of(read_gguf(byte_level(tmp_path / "x.gguf", "gpt-2")))
     assert ids(tokenizer, f"{USER}123 a     a<unused>") == [
-        *(USER, "123", f"{SPACE}a", "    ", f"{SPACE}a", *"<unused>"),
+        *(USER, "123", f"{SPACE}a", "    ", f"{SPACE}a", *"<unused>")
     ]
     written = tokenizer(f"{USER}é     a")["input_ids"]
     assert whole(tokenizer, written) == f"{USER}é     a"

@@ -43,8 +43,7 @@ class Server:
         self.runs = folder / "runs"
         count = len(list(folder.glob("server-*.out")))
         self.process = Process(
-            [f"serve --port 0 --runs {self.runs}", *words],
-            folder / f"server-{count}.out",
+            [f"serve --port 0 --runs {self.runs}", *words], folder / f"server-{count}.out"
         )
         SERVERS.append(self)
         found = None

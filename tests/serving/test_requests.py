@@ -200,10 +200,7 @@ def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one() -> None
         with refused(r"host: .* api_key"):
             listen(ServeConfig(host=host, port=0))
     listen(ServeConfig(host="0.0.0.0", port=0, api_key="secret")).close()
-    with (
-        listen(ServeConfig(port=0)) as first,
-        refused(r"port: .* cannot be listened on \(Add"),
-    ):
+    with listen(ServeConfig(port=0)) as first, refused(r"port: .* cannot be listened on \(Add"):
         listen(ServeConfig(port=first.getsockname()[1]))
 
 

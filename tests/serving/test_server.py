@@ -405,11 +405,7 @@ def test_refusals(
 
 def test_a_body_that_is_too_large_is_answered_while_it_comes(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    lines = {
-        "Host": "localhost",
-        "Content-Type": "application/json",
-        "Content-Length": "50000000",
-    }
+    lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": "50000000"}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())

@@ -199,8 +199,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize(
-    ("kind", "number"),
-    first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)]),
+    ("kind", "number"), first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)])
 )
 def test_stopped_by_a_signal_and_gone_on_with(
     tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int
@@ -389,10 +388,7 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(
     precious.write_text("precious")
     for name in (CHECKPOINT, HEADS):
         (out / f"{name}.new").symlink_to(precious)
-    with (
-        TrainFolder(out, "train").locked(),
-        refused(r"^resume: another process is training in "),
-    ):
+    with TrainFolder(out, "train").locked(), refused(r"^resume: another process is training in "):
         resume(HeadsConfig, out)
     assert resume(HeadsConfig, out).after is not None
     assert precious.read_text() == "precious"
