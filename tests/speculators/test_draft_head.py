@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.forward.test_integers import needs_compiler, target_of
-from tests.helpers import HIDDEN, VOCAB, seeded, tiny_heads, tiny_target
+from tests.forward.test_integers import target_of
+from tests.helpers import HIDDEN, VOCAB, needs_program, seeded, tiny_heads, tiny_target
 from tswift.forward.target import Target
 from tswift.speculators.heads import DraftHead
 
@@ -63,7 +63,7 @@ def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found[:, IDS.long()], wanted[:, IDS.long()])
 
 
-@needs_compiler
+@needs_program
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("scale", "cap"), [(0, 0), (0.5, 0), (0, 2)])
 def test_by_codes(bits: int, scale: float, cap: float) -> None:
