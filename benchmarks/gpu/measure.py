@@ -124,7 +124,7 @@ def _steps(run: Run, *kinds: tuple[str, int | None, bool, Sequence[int]], **how:
             if run.late():
                 break
             with patch.object(
-                run.model.target, "width", run.model.target.fixed_rows if exact else None
+                run.model.target, "fixed_rows", run.model.target.fixed_rows if exact else None
             ):
                 decode = at_context(run.model, method, context, _PER_STEP * run.scale.steps, nodes)
             figures = _timed(run, decode)

@@ -36,9 +36,8 @@ _LONGEST_WAIT = 2048.0  # after which any is
 # together: what a step costs here is a share of a quick pass
 _LEARNT_TOGETHER = 8
 _FORGOTTEN_PER_STEP = 1 / 96  # of what is known of an arm, forgotten in each of its steps
-_COLD_PASSES = (
-    8  # after a prompt, which tell nothing of later ones: they took up to 1.3 times as long
-)
+# passes after a prompt that tell nothing of later ones: they took up to 1.3 times as long
+_COLD_PASSES = 8
 # times its usual seconds that a step counts for at most: the process may have been stopped
 # meanwhile
 _FAR = 8.0
