@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.helpers import CPU
 from tswift.attention.sdpa import Attention, Layout
 from tswift.caches import steps_of
 from tswift.forward.recurrence import Rows, step_plainly
@@ -348,7 +347,7 @@ def tensors(*nest: Any) -> list[Tensor]:
 def _plain(leaf: Any) -> Any:
     """An argument as the host's operators take it; an alias, as for results."""
     if isinstance(leaf, torch.device):
-        return CPU
+        return torch.device("cpu")
     return held(leaf).detach() if isinstance(leaf, Tensor) else leaf
 
 

@@ -27,7 +27,6 @@ from tests.cuda.capture import (
     synchronized,
     under_way,
 )
-from tests.helpers import CPU
 
 CUDA = torch.device("cuda", 0)
 _VIEWS = {
@@ -87,6 +86,10 @@ class Device(Tensor):
     @property
     def is_cuda(self) -> bool:
         return True
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
 
     def tolist(self) -> Any:
         fetched()
@@ -185,7 +188,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
-            return CPU
+            return torch.device("cpu")
         return leaf.elem if isinstance(leaf, Device) else leaf
 
     if name == "_pin_memory":
