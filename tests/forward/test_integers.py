@@ -5,6 +5,7 @@ and every method's text is ar's.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -413,3 +414,27 @@ def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypat
     assert sum(unpacked) == 300
     monkeypatch.undo()
     assert torch.equal(rows, packed.whole()[wanted])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("kept", ["a centre", "halves", "floats"])
+def test_chosen_codes_are_packed_as_if_alone(bits: int, block: int, kept: str) -> None:
+    """In any order, and where they fill no group of 16 outputs, or one and a part."""
+    random = seeded(bits + block)
+    scale = torch.rand(50, 3, generator=random) + 0.1
+    minimum = torch.randn(50, 3, generator=random)
+    if kept != "floats":
+        scale, minimum = scale.half().float(), minimum.half().float()
+    if kept == "a centre":
+        minimum = -(1 << (bits - 1)) * scale
+    codes = torch.randint(1 << bits, (50, 3 * block), generator=random, dtype=torch.uint8)
+    packed = PackedCodes(Codes(codes, scale, minimum, bits))
+    assert (packed.centre > 0, packed.halves) == (kept == "a centre", kept != "floats")
+    for count in (1, 15, 16, 17, 50):
+        ids = torch.randperm(50, generator=random)[:count]
+        found = packed.chosen(ids)
+        alone = PackedCodes(Codes(codes[ids], scale[ids], minimum[ids], bits))
+        assert (found.form, found.bytes.shape) == (alone.form, alone.bytes.shape)
+        for ours, theirs in zip(astuple(found.codes()), astuple(alone.codes()), strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))

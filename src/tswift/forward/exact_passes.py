@@ -2,8 +2,8 @@
 
 A product over one row sums in another order than one over forty, so in bfloat16 two candidates that
 nearly tie swap, and texts of different methods differ. Passes of one fixed number of rows sum alike
-(``Target.width``), unless something in the model depends on other rows, or on a row's index. That
-is tested once per loaded model, on this machine.
+(``Target.fixed_rows``), unless something in the model depends on other rows, or on a row's index.
+That is tested once per loaded model, on this machine.
 """
 
 from __future__ import annotations

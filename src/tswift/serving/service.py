@@ -17,7 +17,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
@@ -54,9 +53,6 @@ from tswift.serving.config import ServeConfig
 from tswift.serving.config import job as job_of
 from tswift.serving.requests import Refused, Request, each_alone, parse, refused
 from tswift.serving.run import CANCELLED, IN_USE, MODEL_OPTIONS, QUEUED, Run, RunStopped
-
-if TYPE_CHECKING:
-    pass
 
 _EOS = "eos"
 _COMMAND = ("tswift", "serve")
