@@ -271,7 +271,8 @@ def test_a_run_killed_within_its_prompt_goes_on_the_same(
         out=tmp_path / "run",
     )
     loaded = load(asked.model.model, device="cpu")
-    monkeypatch.setattr(job, "load_model", lambda config, ranks: loaded)
+    for module in (job, resuming):
+        monkeypatch.setattr(module, "load_model", lambda config, ranks: loaded)
     monkeypatch.setattr(files, "_TOKENS", 5)
 
     def run(begun: job.Job | None) -> None:
