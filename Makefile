@@ -101,7 +101,7 @@ GPU_FLAGS ?=
 GPU_PYTHON ?= $(PYTHON)
 GPU_RUN = PYTHONPATH=src PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_FLAGS) \
   $(if $(COMMIT),--commit $(COMMIT)) $(if $(SITE),--site $(SITE)) $(if $(MODEL),--model $(MODEL))
-gpu:  ## tests and measurements on a CUDA device, within seven minutes
+gpu:  ## tests and measurements on a CUDA device, within nine minutes
 	$(GPU_RUN)
 
 gpu-dry: GPU_PYTHON = $(BIN)/python

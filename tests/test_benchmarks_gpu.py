@@ -21,7 +21,17 @@ ROOT = Path(__file__).parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the source distribution has no benchmarks", allow_module_level=True)
 
-from benchmarks.gpu import EQUALITY, FIGURES, MEASURED, SECTIONS, figures, texts  # noqa: E402
+from benchmarks.gpu import (  # noqa: E402
+    EQUALITY,
+    FIGURES,
+    HELD,
+    MEASURED,
+    SECONDS,
+    SECTIONS,
+    figures,
+    measure,
+    texts,
+)
 from benchmarks.gpu import __main__ as command  # noqa: E402
 from benchmarks.gpu.clocks import covered  # noqa: E402
 from benchmarks.gpu.measure import integrated  # noqa: E402
@@ -47,10 +57,10 @@ TABLES = {
     EQUALITY: {"loaded", "methods", "bits", "tests", "ended"},
     "steps": {"loaded", "prompt", "steps", "integrated", "ended"},
     "passes": {"passes", "ended"},
+    "codes": {"ended"},  # on a device alone
     "parts": {"pass", "idle", "memory", "sampler", "ended"},
     "simulated": {"simulated", "ended"},
     "generate": {"generate", "ended"},
-    "codes": {"ended"},  # on a device alone
 }
 
 
@@ -163,6 +173,62 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
 # What follows runs no model.
 
 
+def test_all_fits_into_a_quarter_of_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine takes 100 s to begin, and a command 600 at most: sections fit into their half."""
+    assert sum(SECTIONS.values()) + 30 <= SECONDS[MEASURED]  # Python's imports, rates
+    assert sum(SECONDS.values()) <= 540
+    # what each process is for, in order of value: the first ones begin at once
+    words = command.processes(command.Session(tmp_path, tmp_path, False, 0.0), None)
+    first = [*words][: command._TOGETHER]
+    assert [name.removeprefix("8B with ") for name in first[:4]] == [
+        "weights int4",
+        "kv_dtype int8",
+        "weights int8",
+        "weights int4 kv_dtype int8",
+    ]
+    assert "tests" in first
+    loaded: list[dict[str, str]] = []
+    monkeypatch.setattr(texts, "compare", lambda *given: True)
+    monkeypatch.setattr(texts.Run, "load", lambda self, name, **how: loaded.append(how))
+    for name, line in words.items():
+        if name.startswith("8B"):
+            monkeypatch.setattr(sys, "argv", [name, *line[2:]])
+            assert texts.main() == 0
+    drafters = [{"drafter": "dspark"}, {"drafter": "eagle3"}]
+    assert sorted(map(str, loaded)) == sorted(map(str, [*HELD, *drafters]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_held_in_fewer_bits_is_measured_in_order(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a device alone, so here nothing is computed; what follows measures the model as it is."""
+    seen: list[tuple[str, dict[str, str]]] = []
+    for name in ("_prompt", "passes", "_steps"):
+        monkeypatch.setattr(measure, name, lambda *given, n=name, **how: seen.append((n, how)))
+    held: list[object] = ["the model"]
+    run: Any = SimpleNamespace(device=torch.device("cuda"), scale=DRY, model=SimpleNamespace())
+    run.model.target = None
+    run.late = lambda: late
+    run.drop_model = held.clear
+    run.take = lambda **how: held.append(how)
+    measure.codes(run)
+    assert not held
+    steps = [how for name, how in seen if name == "_steps"]
+    assert steps == ([] if late else [*HELD])
+    assert [how for name, how in seen if name == "passes"] == steps[:4]
+
+
+def test_the_second_process_of_a_half_has_what_the_first_has_left(tmp_path: Path) -> None:
+    ours = session(tmp_path, 60)
+    ours.ends[EQUALITY] = time.time() + 2
+    ours.run(EQUALITY, "late", ["-c", "import time; time.sleep(60)"])
+    (row,) = figures(tmp_path)
+    assert (row["state"], row["seconds"] < 30) == ("cut short", True)
+
+
 def session(folder: Path, seconds: float) -> command.Session:
     (folder / FIGURES).write_text("")
     return command.Session(folder, folder, True, time.time() + seconds)
@@ -247,8 +313,16 @@ def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
         {"table": "prompt", "written": False, "seconds": 0.23 * slower},
         {"table": "prompt", "written": True, "seconds": 9.0},
     ]
+    # what is held in fewer bits is judged by itself
+    rows += [row | {"kv_dtype": "int8", "ms": 99.0} for row in rows if "ms" in row]
+    four = step | {"context": 4096, "weights": "int4", "ms": 3.1 * slower}
+    rows += [four, four | {"kv_dtype": "int8", "ms": 99.0}]
+    rows += [
+        four | {"weights": "int8", "ms": 4.3 * slower},
+        verify | {"nodes": 32, "weights": "int4", "ms": 99.0},
+    ]
     found = command.targets(rows)
-    assert [row["verdict"] for row in found] == [verdict] * 5
+    assert [row["verdict"] for row in found] == [verdict] * 7
     assert {row["measured, worst"] for row in command.targets([])} == {"not measured"}
 
 

@@ -23,9 +23,11 @@ from tswift.decoding.audit import audit
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
+from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.target import Target
 from tswift.jobs.config import read_prompt
 from tswift.loading.model import LoadedModel
+from tswift.models.codes import Codes
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import noise_bits
 
@@ -117,6 +119,109 @@ def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
     assert not audit(model.target, prompt, demo_text(model, "ar", TEXT, seed=2), params, 1).ok
 
 
+# kv heads, query heads per KV head, head size
+LAYOUTS = {
+    "llama3.1-8b": (8, 4, 128),
+    "qwen2.5-7b": (4, 7, 128),
+    "yarn-llama2-7b": (32, 1, 128),
+    "qwen2.5-1.5b": (2, 6, 128),
+}
+# worst error over the largest output
+TRITON_TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def triton_attention():
+    backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") == "1" and not DRY:
+        pytest.skip("TRITON_INTERPRET=1: the kernels would be interpreted")
+    return backend
+
+
+def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
+    """A case on the GPU, its scores spread out so that some keys matter among 100,000."""
+    return case(*shape, dtype=dtype, sharp=sharp, device=DEVICE)
+
+
+@pytest.mark.parametrize("form", [(4, 32, True), (8, 16, False), (4, 32, False), (8, 32, True)])
+def test_products_of_codes_against_float64(form: tuple[int, int, bool]) -> None:
+    """And a row has the same bits alone and among any others."""
+    pytest.importorskip("tswift.forward.cuda.code_kernels", reason="triton is not installed")
+    bits, block, minima = form
+    outputs, inputs, wide = (70, 128, 66) if DRY else (4096, 14_336, 589)
+    counts = torch.randint(2**bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
+    scale, more = torch.randn(2, outputs, inputs // block, device=DEVICE) / 2**bits
+    minimum = more * 8 * minima - 2 ** (bits - 1) * scale
+    linear = CodedLinear(Codes(counts, scale, minimum, bits))
+    assert (linear.packed.minimum is not None) == minima
+    rows = torch.randn(wide, inputs, device=DEVICE).to(torch.bfloat16)
+    made = linear(rows)
+    exact = rows.double() @ linear.weight.double().T
+    assert (made - exact).abs().max() <= torch.finfo(made.dtype).eps * exact.abs().max()
+    for count in (1, 17) if DRY else (1, 8, 16, 17, 32, 33, 64, 65):
+        assert torch.equal(linear(rows[-count:]), made[-count:]), count
+
+
+def codes_of(keys: torch.Tensor, values: torch.Tensor) -> FullKV:
+    """A cache of 8 bits that holds them, as PyTorch makes codes."""
+    heads, slots, size = keys.shape
+    kv = FullKV(KVShape(1, heads, size, torch.int8, keys.device, apart=True), slots)
+    kv.write(0, keys, values)
+    return kv
+
+
+@pytest.mark.parametrize(("prefix", "nodes"), [(20_000, 1), (100_000, 32)])
+def test_triton_over_codes_against_float64(triton_attention, prefix, nodes) -> None:
+    """And the kernel that stores them makes PyTorch's, to the bit."""
+    shape = (1, 4, 16) if DRY else LAYOUTS["llama3.1-8b"]
+    prefix, nodes = (prefix // 500, min(nodes, 9)) if DRY else (prefix, nodes)
+    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=torch.bfloat16)
+    kv, stored = codes_of(keys, values), codes_of(keys * 0, values * 0)
+    length = torch.zeros((), dtype=torch.int32, device=DEVICE)
+    attention = triton_attention.TritonAttention
+    attention.store(*stored.parts[0][:2], keys, values, length)
+    assert all(map(torch.equal, kv.buffers, stored.buffers))
+    run = attention(Layout(*shape[:2], query.dtype, query.device), prefix, nodes, ancestors)
+    numbers = [kv.numbers(part, 0, slice(None)) for part in (0, 1)]
+    assert (
+        error(run(query, kv.keys[0], kv.values[0], scale), dense(query, *numbers, ancestors, scale))
+        < TRITON_TOLERANCE[torch.bfloat16]
+    )
+
+
+@cuda_only
+def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attention) -> None:
+    """Alone, with its path committed, and in trees."""
+    for start, nodes in ((510, 4), (4094, 33), (20_000, 64)):
+        query, keys, values, _, scale = on_device(2, 4, 128, start, nodes, dtype=torch.bfloat16)
+        ancestors = tree_of(nodes, 3, nodes)
+        layout = Layout(2, 4, query.dtype, query.device)
+        attention = triton_attention.TritonAttention
+        kept = codes_of(keys, values).parts[0][:2]
+        found = attention(layout, start, nodes, ancestors.to(DEVICE))(query, *kept, scale)
+        for node in range(0, nodes, 8):
+            path = torch.cat([torch.arange(start), start + ancestors[node].nonzero().flatten()])
+            path = path.to(DEVICE)
+            alone = codes_of(keys[:, path], values[:, path]).parts[0][:2]
+            one = attention(layout, len(path) - 1, 1, None)(
+                query[:, node : node + 1], *alone, scale
+            )
+            assert torch.equal(one, found[:, node : node + 1]), (start, nodes, node)
+
+
+@cuda_only
+def test_every_method_writes_the_text_of_plain_decoding_over_codes() -> None:
+    model = tswift.load("demo", device=DEVICE, dtype="bfloat16", kv_dtype="int8")
+    assert not core_missing(model)
+    assert (model.about()["kv_dtype"], model.target.kv_shape.apart) == ("int8", True)
+    plain = demo_text(model, "ar", TEXT // 2)
+    assert plain != demo_text(bundled("bfloat16"), "ar", TEXT // 2)
+    for name in ("tokenswift", "cascade", "recall", "magicdec", "auto"):
+        assert demo_text(model, name, TEXT // 2) == plain, name
+    params = SamplingParams(banned=model.eos_ids)
+    assert audit(model.target, demo_prompt(model), plain, params, 1).exact == len(plain)
+
+
 @pytest.mark.parametrize("method", SOME[1:])
 def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method: str) -> None:
     model = bundled(FLOAT, draft=True)
@@ -145,30 +250,6 @@ def test_replayed_programs_write_the_text_of_others(
     else:
         monkeypatch.setattr(Target, "replays", False)
     assert demo_text(model, method, 500) == replayed
-
-
-# kv heads, query heads per KV head, head size
-LAYOUTS = {
-    "llama3.1-8b": (8, 4, 128),
-    "qwen2.5-7b": (4, 7, 128),
-    "yarn-llama2-7b": (32, 1, 128),
-    "qwen2.5-1.5b": (2, 6, 128),
-}
-# worst error over the largest output
-TRITON_TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-
-
-@pytest.fixture
-def triton_attention():
-    backend = pytest.importorskip("tswift.attention.triton", reason="triton is not installed")
-    if os.environ.get("TRITON_INTERPRET") == "1" and not DRY:
-        pytest.skip("TRITON_INTERPRET=1: the kernels would be interpreted")
-    return backend
-
-
-def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
-    """A case on the GPU, its scores spread out so that some keys matter among 100,000."""
-    return case(*shape, dtype=dtype, sharp=sharp, device=DEVICE)
 
 
 def error_of(
@@ -260,66 +341,6 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
         error_of(triton_attention.TritonAttention, (kv_heads, group, size), prefix, nodes, dtype)
         < TRITON_TOLERANCE[dtype]
     )
-
-
-def codes_of(keys: torch.Tensor, values: torch.Tensor) -> FullKV:
-    """A cache of 8 bits that holds them, as PyTorch makes codes."""
-    heads, slots, size = keys.shape
-    kv = FullKV(KVShape(1, heads, size, torch.int8, keys.device, apart=True), slots)
-    kv.write(0, keys, values)
-    return kv
-
-
-@pytest.mark.parametrize(("prefix", "nodes"), [(20_000, 1), (100_000, 32)])
-def test_triton_over_codes_against_float64(triton_attention, prefix, nodes) -> None:
-    """And the kernel that stores them makes PyTorch's, to the bit."""
-    shape = (1, 4, 16) if DRY else LAYOUTS["llama3.1-8b"]
-    prefix, nodes = (prefix // 500, min(nodes, 9)) if DRY else (prefix, nodes)
-    query, keys, values, ancestors, scale = on_device(*shape, prefix, nodes, dtype=torch.bfloat16)
-    kv, stored = codes_of(keys, values), codes_of(keys * 0, values * 0)
-    length = torch.zeros((), dtype=torch.int32, device=DEVICE)
-    attention = triton_attention.TritonAttention
-    attention.store(*stored.parts[0][:2], keys, values, length)
-    assert all(map(torch.equal, kv.buffers, stored.buffers))
-    run = attention(Layout(*shape[:2], query.dtype, query.device), prefix, nodes, ancestors)
-    numbers = [kv.numbers(part, 0, slice(None)) for part in (0, 1)]
-    assert (
-        error(run(query, kv.keys[0], kv.values[0], scale), dense(query, *numbers, ancestors, scale))
-        < TRITON_TOLERANCE[torch.bfloat16]
-    )
-
-
-@cuda_only
-def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attention) -> None:
-    """Alone, with its path committed, and in trees."""
-    for start, nodes in ((510, 4), (4094, 33), (20_000, 64)):
-        query, keys, values, _, scale = on_device(2, 4, 128, start, nodes, dtype=torch.bfloat16)
-        ancestors = tree_of(nodes, 3, nodes)
-        layout = Layout(2, 4, query.dtype, query.device)
-        attention = triton_attention.TritonAttention
-        kept = codes_of(keys, values).parts[0][:2]
-        found = attention(layout, start, nodes, ancestors.to(DEVICE))(query, *kept, scale)
-        for node in range(0, nodes, 8):
-            path = torch.cat([torch.arange(start), start + ancestors[node].nonzero().flatten()])
-            path = path.to(DEVICE)
-            alone = codes_of(keys[:, path], values[:, path]).parts[0][:2]
-            one = attention(layout, len(path) - 1, 1, None)(
-                query[:, node : node + 1], *alone, scale
-            )
-            assert torch.equal(one, found[:, node : node + 1]), (start, nodes, node)
-
-
-@cuda_only
-def test_every_method_writes_the_text_of_plain_decoding_over_codes() -> None:
-    model = tswift.load("demo", device=DEVICE, dtype="bfloat16", kv_dtype="int8")
-    assert not core_missing(model)
-    assert (model.about()["kv_dtype"], model.target.kv_shape.apart) == ("int8", True)
-    plain = demo_text(model, "ar", TEXT // 2)
-    assert plain != demo_text(bundled("bfloat16"), "ar", TEXT // 2)
-    for name in ("tokenswift", "cascade", "recall", "magicdec", "auto"):
-        assert demo_text(model, name, TEXT // 2) == plain, name
-    params = SamplingParams(banned=model.eos_ids)
-    assert audit(model.target, demo_prompt(model), plain, params, 1).exact == len(plain)
 
 
 @cuda_only

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.gpu import SECTIONS, probe
+from benchmarks.gpu import HELD, SECTIONS, probe
 from benchmarks.gpu.clocks import interleaved
 from benchmarks.gpu.run import ALPHA, DRY, TOKENS, Run, Scale, at_context, noisy
 from benchmarks.peers import Clock
@@ -86,31 +86,30 @@ def steps(run: Run) -> None:
 
 
 def codes(run: Run) -> None:
-    """Passes and steps with weights of 4 and of 8 bits, and with drafts from such a copy."""
-    contexts = run.scale.contexts[:2]
+    """Passes and steps of a model of which something is held in 4 or 8 bits."""
     if run.device.type != "cuda":
         return  # a CPU has other products
-    for how in _HELD:
+    try:
+        for how in HELD:
+            run.drop_model()
+            if run.late():
+                return
+            run.take(**how)
+            _held(run, **how)
+    finally:  # what follows measures the model as it is
         run.drop_model()
-        if run.late():
-            return
-        run.take(**how)
-        if "weights" in how:
-            for written in (False, True):
-                _prompt(run, run.model.target, min(contexts), written)
-            passes(run, **how)
-        drafts = how.get("draft_weights", "none") != "none"
-        methods = ("tokenswift",) if drafts else ("ar", "tokenswift", "auto")
-        _steps(run, *((method, None, True, contexts) for method in methods), **how)
 
 
-_HELD: tuple[dict[str, str], ...] = (
-    {"draft_weights": "none"},
-    {"weights": "int4"},
-    {"draft_weights": "int4"},
-    {"weights": "int8"},
-    {"draft_weights": "int8"},
-)
+def _held(run: Run, **how: str) -> None:
+    contexts = run.scale.contexts[:2]
+    drafts = "draft_weights" in how
+    if "weights" in how:
+        for written in (False, True):
+            _prompt(run, run.model.target, min(contexts), written, **how)
+    if not drafts:
+        passes(run, **how)
+    methods = ("tokenswift",) if drafts else ("ar", "auto", "tokenswift")
+    _steps(run, *((method, None, True, contexts) for method in methods), **how)
 
 
 def _steps(run: Run, *kinds: tuple[str, int | None, bool, Sequence[int]], **how: str) -> None:
@@ -137,7 +136,7 @@ def _steps(run: Run, *kinds: tuple[str, int | None, bool, Sequence[int]], **how:
             run.note("integrated", **about, contexts=len(per_token), seconds=seconds)
 
 
-def _prompt(run: Run, target: Target, tokens: int, written: bool) -> None:
+def _prompt(run: Run, target: Target, tokens: int, written: bool, **how: str) -> None:
     """Seconds of forwarding a prompt, or a text that was written before, the second time."""
     ids = [index * 7919 % target.vocab_size for index in range(tokens)]
     for _ in range(2):
@@ -148,7 +147,7 @@ def _prompt(run: Run, target: Target, tokens: int, written: bool) -> None:
         synchronize(target.device)
         seconds = time.perf_counter() - started
     wide = target.chunked_text is True
-    run.note("prompt", tokens=tokens, written=written, wide=wide, seconds=seconds)
+    run.note("prompt", tokens=tokens, written=written, wide=wide, seconds=seconds, **how)
 
 
 def _timed(run: Run, decode: Generation) -> dict[str, float]:

@@ -77,6 +77,7 @@ def _written(model: LoadedModel, request: Request) -> dict[str, Any]:
         "ms_per_step": 1e3 * median(seconds),
         "tokens_per_s": len(text) / sum(seconds),
         "text": hashlib.sha256(repr(text[: request.length]).encode()).hexdigest()[:16],
+        "kv_dtype": model.about().get("kv_dtype"),
         "layers": model.layers,
     }
 
@@ -88,18 +89,20 @@ def main() -> int:
     parser.add_argument("--drafter")
     parser.add_argument("--bits", action="store_true")
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--weights", help="as of tswift.load")
-    parser.add_argument("--draft-weights", help="as of tswift.load")
+    for name in ("weights", "kv_dtype", "draft_weights"):
+        parser.add_argument(f"--{name}", help="as of tswift.load")
     parser.add_argument("model")
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry else "cuda")
     run = Run(args.folder, DRY if args.dry else Scale(), device, EQUALITY)
-    shape = args.bits or args.drafter or args.weights or args.draft_weights
+    asked = {
+        name: getattr(args, name) for name in ("drafter", "weights", "kv_dtype", "draft_weights")
+    }
+    how = {name: value for name, value in asked.items() if value is not None}
     name = args.model
-    if shape:
+    if args.bits or how:
         name = SHAPE_PREFIX + (run.scale.main if args.dry else name)
-    how = {"weights": args.weights, "draft_weights": args.draft_weights}
-    model = run.load(name, drafter=args.drafter, **how)
+    model = run.load(name, **how)
     if args.bits:
         run.note("bits", bits=model.exact)
         return 0
