@@ -104,7 +104,7 @@ def assembled(ptx: str) -> dict[str, int]:
         file.flush()
         (target,) = re.findall(r"\.target (\w+)", ptx)
         # Triton has two, and which of them takes its code depends on its version
-        assembler = get_ptxas(int(target[3:5])).path
+        assembler = get_ptxas(int(re.sub(r"\D", "", target))).path
         command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     numbers = re.findall(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -21,14 +22,16 @@ from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_o
 from tswift.distributed import ALONE
 from tswift.forward import adapting, exact_passes
 from tswift.forward.cuda import coded, layers_check
-from tswift.forward.cuda.fused_layers import rows_stand_alone
+from tswift.forward.cuda.coded import CodedLinear
+from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, rows_stand_alone
 from tswift.forward.cuda.layers_check import added_parts, plain_silu_mul
 from tswift.forward.notes import FUSED
+from tswift.loading import network, packing
 from tswift.loading import plan as planning
 from tswift.loading.model import LoadedModel, load
 from tswift.loading.plan import ModelPlan, _refuse_unfit
 from tswift.models.checkpoint import Checkpoint
-from tswift.models.codes import Codes, CodesOnDevice
+from tswift.models.codes import Codes, CodesOnDevice, quantize
 from tswift.models.config import ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
 
@@ -50,6 +53,7 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_PROGRAMS", 4)
     monkeypatch.setattr(layers_check, "_TRIED", 3)
     monkeypatch.setattr(layers_check, "_REPEATS", 2)
+    monkeypatch.setattr(layers_check, "_OUTPUTS", 24)
 
 
 def codes(
@@ -321,8 +325,74 @@ def test_a_file_is_read_as_one_of_floats_is(tmp_path: Path, on_device: None) -> 
     assert loaded.about()["products"] == "kernels"
 
 
+def test_a_layer_of_each_form_is_tried() -> None:
+    """As files of 4 bits have more of them in some layers."""
+    model = tiny_model("llama", **{**SIZES, "num_hidden_layers": 3}).to(torch.bfloat16)
+    for name, module in list(model.get_decoder().named_modules()):
+        if type(module) is torch.nn.Linear:
+            bits = 8 if name == "layers.1.self_attn.v_proj" else 4
+            model.get_decoder().set_submodule(name, CodedLinear(quantize(module.weight, bits)))
+    layers = model.get_decoder().layers
+    assert {*layers_by_form(model)} == {layers[0], layers[1]}
+
+    def check(layer: object, dtype: torch.dtype) -> None:
+        if layer is layers[1]:
+            raise layers_check.Wrong("its values")
+
+    assert fuse(model, check) == "its values"
+    assert not is_fused(model)
+
+
+@pytest.mark.parametrize("how", ["GGUF", "int4"])
+def test_one_matrix_at_a_time_is_packed_the_largest_first(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the way a matrix takes four times its memory, which a device need not have."""
+    busy, sizes = Lock(), list[int]()
+
+    def packed(given: Codes) -> CodesOnDevice:
+        assert busy.acquire(blocking=False)
+        sizes.append(given.codes.numel())
+        made = CodesOnDevice(given)
+        busy.release()
+        return made
+
+    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
+    monkeypatch.setattr(packing, "CodesOnDevice", packed)
+    monkeypatch.setattr(coded, "CodesOnDevice", packed)
+    if how == "GGUF":
+        model = tiny_model("qwen2", **{**SIZES, "num_hidden_layers": 4})
+        checkpoint = Checkpoint.find(str(write_gguf(tmp_path / "m.gguf", model, Kind.Q8_0)))
+        for threads in (8, 1):  # those of one come in their order
+            sizes.clear()
+            monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+            packing.load_gguf(checkpoint, torch.bfloat16, CPU)
+    else:
+        checkpoint = Checkpoint.find(str(make_checkpoint(tmp_path / "m", **SIZES)))
+        stored = (checkpoint, checkpoint.tensors, "int4", lambda: pytest.fail("renamed"))
+        packing.load_rounded(*stored, torch.bfloat16, CPU)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len({*sizes}) > 2
+
+
 # -------------------------------------------------------------------------------------------------
 # Refusals
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_kernels_that_fail_are_told_before_weights_are_read(
+    wrong: bool, tmp_path: Path, on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(self: CodedLinear, rows: Tensor) -> Tensor:
+        if wrong:
+            return rows.new_zeros(len(rows), self.out_features)
+        raise RuntimeError("no compiler for kernels\nand more")
+
+    monkeypatch.setattr(CodedLinear, "forward", product)
+    monkeypatch.setattr(network, "_stored_network", lambda *given: pytest.fail("it is read"))
+    says = "the kernel of products computes something else" if wrong else "no compiler for kernels"
+    with refused(says):
+        made(tmp_path, "int4", "sdpa", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tswift.caches import FullKV
 from tswift.errors import InputError, NoFault, cause_of, fault_of
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import multiplies_integers
-from tswift.forward.cuda.fused_layers import fuse, is_fused, separate_layers
+from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, separate_layers
 from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.passes import Forwarded
@@ -288,9 +288,9 @@ def _codes_fault(target: Target) -> str | None:
     shape = target.kv_shape
     heads = (shape.heads, target.groups)
     fault = fails("triton", target.dtype, target.device, shape.head_dim, heads, codes=True)
-    if fault is None and is_fused(target.model):
-        layer = target.model.get_decoder().layers[0]
-        fault = fault_of(partial(try_kernels, layer, target.dtype, codes=True))
+    if is_fused(target.model):
+        for layer in layers_by_form(target.model):
+            fault = fault or fault_of(partial(try_kernels, layer, target.dtype, codes=True))
     return fault and f"cannot have a cache in {dtype_name(shape.dtype)}: {fault}"
 
 

@@ -16,7 +16,7 @@ from tswift.distributed import RANKS, Dist
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
-from tswift.forward.cuda.layers_check import Wrong, try_codes
+from tswift.forward.cuda.layers_check import Wrong, try_codes, try_product
 from tswift.loading.packing import (
     load_floats,
     load_gguf,
@@ -27,6 +27,7 @@ from tswift.loading.packing import (
 from tswift.loading.plan import ModelPlan
 from tswift.models.architecture import class_of, is_moe, own_quantization
 from tswift.models.checkpoint import INDEX, stored_tensors
+from tswift.models.codes import UNIT, quantize
 from tswift.models.shapes import random_weights
 
 
@@ -38,14 +39,18 @@ def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> Pre
     if own_quantization(plan.config) and not plan.simulated and plan.device.type == "cuda":
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
-    network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
-    if plan.coded and coded.by_kernels(plan.device):
-        try:
+    kernels = plan.coded and coded.by_kernels(plan.device)
+    try:
+        if kernels:  # what fails on any machine is told before a long load
+            some = quantize(torch.eye(UNIT, device=plan.device), 4)
+            try_product(coded.CodedLinear(some), plan.dtype)
+        network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
+        if kernels:
             try_codes(network.to(plan.device))
-        except Wrong as error:
-            option = "model" if plan.asked.weights is None else "weights"
-            raise InputError(f"{plan.name}: {error}", option) from None
-    elif plan.coded and not multiplies_integers(network):
+    except Wrong as error:
+        option = "model" if plan.asked.weights is None else "weights"
+        raise InputError(f"{plan.name}: {error}", option) from None
+    if plan.coded and not (kernels or multiplies_integers(network)):
         hold_floats(network)
     return network if options else network.to(plan.device)
 

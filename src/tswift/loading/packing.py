@@ -17,6 +17,7 @@ from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ _CPU = torch.device("cpu")
 # names in GGUF files: of embeddings, and of an LM head that is not the first of these
 _TABLES, _OUTPUT = ("token_embd.weight", "per_layer_token_embd.weight"), "output.weight"
 _KEPT = "weights"  # how the files of codes in the cache folder begin
+_ON_DEVICE = Lock()  # a matrix that is packed there takes four times as much on the way
 
 Matrix = Codes | Packed | Tensor
 
@@ -59,8 +61,11 @@ def packed_on(given: Codes, device: torch.device) -> Packed:
     """Codes as what multiplies them on a device reads them."""
     if not coded.by_kernels(device):
         return PackedCodes(given)
-    codes, scale, minimum = (part.to(device) for part in (given.codes, given.scale, given.minimum))
-    return CodesOnDevice(Codes(codes, scale, minimum, given.bits))
+    with _ON_DEVICE:
+        codes, scale, minimum = (
+            part.to(device) for part in (given.codes, given.scale, given.minimum)
+        )
+        return CodesOnDevice(Codes(codes, scale, minimum, given.bits))
 
 
 def _filled(
@@ -80,7 +85,8 @@ def _filled(
     embeddings = network.get_input_embeddings()
     tied = embeddings.weight is network.get_output_embeddings().weight
     layer: type[Any] = coded.CodedLinear if coded.by_kernels(device) else PackedLinear
-    for name, _ in [*network.named_parameters()]:
+    # the largest first, while there is most room
+    for name, _ in sorted(network.named_parameters(), key=lambda named: -named[1].numel()):
         path, _, kind = name.rpartition(".")
         owner = network.get_submodule(path)
         weight = read(name)
@@ -157,7 +163,9 @@ def load_gguf(
     """The network of a GGUF file; its matrices on a device."""
     file, config = checkpoint.gguf, checkpoint.config
     assert file is not None
-    stored = file.names(dict(checkpoint.skeleton.named_parameters()))
+    named = file.names(dict(checkpoint.skeleton.named_parameters()))
+    # as in :func:`_filled`
+    stored = dict(sorted(named.items(), key=lambda item: -prod(item[1].shape)))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read(name: str) -> Matrix:

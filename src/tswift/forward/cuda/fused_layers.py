@@ -230,7 +230,8 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) ->
     layers = list(decoder.layers)
     norm: Any = final_norm(decoder)
     try:
-        check(layers[0], network.dtype)
+        for layer in layers_by_form(network):
+            check(layer, network.dtype)
     except Exception as error:  # compilers and drivers fail in many ways
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     _exchange(norm, FusedNorm)
@@ -244,6 +245,15 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) ->
     ):
         _exchange(rotary, KnownAngles, known=_angles(rotary, positions, norm.weight))
     return None
+
+
+def layers_by_form(network: PreTrainedModel) -> list[Any]:
+    """A layer of each form that a network has: in files of 4 bits some layers have more of them."""
+    found = {
+        tuple(each.form for each in _linears(layer) if type(each) is CodedLinear): layer
+        for layer in reversed(network.get_decoder().layers)
+    }
+    return [*found.values()]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TRIED = 5  # rows that kernels are tried with
 _ROUNDED = 1e-4  # of the largest number, that sums in float32 may be off by
 _REPEATS = 8
-_OUTPUTS = 1024  # of a matrix, that are looked at, at most
+_OUTPUTS = 1024  # of a matrix, that are looked at, or multiplied at a time
 
 
 def tree_sum(numbers: Tensor) -> Tensor:
@@ -184,13 +184,19 @@ def _try_coded(
 
 
 def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
-    """Products ``[n, out]`` in float64."""
-    return [
-        F.linear(
-            rows.double(), each.weight.double(), None if each.bias is None else each.bias.double()
-        )
-        for each in linears
-    ]
+    """Products ``[n, out]`` in float64, a piece at a time: a device may be full of weights."""
+    return [_wide(rows, each, torch.arange(each.out_features)) for each in linears]
+
+
+def _wide(rows: Tensor, linear: Any, outputs: Tensor) -> Tensor:
+    """Some outputs of a product in float64."""
+    coded = type(linear) is CodedLinear
+    found = []
+    for some in outputs.to(rows.device).split(_OUTPUTS):
+        weights = linear.packed.rows(some) if coded else linear.weight[some]
+        bias = None if linear.bias is None else linear.bias[some].double()
+        found.append(F.linear(rows.double(), weights.double(), bias))
+    return torch.cat(found, 1)
 
 
 @torch.inference_mode()
@@ -202,21 +208,23 @@ def try_codes(network: Any) -> None:
     """
     layers = {}
     for linear in (module for module in network.modules() if type(module) is CodedLinear):
-        packed = linear.packed
         shape = (linear.in_features, linear.out_features, linear.bias is None)
-        layers[packed.bits, packed.block, packed.minimum is None, *shape] = linear
+        layers[*linear.form, *shape] = linear
     for linear in layers.values():
-        inputs, outputs = linear.in_features, linear.out_features
-        device = linear.packed.bytes.device
-        rows = torch.linspace(-3, 3, _TRIED * inputs, device=device).cos().view(_TRIED, -1)
-        rows = rows.to(network.dtype)
-        some = torch.arange(0, outputs, 1 + outputs // _OUTPUTS, device=device)
-        weights = linear.packed.rows(some).double()
-        bias = None if linear.bias is None else linear.bias[some].double()
-        wide = F.linear(rows.double(), weights, bias)
-        apart = (linear(rows)[:, some] - wide).abs().max()
-        if not apart <= torch.finfo(network.dtype).eps * wide.abs().max():
-            raise Wrong("the kernel of products computes something else than PyTorch")
+        try_product(linear, network.dtype)
+
+
+@torch.inference_mode()
+def try_product(linear: CodedLinear, dtype: torch.dtype) -> None:
+    """Compare a layer's products with PyTorch's; Wrong if one is far off."""
+    inputs, outputs = linear.in_features, linear.out_features
+    device = linear.packed.bytes.device
+    rows = torch.linspace(-3, 3, _TRIED * inputs, device=device).cos().view(_TRIED, -1).to(dtype)
+    some = torch.arange(0, outputs, 1 + outputs // _OUTPUTS, device=device)
+    wide = _wide(rows, linear, some)
+    apart = (linear(rows)[:, some] - wide).abs().max()
+    if not apart <= torch.finfo(dtype).eps * wide.abs().max():
+        raise Wrong("the kernel of products computes something else than PyTorch")
 
 
 def _try_sums(
