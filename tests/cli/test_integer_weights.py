@@ -230,6 +230,11 @@ def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> 
     each = {"int4": 0.75, "int8": 1.25}[kind]
     assert told["shape"]["weight_bytes"] == layers * each + head * 1.25 + norms * 2
     assert told["weights"] == kind
+    assert "beside it with weights of codes on one H200 (results/h200)." in " ".join(
+        tswift(words).text.split()
+    )
+    (least, *_) = told["passes"]  # of one node: 3.82 ms on an H200 in int4, where the floor is 1.46
+    assert least["reckoned_seconds"] - least["floor_seconds"] == pytest.approx(2.3e-3, abs=0.07e-3)
 
 
 def test_a_floor_without_a_compiler_counts_floats(

@@ -74,6 +74,18 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     assert found["exact"] >= LENGTH - 1
 
 
+def test_a_gpus_run_is_judged_here(tswift: Tswift, run: Path) -> None:
+    """By the attention that there is; but not gone on with."""
+    record = read_json(run / "run.json")
+    record["model"] |= {"device": "cuda:0", "attention": "triton", "layers": "fused"}
+    write_record(run, record)
+    found = tswift(f"verify {run} --device cpu --json -").json
+    assert (found["ok"], found["model"]["attention"]) == (True, "sdpa")
+    again = tswift(f"generate --resume {run} --len {LENGTH + 1} --device cpu")
+    says = "the run was made with cuda:0, got cpu; a resumed run keeps its options"
+    assert (again.code, again.err) == (2, f"tswift: error: --device: {says}\n")
+
+
 @pytest.mark.slow
 def test_an_exact_run(
     tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,8 +72,12 @@ MACHINES = {
     "h200": Machine(4.8e12, 989e12),
 }
 _DTYPES = ("bfloat16", "float16")
-# Seconds that a pass of up to 16 nodes took for each layer beside its bytes, where it was measured
-_BESIDE = {"h100": 57e-6}
+# Seconds that a pass of up to 16 nodes took for each layer beside its bytes, by device and whether
+# weights are codes, and where that was measured
+_BESIDE = {
+    ("h100", False): (57e-6, "on one H100 (results/h100)"),
+    ("h100", True): (72e-6, "with weights of codes on one H200 (results/h200)"),
+}
 
 
 def find_machine(name: str, dtype: str) -> Machine:
@@ -252,7 +256,8 @@ def roofline_tables(query: RooflineQuery) -> tuple[list[Table], Options]:
     else:
         machine = measure_machine(place, dtype, shape)
         where = f"{Environment(**environment(place)).machine}, measured"
-    found = floors(shape, machine, query, max_positions(config), _BESIDE.get(where, 0.0))
+    beside = _BESIDE.get((where, shape.coded_bytes is not None))
+    found = floors(shape, machine, query, max_positions(config), beside)
     rounded = {} if query.weights is None else {"weights": query.weights}
     about = {"model": query.model, "dtype": words, **rounded, "device": where}
     return found.tables(", ".join(about.values())), {**about, **found.as_dict()}
@@ -291,6 +296,7 @@ class Floors:
     passes: Sequence[PassFloor]
     plain_seconds: float  # of the job, prefill apart
     note: str = ""  # that the model has no room for what would be usual
+    reckoned: str = ""  # where what passes take beside their floor was measured
 
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
@@ -298,7 +304,8 @@ class Floors:
         del shape["states"]
         for name in ("weight_bytes", "kv_bytes", "state_bytes"):
             shape[name] = getattr(self.shape, name)
-        rest = {name: value for name, value in asdict(self).items() if name != "note"}
+        words = ("note", "reckoned")
+        rest = {name: value for name, value in asdict(self).items() if name not in words}
         for each in rest["passes"]:
             if each["reckoned_seconds"] is None:
                 del each["reckoned_seconds"]
@@ -352,7 +359,7 @@ class Floors:
             rows = [[*row, _milliseconds(each)] for row, each in zip(rows, reckoned, strict=True)]
             notes.append(
                 "reckoned, not measured: the floor, and for each layer what a pass of Llama 3.1 "
-                "8B's shape took beside it on one H100 (results/h100)."
+                f"8B's shape took beside it {self.reckoned}."
             )
         return [
             Table(f"Roofline: {label}", ["what", "value"], [*rates.items()], left=1),
@@ -361,11 +368,16 @@ class Floors:
 
 
 def floors(
-    shape: Shape, machine: Machine, query: RooflineQuery, positions: int, beside: float = 0.0
+    shape: Shape,
+    machine: Machine,
+    query: RooflineQuery,
+    positions: int,
+    beside: tuple[float, str] | None = None,
 ) -> Floors:
     """Floors that a query asks for, of a model with so many ``positions``, and what a pass takes if
-    a layer takes ``beside`` seconds more.
+    a layer takes so many seconds more ``beside`` them, as was measured somewhere.
     """
+    more, measured = beside or (0.0, "")
     given = {"lens" if name == "length" else name for name in query.given}
     prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
     note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
@@ -387,13 +399,13 @@ def floors(
             loading_seconds(shape, machine, context),
             computing_seconds(shape, machine, context, nodes),
             floor := float(pass_seconds(shape, machine, context, nodes)),
-            floor + shape.layers * beside if beside else None,
+            floor + shape.layers * more if more else None,
         )
         for context in contexts
         for nodes in query.nodes
     ]
     plain = plain_seconds(shape, machine, prefill, length)
-    return Floors(shape, machine, prefill, length, passes, plain, note)
+    return Floors(shape, machine, prefill, length, passes, plain, note, measured)
 
 
 def _milliseconds(seconds: float, digits: int = 2) -> str:

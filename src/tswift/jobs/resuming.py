@@ -204,9 +204,10 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
     known["kv_dtype"] = run.config.model.kv_dtype
     for name, value in asked.items():
         plain = json.loads(json.dumps(value, default=str))  # as a record has it
-        loaded = record.model.get(name), options.get(name, "auto")
-        if name in ("device", "dtype", "kv_dtype", "attention") and plain in loaded:
-            continue
+        if name in ("device", "dtype", "kv_dtype", "attention"):
+            if plain in (record.model.get(name), options.get(name, "auto")):
+                continue
+            known[name] = record.model.get(name, known.get(name))
         # what was typed may have been cut to what fits
         if name not in free and plain not in (known.get(name), typed.get(name)):
             own = "none" if known.get(name) is None else known[name]

@@ -69,6 +69,8 @@ def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
             f"{run.path} was made without it, so it can only be judged within rounding", "exact"
         )
     alone = replace(config, heads=NO_HEADS, draft_model=None, drafter=None, draft_weights=None)
+    if config.attention == "triton":  # which another machine may lack; a run of it may be judged
+        alone = replace(alone, attention="auto")
     if "model" in typed:
         alone = replace(alone, weights=None)
     wanted = changed(alone, {"kv_dtype": _kv_dtype(config, typed), **typed})
