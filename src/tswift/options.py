@@ -132,7 +132,7 @@ def check_options(options: Any) -> None:
             continue
         several = get_origin(expected) is tuple
         if several and not isinstance(value, (tuple, list)):  # a record of JSON has lists
-            raise InputError(f"must be a tuple, got {value!r:.60}", each.name)
+            raise InputError(f"must be a list, got {value!r:.60}", each.name)
         values = tuple(value) if several else (value,)
         fault = _fault(values, get_args(expected)[0] if several else expected, carried)
         if fault is not None:

@@ -45,6 +45,19 @@ def test_lines_are_turns(
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_cannot_be_answered(
+    tswift: Tswift, model: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is told before a turn, where that shows; a turn that goes wrong has no figures."""
+    words = f"chat {WORDS} -n 4 --model"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    tswift(words, checkpoint).refused("has no chat template")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello\n{'word ' * 5000}\n"))
+    result = tswift(words, model).ok()
+    assert "positions" in result.err.splitlines()[-1]
+    assert result.err.count(" tokens/s; ") == 1
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
     words = f"-m tswift chat {WORDS} --model {model} -n 3000 --no-stop-at-eos".split()

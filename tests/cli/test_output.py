@@ -24,6 +24,7 @@ from tswift import native_build
 from tswift.cli import main
 from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
 from tswift.forward.cpu.program import PassProgram
+from tswift.jobs import job
 from tswift.stages import tell
 from tswift.tables import Table
 
@@ -78,6 +79,7 @@ def test_a_stdout_that_has_no_such_characters(
 
 CODE = """
 from tswift.forward.cpu.program import PassProgram
+from tswift.jobs import job
 from tswift.tables import Table
 from tswift.cli.output import Bars
 from tswift.cli.output import show
@@ -182,6 +184,17 @@ def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-unty
     assert (
         capsys.readouterr().err == "tswift: interrupted while demo was loaded; nothing was begun\n"
     )
+
+
+@pytest.mark.usefixtures("signals_heard")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_model_is_loaded(
+    tswift, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(job, "start", lambda *given: os.kill(os.getpid(), number))
+    result = tswift("generate --len 5")
+    told = f"stopped by {signal.Signals(number).name} while demo was loaded; nothing was begun\n"
+    assert (result.code, result.err) == (128 + number, f"tswift: {told}")
 
 
 @pytest.mark.parametrize(

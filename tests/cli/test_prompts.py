@@ -109,9 +109,9 @@ def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     bad = [
         "{",
-        '{"prompt": 7}',
-        '{"prompt": "a", "len": 0}',
+        '{"prompt": "a", "max_tokens": 0}',
         '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"prompt": "a", "len": 5, "max_tokens": 6}',
     ]
     path.write_text(
         "\n".join(['{"prompt": "right"}', *bad, '{"prompt": "a", "temperature": "warm"}'])
@@ -121,9 +121,9 @@ def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
     assert raised.value.field == "prompts"
     for told in (
         "line 2 of p.jsonl is not JSON",
-        "line 3 of p.jsonl has no messages, turns, or text called prompt",
-        "line 4 of p.jsonl: length must be at least 1, got 0",
-        "line 5 of p.jsonl has messages, which need --chat",
+        "line 3 of p.jsonl: max_tokens must be at least 1, got 0",
+        "line 4 of p.jsonl has messages, which need --chat",
+        "line 5 of p.jsonl: len and max_tokens are both given",
         "line 6 of p.jsonl: temperature must be a number, got 'warm'",
     ):
         assert told in raised.value.message

@@ -156,6 +156,18 @@ def test_refused_by_name(param: str, body: dict[str, Any], chat: bool) -> None:
     assert param.partition("[")[0].partition(".")[0] in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("body", "chat", "told"),
+    [
+        ({"stop": 3}, False, "stop: must be a list, got 3"),
+        ({"messages": [{**USER, "content": None}]}, True, "must be a text, or a list of parts"),
+    ],
+)
+def test_in_the_words_of_json(body: dict[str, Any], chat: bool, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        understood(body, chat)
+
+
 def test_another_model_is_not_found() -> None:
     with pytest.raises(Refused, match="gpt-4o") as error:
         understood({"model": "gpt-4o"})

@@ -338,9 +338,13 @@ def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) 
         "raw_top"
     ].tolist()
     assert [each.drawn_logprob for each in content] == rows["warped"].tolist()
-    assert all(
-        bytes(each.bytes).decode() == each.token for each in content if each.bytes is not None
-    )
+    # of parts of characters, too
+    ids = np.fromfile(server.runs / chat.id / "tokens.u32", "<u4")
+    whole = AutoTokenizer.from_pretrained(model).decode(ids, skip_special_tokens=False)
+    assert b"".join(bytes(each.bytes) for each in content).decode(errors="replace") == whole
+    assert any("\N{REPLACEMENT CHARACTER}" in each.token for each in content)
+    near = [near for each in content for near in each.top_logprobs]
+    assert all(bytes(each.bytes).decode(errors="replace") == each.token for each in near)
     plain: Any = client.chat.completions.create(**asked_for).choices[0].logprobs
     assert [each.logprob for each in plain.content] == [each.logprob for each in content]
 

@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bad_input(as_typed(error, command.params))
     except DecodeError as error:
         return _failed(str(error))
-    except (KeyboardInterrupt, typer.Abort) as stop:
-        return int(getattr(stop, "code", INTERRUPTED))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
     except OSError as error:  # a full disk, as a rule
         return _failed(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:

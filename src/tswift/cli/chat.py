@@ -61,8 +61,7 @@ def chat(typed: options.Typed, quiet: options.Quiet = False) -> None:
     say(f"Ctrl-C ends an answer, Ctrl-D or {_BYE} the conversation")
     with Signals() as signals:
         while (said := _read(signals)) is not None:
-            if said.strip():
-                _answer(talk, said, signals)
+            if said.strip() and _answer(talk, said, signals):
                 say(
                     f"{talk.stats.tokens:,} tokens, {talk.stats.tokens_per_second:,.1f} tokens/s; "
                     f"{talk.kept:,} tokens of what was said were in the cache"
@@ -89,8 +88,9 @@ def _read(signals: Signals) -> str | None:
     return None
 
 
-def _answer(talk: Chat, said: str, signals: Signals) -> None:
-    """Write the answer, up to its end or a signal."""
+def _answer(talk: Chat, said: str, signals: Signals) -> bool:
+    """Write the answer, up to its end or a signal; returns whether there is one."""
+    answered = True
     try:
         pieces = talk.answer(said)
         for piece in pieces:
@@ -103,4 +103,6 @@ def _answer(talk: Chat, said: str, signals: Signals) -> None:
         pass
     except InputError as error:
         complain(error.message)
+        answered = False
     write_stdout("\n")
+    return answered

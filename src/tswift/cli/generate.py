@@ -20,7 +20,6 @@ from tswift.cli.options import as_typed
 from tswift.cli.output import (
     BAD_INPUT,
     FAILED,
-    INTERRUPTED,
     OK,
     abandon_stdout,
     complain,
@@ -266,7 +265,7 @@ def _many(
     except Stopped as stop:
         if not quiet:
             complain(f"{stop}; {made:,} texts were made, {again} makes the rest")
-        raise typer.Exit(stop.code) from None
+        raise
     rest = (
         "other shards have some left"
         if gathered is None
@@ -279,7 +278,7 @@ def _run(job: Job, display: Display, signals: Signals) -> None:
     """Run a job, and say how it ended.
 
     Raises:
-        Exit: something stopped it; what was made is saved.
+        Exit, KeyboardInterrupt: something stopped it; what was made is saved.
     """
     for line in job.statement():
         display.say(line)
@@ -294,5 +293,5 @@ def _run(job: Job, display: Display, signals: Signals) -> None:
         with suppress(OSError):  # a terminal that was closed
             display.summary(job)
             display.say(f"{str(stop) or 'interrupted'}; {job.saved()}")
-        raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
+        raise
     display.summary(job)

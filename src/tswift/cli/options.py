@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
+from tswift.cli.output import INTERRUPTED
 from tswift.errors import InputError, find_path
 from tswift.options import (
     DRAFTING,
@@ -89,7 +90,10 @@ def takes(
                 for name, value in found.items():
                     if isinstance(value, (Path, list)):
                         found[name] = _found(value, name)
-            function(Typed(typed, context.obj, context.command.params), **others)
+            try:
+                function(Typed(typed, context.obj, context.command.params), **others)
+            except KeyboardInterrupt as stop:  # which signal it was, typer does not ask
+                raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
 
         parameters = [
             inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tswift.cli import options
-from tswift.cli.output import INTERRUPTED, loading_notice, tell
+from tswift.cli.output import loading_notice, tell
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.files import lock_folder
@@ -103,7 +103,7 @@ def serve(
                     f"{str(stop) or 'interrupted'}; what is unfinished goes on when tswift serve "
                     "starts again"
                 )
-                raise typer.Exit(getattr(stop, "code", INTERRUPTED)) from None
+                raise
             finally:
                 service.close()
                 service.thread.join()

@@ -92,17 +92,15 @@ class Batch:
     def _read(self) -> Iterator[Task]:
         bad = []
         for line in read_lines(self._prompts, OPTION):
-            own = of_json(
-                {
-                    name: line.fields[field]
-                    for field, name in _OWN.items()
-                    if line.fields.get(field) is not None
-                }
-            )
+            given = {field: line.fields.get(field) for field in _OWN}
+            given = {field: value for field, value in given.items() if value is not None}
+            own = of_json({_OWN[field]: value for field, value in given.items()})
             if isinstance(own.get("stop"), str):
                 own["stop"] = (own["stop"],)
             folder = self.out / f"{line.number:0{_PLACES}}"
             try:
+                if len(given) > len(own):
+                    raise InputError("and max_tokens are both given", "length")
                 text = line.text(self._prompts.stem, None, OPTION)
                 if text.messages and not self.config.chat:
                     raise InputError(f"{line.where} has messages, which need --chat", OPTION)
@@ -112,12 +110,10 @@ class Batch:
                     folder,
                 )
             except InputError as error:
-                named = (
-                    f"{line.where}: {error.field} {error.message}"
-                    if error.field != OPTION
-                    else error.message
+                field = next((each for each in given if _OWN[each] == error.field), error.field)
+                bad.append(
+                    error.message if field == OPTION else f"{line.where}: {field} {error.message}"
                 )
-                bad.append(named)
         if bad:
             more = f"; and {len(bad) - _TOLD:,} more" if len(bad) > _TOLD else ""
             raise InputError("; ".join(bad[:_TOLD]) + more, OPTION)

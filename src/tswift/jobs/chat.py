@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
-from tswift.jobs.config import RunConfig, Text
+from tswift.jobs.config import RunConfig, Text, render_chat
 from tswift.jobs.job import begin_run, with_sampling
 from tswift.loading.model import LoadedModel
 from tswift.memory import fit_length
@@ -17,6 +17,8 @@ from tswift.memory import fit_length
 
 class Chat:
     """What was said, and the model that answers.
+
+    InputError if it has no chat template, or one that does not take ``system``.
 
     Attributes:
         config: how it answers; its length is the most tokens of an answer.
@@ -31,6 +33,8 @@ class Chat:
         self._said: list[dict[str, str]] = []
         if system is not None:
             self._said.append({"role": "system", "content": system})
+        # a template that there is not, or that takes no system prompt, is told of before a turn
+        render_chat(model.tokenizer, model.name, (*self._said, {"role": "user", "content": "."}))
         self._last: Decoding | None = None
         self.stats = DecodeStats(0)
         self.kept = 0

@@ -13,6 +13,7 @@ from secrets import randbits
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from tswift.errors import InputError, Object, did_you_mean
 from tswift.jobs.config import RunConfig, check_prompt
@@ -144,6 +145,8 @@ def _filled(message: object) -> object:
 
 def _parts(content: object) -> object:
     """A content as parts, which a text is one of."""
+    if not isinstance(content, str | list):
+        raise PydanticCustomError("content", "must be a text, or a list of parts with texts")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

@@ -29,6 +29,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tswift
 from tswift.decoding.text import TextRules, TextStream
@@ -54,6 +55,7 @@ _MAX_CONNECTIONS = 512  # in all
 _MAX_HEADERS = 32_768  # bytes
 _EVENT_ID = re.compile(r"(\d{1,15}):(\d{1,15})")
 _PAGE = Path(__file__).with_name("page.html")
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -424,9 +426,19 @@ class Logprobs:
         }
 
     def _entry(self, token: int, log: float) -> Object:
-        text = str(self._tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
-        whole = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": log, "bytes": list(text.encode()) if whole else None}
+        backend = self._tokenizer.backend_tokenizer
+        text = str(backend.decode([token], skip_special_tokens=False))
+        broken = "\N{REPLACEMENT CHARACTER}" in text
+        held = _bytes_of(backend.id_to_token(token)) if broken else list(text.encode())
+        return {"token": text, "logprob": log, "bytes": held}
+
+
+def _bytes_of(word: str) -> list[int] | None:
+    """The bytes of a token that is a part of a character, by its name in a vocabulary of bytes."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", word):
+        return [int(word[3:5], 16)]
+    found = [_BYTES[letter] for letter in word if letter in _BYTES]
+    return found if len(found) == len(word) else None
 
 
 def _likeliest(near: Sequence[Object]) -> dict[str, float]:
