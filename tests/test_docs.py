@@ -12,6 +12,7 @@ import typer
 
 from tests.rows import every_row
 from tswift.cli.app import app
+from tswift.drafting import history, methods
 from tswift.drafting.options import KV, METHODS
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
@@ -84,6 +85,13 @@ def test_every_name_is_in_a_row(page: str, names: set[str]) -> None:
     """Fields of a request that say how tokens are drawn; methods, and what partial caches hold."""
     cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.M)
     assert names <= {*re.findall(r"`(.*?)`", " ".join(cells))}
+
+
+def test_how_long_a_pass_takes_where_auto_keeps_what_came() -> None:
+    words = " ".join((ROOT / "docs/methods.md").read_text().split())
+    told = re.findall(r"pass takes (?:at most|more than) (\S+) ms", words)
+    limits = methods._RECORDED, methods._RECORDED, history._SLOW_PASS
+    assert told == [f"{1e3 * limit:g}" for limit in limits]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

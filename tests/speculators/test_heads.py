@@ -176,6 +176,10 @@ def test_a_file_has_the_draft_vocabulary(tmp_path: Path) -> None:
             torch.tensor([-1, 1, 4], dtype=torch.int32),
             "its draft_ids are no ascending ids of tokens",
         ),
+        (
+            torch.empty(0, dtype=torch.int32),
+            r"has draft_ids of shape \[0\], where \[3\] belongs",
+        ),
         (torch.tensor([1, 3, 5]), "has draft_ids of int64, where int32 belongs"),
         (
             torch.tensor([1, 3], dtype=torch.int32),
@@ -202,7 +206,7 @@ def test_a_broken_draft_vocabulary_is_refused(
     save_file(tensors if ids is None else {**tensors, "draft_ids": ids}, path, told)
     with refused(said):
         find_heads(path).refuse_misfit(HIDDEN, VOCAB)
-    if ids is None or ids[-1] < VOCAB:
+    if ids is None or (ids < VOCAB).all():
         with refused(said):
             load_heads(path, HIDDEN, torch.float32, CPU)
 

@@ -194,7 +194,7 @@ class PackedCodes(Packed):
         return torch.cat(found).view(*outputs.shape, self.inputs)
 
     def chosen(self, outputs: Tensor) -> PackedCodes:
-        """The codes of some outputs ``[n]``, as they are."""
+        """The codes of some outputs ``[n]``, at least one, as they are."""
         parts = self._picked(nn.functional.pad(outputs, (0, -len(outputs) % _GROUP)))
         groups = (each.unflatten(0, (-1, _GROUP)).movedim(1, 3).contiguous() for each in parts)
         data = torch.cat([each.view(torch.uint8).flatten(2) for each in groups], 2)

@@ -317,12 +317,8 @@ class Sampler:
         drafted ancestors are. Where tokens are penalised for their repetition, biases have been
         added.
         """
-        rule = self._rule
-        if len(rule.late):
-            early = (positions + 1 < rule.first)[:, None]
-            ends = logits.index_select(1, rule.late).masked_fill(early, -math.inf)
-            logits = logits.index_copy(1, rule.late, ends)
-        if rule.repeats:
+        logits = self._without_early_ends(logits, positions + 1)
+        if self._rule.repeats:
             there = (self.newest > FAR).repeat(len(tokens), 1)
             logits = self._repeated(logits, self._with_path(there, tokens, ancestors))
         if not self.counting:
@@ -331,6 +327,17 @@ class Sampler:
         drafted = ancestors[:, 1:].to(torch.float64)
         counts.scatter_add_(1, self._ids(tokens)[1:].expand_as(drafted), drafted)
         return logits.double() - self._taken(counts)
+
+    def _without_early_ends(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits ``[n, V]`` of tokens at ``positions`` ``[n]``, less the ends that are not drawn
+        there.
+        """
+        rule = self._rule
+        if not len(rule.late):
+            return logits
+        early = (positions < rule.first)[:, None]
+        ends = logits.index_select(1, rule.late).masked_fill(early, -math.inf)
+        return logits.index_copy(1, rule.late, ends)
 
     def _repeated(self, logits: Tensor, there: Tensor) -> Tensor:
         own = self.params
@@ -534,17 +541,21 @@ class Sampler:
             is never drawn. Fewer columns where the vocabulary has no more.
         """
         count = min(count, logits.shape[-1])
-        fused = self._rule.fused.get((logits.dtype, count))
         alike = (seen is None or len(seen) in (1, len(logits))) and (
             positions is None or len(positions) == len(logits)
         )
-        if fused is not None and alike and not isinstance(positions, Sequence):
-            return fused.candidates(logits, seen, positions, count)
+        kernels = alike and not isinstance(positions, Sequence)
+        fused = self._rule.fused.get((logits.dtype, count)) if kernels else None
         program = self.program(logits.dtype) if alike and count <= MOST else None
-        if program is not None:
+        if program is not None and fused is None:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
             tokens, found, _ = program.rank(logits, count, places, seen)
             return tokens, found
+        if positions is not None:
+            there = torch.as_tensor(positions).to(logits.device, non_blocking=True)
+            logits = self._without_early_ends(logits, there)
+        if fused is not None:
+            return fused.candidates(logits, seen, positions, count)
         scores = (
             self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
         )
