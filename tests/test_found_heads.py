@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import tswift
 from tests.helpers import read_json
 from tests.models.gguf_files import tiny_model, write_gguf
 from tests.training.tiny import Tiny
+from tests.words import words_of
 from tswift.cli import main
 from tswift.errors import DecodeError
 from tswift.loading.model import load
@@ -133,7 +135,7 @@ def test_a_run_without_heads_goes_on_without_them(
     tiny: Tiny, tmp_path: Path, cache: Path, capsys
 ) -> None:
     generate = f"generate --model {tiny.model} --prompt-text ship --quiet"
-    assert main([*generate.split(), "--len", "20", "--out", str(tmp_path / "run")]) == 0
+    assert main([*words_of([generate]), "--len", "20", "--out", str(tmp_path / "run")]) == 0
     install_heads(str(tiny.model), heads_file(tmp_path / "heads.safetensors", 32))
     assert main(["generate", "--resume", str(tmp_path / "run"), "--len", "40"]) == 0
     assert "heads from" not in capsys.readouterr().err
@@ -164,9 +166,10 @@ def test_a_training_installs_its_heads_and_says_how_they_are_used(
         f"train --model {tiny.model} --corpus {tiny.corpus} --seq-len 64 --steps 1 --alpha-tokens "
         "0 --device cpu"
     )
-    assert main([*train.split(), "--out", str(out)]) == 0
+    assert main([*words_of([train]), "--out", str(out)]) == 0
     said = capsys.readouterr().err
-    assert f"tswift generate --model {tiny.model} --heads {out / 'heads.safetensors'}" in said
+    command = ["generate", "--model", str(tiny.model), "--heads", str(out / "heads.safetensors")]
+    assert f"tswift {shlex.join(command)}" in said
     assert [*cache.iterdir()] == []
     assert main(["train", "--resume", str(out), "--install"]) == 0
     installed = found_heads(Checkpoint.find(str(tiny.model)))

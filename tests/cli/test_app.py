@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import tswift as package
 from tests.cli.conftest import Tswift
 from tests.cli.terminal import on_terminal
+from tests.words import words_of
 from tswift.cli.output import Display, Pace
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import DecodeError
@@ -247,3 +249,10 @@ def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:
     assert "--gamma" not in usual
     assert "--gamma" in whole
     assert tswift("generate", "--help").text == usual
+
+
+def test_folders_of_tests_may_have_blanks(monkeypatch, tmp_path) -> None:
+    folder = tmp_path / "two words"
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    words = words_of([f"generate --model {folder}/m --stop 'a b'"])
+    assert words == ["generate", "--model", f"{folder}/m", "--stop", "a b"]

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import Tswift
 from tests.serving.server import with_template
+from tests.words import words_of
 
 WORDS = "--method ar --seed 1 --temperature 1.5"
 
@@ -60,7 +61,7 @@ def test_what_cannot_be_answered(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
-    words = f"-m tswift chat {WORDS} --model {model} -n 3000 --no-stop-at-eos".split()
+    words = words_of([f"-m tswift chat {WORDS} --model {model} -n 3000 --no-stop-at-eos"])
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:
         talk = subprocess.Popen(

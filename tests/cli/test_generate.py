@@ -26,6 +26,7 @@ from tests.cli.conftest import Tswift
 from tests.helpers import CPU, NO_PROGRAM, first, read_json
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
+from tests.words import words_of
 from tswift.attention.backends import choose
 from tswift.decoding.pass_costs import PassCosts
 from tswift.sampling.rule import row_type
@@ -103,7 +104,7 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
     assert (run["schema"], run["state"], run["command"]) == (
         2,
         "finished",
-        ["tswift", *words.split()],
+        ["tswift", *words_of([words])],
     )
     assert (run["options"]["seed"], run["options"]["length"], run["sampling"]["banned"]) == (
         3,
@@ -235,7 +236,7 @@ def test_ctrl_c_keeps_what_was_made(
 def test_a_closed_pipe_ends_the_run_quietly(words: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]
-    command += f"{words} --len 4000 --method ar --out {out}".split()
+    command += words_of([f"{words} --len 4000 --method ar --out {out}"])
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=dict(os.environ)
     )

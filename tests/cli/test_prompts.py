@@ -13,6 +13,7 @@ import pytest
 from tests.cli.conftest import Tswift
 from tests.helpers import first, refused
 from tests.jobs.killing import killed_before
+from tests.words import words_of
 from tswift.cli import main
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
 from tswift.jobs.folder import FINISHED, read_record
@@ -97,7 +98,7 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(
     tswift(words, whole).ok()
     out.mkdir()
     (out / f"{BATCH}.new").write_text("{")  # as of a kill
-    asked = f"{words} {out} --quiet".split()
+    asked = words_of([words, out, "--quiet"])
     killed = sum(killed_before(random.randrange(1, 60), lambda: main(asked)) for _ in range(kills))
     assert killed > 1
     assert main(asked) == 0

@@ -148,7 +148,7 @@ def test_torchrun(tswift: Tswift, words: str, tmp_path: Path) -> None:
     tokens = tmp_path / "run" / "tokens.u32"
     with (tmp_path / "err").open("w") as err, (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, *f"{torchrun} {words} --len 3900 --out {tokens.parent}".split()],
+            [sys.executable, *words_of([f"{torchrun} {words} --len 3900 --out {tokens.parent}"])],
             stdout=out,
             stderr=err,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

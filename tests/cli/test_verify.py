@@ -14,6 +14,7 @@ from tests.cli.conftest import TEXT, Tswift
 from tests.helpers import read_json, round_single_rows
 from tests.jobs.killing import write_record
 from tests.rows import every_row
+from tests.words import words_of
 from tswift.cli import main
 from tswift.cli.verify import verdict
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
@@ -29,7 +30,7 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompt.txt").write_text(TEXT)
     words = f"generate --model {checkpoint} --prompt {folder}/prompt.txt --len {LENGTH} {SAMPLING}"
     words += f" --seed 5 --quiet --dtype float64 --out {folder}/run"
-    assert main(words.split()) == 0
+    assert main(words_of([words])) == 0
     return folder / "run"
 
 

@@ -24,6 +24,7 @@ from tests.helpers import first, read_json, refused
 from tests.jobs.killing import signals_heard
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
+from tests.words import words_of
 from tswift.cli import main
 from tswift.distributed import Dist, open_ranks
 from tswift.errors import DecodeError, InputError
@@ -420,7 +421,7 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
     words += " --device cpu --dtype float64"
     # else each learns again from rows of its own
     words += " --draft-vocabulary 200 --keep-tokens 0"
-    first, second = on_ranks(tmp_path, 2, main, words.split())
+    first, second = on_ranks(tmp_path, 2, main, words_of([words]))
     assert (first.found, second.found) == (0, 0), first.err + second.err
     ours, theirs = (
         load_file(tmp_path / "one" / CHECKPOINT),

@@ -105,10 +105,9 @@ def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
         bars.say(f"installed: {install_heads(config.model, heads)}")
         bars.say(f"{use} drafts with them; --heads none does not")
     else:
-        bars.say(f"{use} --heads {heads} drafts with them")
-        bars.say(
-            f"tswift train --resume {heads.parent} --install puts them where --model finds them"
-        )
+        bars.say(f"{use} --heads {shlex.quote(str(heads))} drafts with them")
+        folder = shlex.quote(str(heads.parent))
+        bars.say(f"tswift train --resume {folder} --install puts them where --model finds them")
 
 
 def _heads_grid(outcome: Outcome) -> Table:
