@@ -171,12 +171,16 @@ def make_checkpoint(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def known_machine() -> Iterator[None]:
-    """No second is spent on measuring this machine for a benchmark of a tiny model."""
+    """No second is spent on measuring this machine for a benchmark of a tiny model,
+    or on what its steps cost: each is taken once.
+    """
     import tswift.benchmarking.run as module
     from tswift.benchmarking.roofline import Machine
+    from tswift.drafting import costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "machine_for", lambda model: Machine(bandwidth=2e10, flops=1e11))
+        patch.setattr(costs, "_REPEATS", (1, 1))
         yield
 
 

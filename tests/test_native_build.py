@@ -352,7 +352,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(
 
     monkeypatch.setattr(native_build, "_compile", noted)
     native._kernel.cache_clear()
-    model = str(make_checkpoint(tmp_path / "m", head_dim=32))
+    model = str(make_checkpoint(tmp_path / "m", head_dim=16))
     assert load(model, device="cpu", dtype="float32").attention == ("sdpa" if broken else "native")
     if broken:
         with refused("attention: native attention needs another C compiler: broken"):
@@ -406,7 +406,7 @@ def test_a_missing_compiler_is_told_once_where_it_costs_much(
     monkeypatch, tmp_path: Path, weights: str | None
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     with pytest.warns(SlowWarning, match="needs a C compiler") as told:
         load(str(checkpoint), device="cpu", dtype="float32", weights=weights)
     assert [str(each.message) for each in told] == [
@@ -424,7 +424,7 @@ def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path: Path) -> No
 
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(loading, "_load_network", opened)
-    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     with pytest.warns(SlowWarning, match="needs a C compiler"), pytest.raises(Opened):
         load(str(checkpoint), device="cpu", dtype="float32")
 
@@ -434,6 +434,6 @@ def test_where_a_compiler_changes_little_nothing_is_told(
     monkeypatch, recwarn, tmp_path: Path, asked: dict[str, str]
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     load(str(checkpoint), **{"device": "cpu", "dtype": "float32", **asked})
     assert not [each for each in recwarn if each.category is SlowWarning]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.conftest import make_checkpoint
 from tests.helpers import needs_program, read_json
 from tests.jobs.killing import Process
 from tests.rows import every_row
+from tests.words import words_of
 from tswift import native_build
 from tswift.cli import main
 from tswift.cli.output import CLOSED_PIPE, loading_notice, one_line, show, visible, writable
@@ -172,7 +174,7 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, ca
     os.close(reading)
     with open(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(words.split()) == CLOSED_PIPE
+        assert main(words_of([words])) == CLOSED_PIPE
         stdout.flush()
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
@@ -234,7 +236,7 @@ def test_a_compiler_that_is_missing_is_told_in_a_line(
     tswift, tmp_path: Path, prompt: Path, monkeypatch, command: str
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    checkpoint = make_checkpoint(tmp_path / "m", head_dim=32)
+    checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     native_build._attempted.cache_clear()
     words = f"{command} --model {checkpoint} --dtype float32"
     words += "" if command == "env" else f" --prompt {prompt} --len 4"
@@ -250,14 +252,16 @@ def test_a_compiler_that_is_missing_is_told_in_a_line(
 
 
 @pytest.fixture
-def blocked(tmp_path: Path, monkeypatch) -> Iterator[None]:
+def blocked(monkeypatch) -> Iterator[None]:
     """A C compiler that compiles attention, and not the program."""
-    compiler = tmp_path / "cc"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in */program.c*) echo blocked >&2; exit 1;; esac\nexec cc "$@"\n'
-    )
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
+    right = native_build._built
+
+    def built(source: Path, *given: str, **named: Any) -> object:
+        if source.name == "program.c":
+            raise native_build.Unbuilt("needs another C compiler: blocked")
+        return right(source, *given, **named)
+
+    monkeypatch.setattr(native_build, "_built", built)
     native_build._attempted.cache_clear()
     yield
     native_build._attempted.cache_clear()
@@ -309,7 +313,7 @@ def test_what_stands_in_for_the_program_is_told_in_a_line(
     """Once, before anything is decoded; and a user who wants quiet has it."""
     request.getfixturevalue(fault)
     monkeypatch.setattr("tswift.serving.routes.serve", lambda *given: None)
-    model = make_checkpoint(tmp_path / "m", head_dim=32)
+    model = make_checkpoint(tmp_path / "m", head_dim=16)
     text = [] if command == "serve" else ["--prompts" if command == "bench" else "--prompt", prompt]
     words = [command, f"--model {model}", *COMMANDS[command], *text]
     results = [tswift(*words), tswift(*words, "--quiet")]

@@ -34,7 +34,7 @@ from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 
 PROMPT = "The ship had lain three days"
-LENGTH = 50
+LENGTH = 40
 COUNTED = SamplingParams(min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.9, penalty=1.0)
 BOTH = replace(COUNTED, presence_penalty=1.5, frequency_penalty=0.4, penalty=1.2, window=16)
 REPEATED = SamplingParams(min_p=0.02, penalty=1.0, repetition_penalty=1.3)

@@ -211,7 +211,7 @@ def test_no_draft_changes_the_text_however_it_lies() -> None:
         parameters(temperature=0.7, top_p=0.9, penalty=1.2, window=9),
         parameters(temperature=0, penalty=1.3, window=4),
     ):
-        plain = decode_method("ar", target, prompt, params, 17, 150)
+        plain = decode_method("ar", target, prompt, params, 17, 100)
 
         def lies(context: Context, plain=plain) -> list[list[int]]:
             done = len(context.text) - len(prompt)
@@ -236,7 +236,7 @@ def test_no_draft_changes_the_text_however_it_lies() -> None:
 
         for limit in (2, 64):
             steps = decode_steps(
-                target, Drafter([Proposals(lies)], 2, limit), prompt, params, 17, 150
+                target, Drafter([Proposals(lies)], 2, limit), prompt, params, 17, 100
             )
             assert tokens_of(steps) == plain, (params, limit)
             assert max(step.nodes for step in steps) <= limit

@@ -25,6 +25,7 @@ def own_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "_here", {})
     monkeypatch.setattr(costs, "_SECONDS", 0.1)
+    monkeypatch.setattr(costs, "_REPEATS", (5, 30))
 
 
 def test_more_keys_cost_more() -> None:

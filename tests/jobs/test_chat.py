@@ -30,7 +30,7 @@ def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedM
 
 
 def talk_by(model: LoadedModel, method: str, **values: object) -> tuple[Chat, list[str]]:
-    given = {"length": 40, "seed": 4, "method": method, "draft_model": None, **values}
+    given = {"length": 24, "seed": 4, "method": method, "draft_model": None, **values}
     if method in ("standalone", "triforce"):
         given["draft_model"] = "the model itself"
     config = RunConfig.of(**given, prompt_text="a line", chat=True)
@@ -47,7 +47,7 @@ def talk_by(model: LoadedModel, method: str, **values: object) -> tuple[Chat, li
 
 def test_answers_are_those_of_a_decode_of_all_that_was_said(model: LoadedModel) -> None:
     """And so are keys and values, which random weights make little of."""
-    config = RunConfig.of(length=40, seed=4, method="recall", prompt_text="a line", chat=True)
+    config = RunConfig.of(length=24, seed=4, method="recall", prompt_text="a line", chat=True)
     talk = Chat(model, config)
     said: list[dict[str, str]] = []
     answers = []

@@ -108,10 +108,10 @@ def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("held", "dtype"),
     [
-        (250, DTYPES[0]),
+        (250, DTYPES[2]),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in zip((0, 1000), DTYPES[1:], strict=True)
+            for each in zip((0, 1000), DTYPES[:2], strict=True)
         ),
     ],
 )

@@ -97,9 +97,9 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
 def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
     model = demo(dtype)
     prompt = novel(90)
-    plain = text_of(model, prompt, 40, "ar", params, seed)
+    plain = text_of(model, prompt, 28, "ar", params, seed)
     for method in NAMES:
-        assert text_of(model, prompt, 40, method, params, seed, trees.get(method)) == plain, method
+        assert text_of(model, prompt, 28, method, params, seed, trees.get(method)) == plain, method
 
 
 @pytest.mark.parametrize("exact", first(1, [True, False]))

@@ -180,8 +180,8 @@ def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path: Path, kind: str
     model = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa")
     prompt = model.encode("The ship had lain")
     options = options_for("mtp", costs="nominal", nodes=12)
-    steps = {"ar": [*generate(model, prompt, 60, method="ar")]}
-    steps["mtp"] = [*generate(model, prompt, 60, method="mtp", options=options)]
+    steps = {"ar": [*generate(model, prompt, 40, method="ar")]}
+    steps["mtp"] = [*generate(model, prompt, 40, method="mtp", options=options)]
     assert tokens_of(steps["mtp"]) == tokens_of(steps["ar"])
     assert max(step.nodes for step in steps["mtp"]) > 2
 
@@ -225,8 +225,8 @@ def test_no_text_changes_by_it(model: LoadedModel) -> None:
     """Bit for bit; and it drafts."""
     prompt = model.encode("The ship had lain")
     options = options_for("mtp", costs="nominal", nodes=12)
-    steps = {name: [*generate(model, prompt, 60, method=name)] for name in ("ar", "reuse")}
-    steps["mtp"] = [*generate(model, prompt, 60, method="mtp", options=options)]
+    steps = {name: [*generate(model, prompt, 40, method=name)] for name in ("ar", "reuse")}
+    steps["mtp"] = [*generate(model, prompt, 40, method="mtp", options=options)]
     assert tokens_of(steps["mtp"]) == tokens_of(steps["ar"])
     assert max(step.nodes for step in steps["mtp"]) > 2
     assert model.about()["drafter"]["kind"] == "mtp"
