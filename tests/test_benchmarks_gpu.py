@@ -239,7 +239,7 @@ def session(folder: Path, seconds: float) -> command.Session:
     [
         ("print('I am')", 60.0, "done"),
         ("print('I am'); raise SystemExit(3)", 60.0, "failed: it ended with 3"),
-        ("import time; print('I am', flush=True); time.sleep(60)", 3.0, "cut short"),
+        ("import time; print('I am', flush=True); time.sleep(60)", 2.0, "cut short"),
         ("", 0.0, "cut short"),
     ],
 )

@@ -257,7 +257,7 @@ def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(mon
     monkeypatch.setattr(adapting, "try_kernels", broken)
     monkeypatch.setattr(adapting, "_TRIED", 4)  # the interpreter is slow
     monkeypatch.setattr("tswift.forward.cuda.layer_kernels.STEP", 8)  # a row of 32 is a multiple
-    target = wrap_model(tiny_llama("gqa", torch.bfloat16), "tiny", "triton")
+    target = wrap_model(tiny_llama("gqa", torch.bfloat16, layers=1), "tiny", "triton")
     line = "layers by stock operators (several times as long), as no kernel image is available"
     assert told(target) == [f"decoding is slower than it could be: {line}"]
     assert told(target) == []
