@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded
 from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
 from tswift.distributed import ALONE
 from tswift.forward import adapting, exact_passes
+from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.cuda import coded, layers_check
 from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, rows_stand_alone
@@ -34,6 +37,8 @@ from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import Codes, CodesOnDevice, quantize
 from tswift.models.config import ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
+from tswift.speculators.heads import lm_head_rows
+from tswift.speculators.mtp import MtpSpeculator
 
 layer_kernels = pytest.importorskip(
     "tswift.forward.cuda.layer_kernels", reason="triton is not installed"
@@ -130,6 +135,23 @@ def test_those_of_a_file_are_the_same_on_a_device(kind: Kind, tmp_path: Path) ->
     assert (held.bits, held.block) == (_DECODERS[kind][0], block)
     assert (held.minimum is None) == (numbers == 1)  # as memory is foreseen
     assert ulps(held.whole(), given) <= (0 if held.minimum is None else 2)
+
+
+@pytest.mark.parametrize("kind", [CodedLinear, PackedLinear])
+def test_some_rows_of_an_lm_head_are_all_that_is_made(kind: type, monkeypatch) -> None:
+    """An LM head of 8B would be 2 GB of floats, made anew by every pass of an MTP head."""
+    head = kind(codes(70, 64, 8, 32, True))
+    monkeypatch.setattr(type(head.packed), "whole", lambda self: pytest.fail("all are made"))
+    some = torch.tensor([3, 69])
+    linear = lm_head_rows(head, some, torch.float32)
+    assert linear is not None
+    assert same_bits(linear.weight, head.packed.rows(some))
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    target = SimpleNamespace(model=model, open_logits=lambda states: "of all tokens")
+    drafter: Any = SimpleNamespace(
+        target=target, spec=SimpleNamespace(draft_vocab=5, vocab_size=70)
+    )
+    assert MtpSpeculator._scores(drafter, torch.zeros(1, 64)) == "of all tokens"
 
 
 def test_rows_that_are_no_units_are_refused() -> None:

@@ -98,7 +98,8 @@ def lm_head_rows(lm_head: Any, ids: Tensor | None, dtype: torch.dtype) -> nn.Lin
     """Rows of an LM head as a layer, ``ids`` None for all;
     None if its weights are not plain numbers.
     """
-    packed, weight, bias = (getattr(lm_head, name, None) for name in ("packed", "weight", "bias"))
+    packed, bias = getattr(lm_head, "packed", None), getattr(lm_head, "bias", None)
+    weight = lm_head._parameters.get("weight")  # codes would make all their weights to say it
     if isinstance(packed, Packed):
         rows = packed.whole() if ids is None else packed.rows(ids)
     elif type(weight) is nn.Parameter and weight.is_floating_point() and weight.dim() == 2:

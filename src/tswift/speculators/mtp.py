@@ -122,12 +122,10 @@ class MtpSpeculator(DraftNetwork):
         """
         spec = self.spec
         head = self.target.model.get_output_embeddings()
-        if (
-            spec.draft_vocab == spec.vocab_size
-            or type(head.weight) is not nn.Parameter
-            or head.bias is not None
-        ):
+        weight = head._parameters.get("weight")  # codes would make all their weights to say it
+        whole = spec.draft_vocab == spec.vocab_size
+        if whole or type(weight) is not nn.Parameter or head.bias is not None:
             return self.target.open_logits(states)
         full = states.new_full((len(states), spec.vocab_size), EXCLUDED)
-        full[:, : spec.draft_vocab] = F.linear(states, head.weight[: spec.draft_vocab])
+        full[:, : spec.draft_vocab] = F.linear(states, weight[: spec.draft_vocab])
         return full
