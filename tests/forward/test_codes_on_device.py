@@ -252,6 +252,21 @@ def test_what_is_not_counted_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> No
         kernels.multiply_silu(given, product(130, 128, *form), product(130, 128, *form))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_learn_through_codes(dtype: torch.dtype) -> None:
+    """The kernel has no gradient, and takes 16 bits alone: heads are float32, products bfloat16."""
+    linear = CodedLinear(codes(70, 64, *FORMS[0]), random(3, 70, dtype=torch.bfloat16))
+    rows = random(1, 2, 3, 64, dtype=dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = linear(rows)
+        judged = linear(rows.detach())
+    assert made.dtype == judged.dtype == torch.bfloat16
+    assert (made - judged).abs().max() <= 0.05 * made.abs().max()
+    made.float().sum().backward()
+    assert rows.grad is not None
+    assert (rows.grad - linear.weight.sum(0)).abs().max() < 0.01 * linear.weight.abs().sum(0).max()
+
+
 def test_how_a_sum_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_PROGRAMS", 520)
     assert kernels.product_parts(4096, 64) == 16

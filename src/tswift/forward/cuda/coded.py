@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tswift.attention.backends import HALVES
 from tswift.models.codes import Codes, CodesOnDevice
 
 
@@ -39,9 +40,15 @@ class CodedLinear(nn.Module):
         return self.packed.whole()
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``, in bfloat16 or float16."""
+        """``[..., in]`` to ``[..., out]``, in bfloat16 or float16; PyTorch multiplies other dtypes,
+        and what learns through it, by weights made anew.
+        """
         from tswift.forward.cuda.code_kernels import CodedProduct, multiply_rows
 
+        learns = input.requires_grad and torch.is_grad_enabled()  # the kernel has no gradient
+        if learns or input.dtype not in HALVES:
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return nn.functional.linear(input, self.weight.to(input.dtype), bias)
         rows = input.reshape(-1, self.in_features)
         out = multiply_rows(rows, CodedProduct(self.packed, self.bias))
         return out.view(*input.shape[:-1], self.out_features)
