@@ -21,6 +21,7 @@ from tests.forward.test_fused_layers import cached, kept_right, plainly, random,
 from tests.fuzzing import few
 from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded
 from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
+from tswift.caches import KVShape
 from tswift.distributed import ALONE
 from tswift.forward import adapting, exact_passes
 from tswift.forward.cpu.products import PackedLinear
@@ -410,6 +411,17 @@ def test_one_matrix_at_a_time_is_packed_the_largest_first(
         packing.load_rounded(*stored, torch.bfloat16, CPU)
     assert sizes == sorted(sizes, reverse=True)
     assert len({*sizes}) > 2
+
+
+@pytest.mark.parametrize(("gigabytes", "held"), [(None, 20_000), (20, 20_000), (1.3, 1500)])
+def test_a_card_that_is_nearly_full_tries_exact_passes_over_less(
+    gigabytes: float | None, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8B in 4 bits leave 1.3 of 8 GB: 20,000 tokens would take 2.6."""
+    free = gigabytes and int(gigabytes * 1e9)
+    monkeypatch.setattr(exact_passes, "available_bytes", lambda device: free)
+    shape = KVShape(32, 8, 128, torch.bfloat16, torch.device("cuda"))
+    assert exact_passes._held_by(shape) == held
 
 
 # -------------------------------------------------------------------------------------------------

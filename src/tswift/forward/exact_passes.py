@@ -25,6 +25,7 @@ from tswift.forward.hf import watched
 from tswift.forward.passes import PROMPT_CHUNK, Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, forward_wide
+from tswift.machine import available_bytes
 from tswift.models.architecture import is_moe
 
 _LEAST_WIDTH = 16
@@ -32,6 +33,7 @@ _HELD_KEYS = 1_500  # random keys in the cache: several chunks of every attentio
 # there a text that long is cut otherwise; at most so many bytes
 _HELD_ON_CUDA = 20_000
 _HELD_BYTES = 3 << 30
+_ROOM_SHARE = 0.8  # of the free memory, that they may take
 _OTHER_LENGTHS = (0, 99, 700)  # other lengths of the cache
 _PROMPT_SIZES = (512, 77)  # tokens of prompts: one chunk that is full, and one that is not
 _CHUNK_SIZES = (PROMPT_CHUNK, 77)  # tokens of wide passes over a text
@@ -118,10 +120,15 @@ def _digest(parts: Sequence[Tensor]) -> str:
 
 
 def _held_by(shape: KVShape) -> int:
-    """How many tokens a cache holds in which exact passes are tried."""
+    """How many tokens a cache holds in which exact passes are tried: a device that weights nearly
+    fill has no room for many.
+    """
     if shape.device.type != "cuda":
         return _HELD_KEYS
-    return max(_HELD_KEYS, min(_HELD_ON_CUDA, _HELD_BYTES // shape.bytes_per_token))
+    many = min(_HELD_ON_CUDA, _HELD_BYTES // shape.bytes_per_token)
+    free = available_bytes(shape.device)
+    fits = free is None or many * shape.bytes_per_token <= _ROOM_SHARE * free
+    return max(_HELD_KEYS, many if fits else 0)
 
 
 def _held_cache(
