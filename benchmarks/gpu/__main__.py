@@ -67,7 +67,7 @@ class Session:
         env = self.environment()
         if fresh:
             env |= {each: str(self.work / f"{name} {os.getpid()}" / each) for each in _CACHES}
-        with (self.out / f"{name}.txt").open("w") as said:
+        with (self.out / f"{name.replace(' ', '-')}.txt").open("w") as said:
             try:
                 if limit < 1:
                     raise subprocess.TimeoutExpired(list(words), 0)
