@@ -11,6 +11,7 @@ import torch
 
 from tests.cuda.capture import LOG
 from tswift.forward.cuda.graphs import Graphs
+from tswift.models.codes import quantize
 
 
 def _counts(run: Callable[[], object]) -> tuple[int, int, int, int, int]:
@@ -88,6 +89,13 @@ def main() -> None:
             print("a race for page-locked memory")
         if not _fails(lambda: torch.cuda.Event().record(), "current device"):
             print("an event of another device")
+        numbers = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0))
+        if torch.equal((numbers.to(CUDA) / 15).elem, numbers / 15):
+            print("a quotient by the host's number")
+        codes = (quantize(each, 4) for each in (numbers, numbers.to(CUDA)))
+        host, ours = ((each.codes, each.scale, each.minimum) for each in codes)
+        if not all(torch.equal(one, other.elem) for one, other in zip(host, ours, strict=True)):
+            print("codes of weights that are others on a device")
         if _answers(there) != (False, True):
             print("an answer that is read too early")
         for what, run, words, spoiled in (

@@ -193,6 +193,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     if name == "_pin_memory":
         return args[0]
+    if name in ("div", "div_") and ours and not (isinstance(args[1], Tensor) or kwargs):
+        # PyTorch multiplies by the reciprocal of a number of the host
+        func = getattr(torch.ops.aten, name.replace("div", "mul")).Tensor
+        args = (args[0], 1 / args[1])
     out = func(*mapped(plain, args), **mapped(plain, kwargs))
     if name == "copy_":
         there = isinstance(args[0], Device)

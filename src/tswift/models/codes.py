@@ -65,7 +65,8 @@ def quantize(weight: Tensor, bits: int) -> Codes:
     blocks = weight.detach().float().unflatten(1, (-1, block))
     minimum = blocks.amin(2).half().float()
     maximum = blocks.amax(2)
-    scale = ((maximum - minimum) / (2**bits - 1)).half().float()
+    # by a tensor: on CUDA PyTorch would multiply by the reciprocal of a number of the host
+    scale = ((maximum - minimum) / torch.full_like(maximum, 2**bits - 1)).half().float()
     counts = (blocks - minimum.unsqueeze(2)) / scale.clamp(min=1e-12).unsqueeze(2)
     return Codes(
         counts.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1), scale, minimum, bits
