@@ -359,7 +359,7 @@ def test_a_file_is_read_as_one_of_floats_is(tmp_path: Path, on_device: None) -> 
     with torch.no_grad():
         ours, theirs = network(ids).logits.float(), right(ids).logits
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
-    assert loaded.quantization == "Q8_0"
+    assert (loaded.quantization, loaded.dtype_note) == ("Q8_0", "")
     assert loaded.about()["products"] == "kernels"
 
 

@@ -503,8 +503,9 @@ def _load_network(
         if not tokenizer_optional or folder is None or file or has_tokenizer(folder):
             tokenizer = checkpoint.tokenizer()
         if not plan.simulated:
-            # from_pretrained may overwrite the configuration's
-            other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
+            if not (file and plan.coded):  # whose codes are in none
+                # from_pretrained may overwrite the configuration's
+                other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
         network = read_network(plan, split)
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
