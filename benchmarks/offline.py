@@ -460,15 +460,13 @@ def compiled_codes(
         nn.Module.__init__(held)
         held.outputs, held.inputs, held.bits, held.block = outputs, inputs, bits, block
         held.bytes = torch.zeros(16, dtype=torch.uint8)
-        held.scale = torch.zeros(1, outputs)
-        held.minimum = torch.zeros(16) if minima else None
+        held.factors = torch.zeros(1, outputs, 1 + minima)
         return code_kernels.CodedProduct(held)
 
     own, other = kv_heads * groups * size, kv_heads * size
     compiler = Compiler("multiply_codes", capability, kernels)
-    chosen = {"multiply_codes": compiler, "generation_of": lambda device: capability // 10}
-    with patch.multiple(code_kernels, **chosen):
-        for count in (1, 32, PROMPT):
+    with patch.multiple(code_kernels, multiply_codes=compiler):
+        for count in (1, 16, 32, PROMPT):
             rows = torch.zeros(count, hidden, dtype=type_)
             three = [product(own, hidden), product(other, hidden), product(other, hidden, value)]
             code_kernels.project_heads(rows, three, heads_of(type_, count, kv_heads, groups, size))

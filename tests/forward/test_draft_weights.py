@@ -199,7 +199,7 @@ def test_all_but_the_decoders_linear_layers_is_shared(
         f"{name}.weight" for name in linear
     }
     assert theirs.keys() - own.keys() == {
-        f"{name}.packed.{part}" for name in linear for part in ("bytes", "scale", "minimum")
+        f"{name}.packed.{part}" for name in linear for part in ("bytes", "factors")
     }
     assert len(linear) == 2 * 7
     assert copied.get_output_embeddings() is whole.get_output_embeddings()

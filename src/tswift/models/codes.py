@@ -231,7 +231,7 @@ class CodesOnDevice(Packed):
     then of outputs, and missing outputs are filled up. With 4 bits, a byte has the code of one of
     the first 32 inputs and that of the input 32 places on. A middle is taken from all codes, so
     that most stand near 0: with 8 bits, bytes are signed numbers. Blocks have float32 scales,
-    and minima where the middle does not stand for 0.
+    each beside its minimum where the middle does not stand for 0.
 
     Args:
         codes: on the device where they stay.
@@ -241,8 +241,7 @@ class CodesOnDevice(Packed):
     """
 
     bytes: Tensor  # [outputs / 64, inputs / 64, 64, 64 * bits / 8] uint8
-    scale: Tensor  # [inputs / block, outputs, filled up] float32
-    minimum: Tensor | None
+    factors: Tensor  # [inputs / block, outputs, filled up, 1 or 2] float32
 
     def __init__(self, codes: Codes) -> None:
         super().__init__()
@@ -268,14 +267,13 @@ class CodesOnDevice(Packed):
             bytes = (low | high << 4).flatten(1)
         else:
             bytes = bytes - self.centre  # uint8, which wraps around as signed numbers do
-        bytes, scale, minimum = (
-            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES))
-            for each in (bytes, codes.scale, minimum)
+        factors = [codes.scale, minimum] if minimum.any() else [codes.scale]
+        bytes, *factors = (
+            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES)) for each in (bytes, *factors)
         )
         units = bytes.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 8))
         self.register_buffer("bytes", units.transpose(1, 2).contiguous())
-        self.register_buffer("scale", scale.t().contiguous())
-        self.register_buffer("minimum", minimum.t().contiguous() if minimum.any() else None)
+        self.register_buffer("factors", torch.stack([each.t() for each in factors], 2))
 
     @property
     def kind(self) -> torch.dtype:
@@ -291,9 +289,10 @@ class CodesOnDevice(Packed):
         else:
             numbers = lines.view(torch.int8).float()
         blocks = numbers.view(len(wanted), -1, self.block)
-        weights = blocks * self.scale[:, wanted].t().unsqueeze(2)
-        if self.minimum is not None:
-            weights += self.minimum[:, wanted].t().unsqueeze(2)
+        scale, *minimum = self.factors[:, wanted].transpose(0, 1).split(1, 2)
+        weights = blocks * scale
+        for each in minimum:
+            weights += each
         return weights.view(*outputs.shape, self.inputs)
 
     def whole(self) -> Tensor:

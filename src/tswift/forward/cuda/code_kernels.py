@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tswift.attention.triton import generation_of
 from tswift.forward.cuda.layer_kernels import (
     _INTERPRETED,
     MOST_ROWS,
@@ -42,12 +41,11 @@ from tswift.forward.cuda.layer_kernels import (
 )
 from tswift.models.codes import LINES, UNIT, CodesOnDevice
 
-TILE = 64  # outputs of a program, where they are no heads
-_LEAST_ROWS = 16
-_BLOCK_OF_ROWS = 32  # of more; wider ones take more registers than there are
+TILE = 64  # outputs of a program at most
+_LEAST_ROWS = 8
+_MOST_ROWS = 32  # at a time; more would take more registers than there are
 _PROGRAMS = 520  # that there should be at least: four on each of some 130 processors
 _MOST_PARTS = 16
-_HOPPER = 9
 _ROWS, _ADD, _SILU, _HEADS = 0, 1, 2, 3  # what follows a product
 
 # Four bytes become the numbers of their low codes and those of their high ones, as 128 (or 1024)
@@ -109,9 +107,9 @@ def _ones_like(raw, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _code_dots(
-    rows, weights, scales, minima, bias, part, outputs, exist, row, used, rows_row, scales_row, SIZE, SPAN,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    rows, weights, factors, bias, part, outputs, exist, row, used, rows_row, factors_row, SIZE, SPAN,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, FACTORS: tl.constexpr, ADDED: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A part ``[TILE, ROWS]`` of the products of rows and some outputs' weights,
     or the sum of ``ADDED`` parts.
@@ -123,6 +121,7 @@ def _code_dots(
     row_at = rows + row.to(tl.int64)[None, :] * rows_row + inputs[:, None]
     at = weights + ((outputs // _LINES).to(tl.int64) * SIZE + outputs % _LINES)[:, None] * line
     at += inputs[None, :]
+    factor_at = factors + (FACTORS * outputs)[:, None] + tl.arange(0, FACTORS)[None, :]
     whole = tl.zeros([TILE, ROWS], tl.float32)
     for index in range(ADDED):
         total = tl.zeros([TILE, ROWS], tl.float32)
@@ -136,29 +135,32 @@ def _code_dots(
                     low, high = _nibbles(raw, kind, INTERPRETED)
                 for half in tl.static_range(per):
                     first = (load * per + half) * 32
-                    taken = tl.load(row_at + place + first, mask=used[None, :], other=0.0)
                     if per == 2:
                         number = low if half == 0 else high
                     else:
                         number = raw.to(tl.int8, bitcast=True).to(tl.float32).to(kind)
                     if INTERPRETED:  # numpy cannot calculate in bfloat16
                         number = number.to(tl.float32)
-                        taken = taken.to(tl.float32)
                     for cut in tl.static_range(32 // BLOCK):
-                        own = taken
-                        if BLOCK < 32:
-                            own = tl.where((inputs // BLOCK == cut)[:, None], taken, 0.0)
-                        block = (place // BLOCK + first // BLOCK + cut).to(tl.int64) * scales_row
+                        # rows are loaded again for each block of 16: what is loaded can be fetched
+                        # ahead, and what is made of that cannot
+                        taken = (inputs // BLOCK == cut)[:, None] & used[None, :]
+                        own = tl.load(row_at + place + first, mask=taken, other=0.0)
+                        if INTERPRETED:
+                            own = own.to(tl.float32)
+                        block = (place // BLOCK + first // BLOCK + cut).to(tl.int64)
+                        factor = tl.load(factor_at + block * factors_row)
                         found = tl.dot(number, own, input_precision="ieee")
-                        scale = tl.load(scales + block + outputs)
-                        total = tl.fma(found, tl.broadcast_to(scale[:, None], [TILE, ROWS]), total)
-                        if minima is not None:
+                        if FACTORS == 1:
+                            total = tl.fma(found, tl.broadcast_to(factor, [TILE, ROWS]), total)
+                        else:
+                            scale, minimum = tl.split(factor)
+                            scale = tl.broadcast_to(scale[:, None], [TILE, ROWS])
+                            total = tl.fma(found, scale, total)
                             ones = _ones_like(raw, kind, INTERPRETED)
                             found = tl.dot(ones, own, input_precision="ieee")
-                            minimum = tl.load(minima + block + outputs)
-                            total = tl.fma(
-                                found, tl.broadcast_to(minimum[:, None], [TILE, ROWS]), total
-                            )
+                            minimum = tl.broadcast_to(minimum[:, None], [TILE, ROWS])
+                            total = tl.fma(found, minimum, total)
         if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
             if part + index == 0:
                 total += tl.load(bias + outputs, mask=exist, other=0.0).to(tl.float32)[:, None]
@@ -168,15 +170,15 @@ def _code_dots(
 
 @triton.jit(do_not_specialize=["count", "nodes", "capacity"])
 def multiply_codes(
-    rows, weights, scales, minima, bias, second_weights, second_scales, second_minima, second_bias, third_weights,
-    third_scales, third_minima, third_bias, sums, counters, out, count, rows_row, part_size,
+    rows, weights, factors, bias, second_weights, second_factors, second_bias, third_weights, third_factors, third_bias,
+    sums, counters, out, count, rows_row, part_size,
     hidden, hidden_row, cosines, sines, query_weight, key_weight, rotated, keys, values, key_steps, value_steps, length,
     keys_head, keys_slot, values_head, values_slot, head_eps, nodes, capacity,
     SIZE, SPAN, OUTPUTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, SECOND_BITS: tl.constexpr, SECOND_BLOCK: tl.constexpr,
-    THIRD_BITS: tl.constexpr, THIRD_BLOCK: tl.constexpr, SCALES: tl.constexpr, SECOND_SCALES: tl.constexpr,
-    THIRD_SCALES: tl.constexpr, ALIKE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    FOLLOWS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, FACTORS: tl.constexpr, ACROSS: tl.constexpr,
+    SECOND_BITS: tl.constexpr, SECOND_BLOCK: tl.constexpr, SECOND_FACTORS: tl.constexpr, SECOND_ACROSS: tl.constexpr,
+    THIRD_BITS: tl.constexpr, THIRD_BLOCK: tl.constexpr, THIRD_FACTORS: tl.constexpr, THIRD_ACROSS: tl.constexpr,
+    ALIKE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, FOLLOWS: tl.constexpr, ADDED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LEVELS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -207,53 +209,54 @@ def multiply_codes(
     if ALIKE:
         if SECOND != 0:
             weights = _of_three(tile, weights, second_weights, third_weights, tiles, second_tiles)
-            scales = _of_three(tile, scales, second_scales, third_scales, tiles, second_tiles)
-            if minima is not None:
-                minima = _of_three(tile, minima, second_minima, third_minima, tiles, second_tiles)
+            factors = _of_three(tile, factors, second_factors, third_factors, tiles, second_tiles)
             if bias is not None:
                 bias = _of_three(tile, bias, second_bias, third_bias, tiles, second_tiles)
         across = tl.multiple_of(
-            _of_three(tile, SCALES, SECOND_SCALES, THIRD_SCALES, tiles, second_tiles), _LINES
+            _of_three(tile, ACROSS, SECOND_ACROSS, THIRD_ACROSS, tiles, second_tiles), _LINES
         )
         whole = _code_dots(
-            rows, weights, scales, minima, bias, part, inside, exist, row, used, rows_row, across, SIZE, SPAN, BITS, BLOCK,
-            ADDED, TILE, ROWS, INTERPRETED,
+            rows, weights, factors, bias, part, inside, exist, row, used, rows_row, across, SIZE, SPAN, BITS, BLOCK,
+            FACTORS, ADDED, TILE, ROWS, INTERPRETED,
         )  # fmt: skip
     elif tile < tiles:
         whole = _code_dots(
-            rows, weights, scales, minima, bias, part, inside, exist, row, used, rows_row, SCALES, SIZE, SPAN, BITS, BLOCK,
-            ADDED, TILE, ROWS, INTERPRETED,
+            rows, weights, factors, bias, part, inside, exist, row, used, rows_row, ACROSS, SIZE, SPAN, BITS, BLOCK,
+            FACTORS, ADDED, TILE, ROWS, INTERPRETED,
         )  # fmt: skip
     elif THIRD == 0 or tile < behind:
         whole = _code_dots(
-            rows, second_weights, second_scales, second_minima, second_bias, part, inside, exist, row, used, rows_row,
-            SECOND_SCALES, SIZE, SPAN, SECOND_BITS, SECOND_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+            rows, second_weights, second_factors, second_bias, part, inside, exist, row, used, rows_row, SECOND_ACROSS,
+            SIZE, SPAN, SECOND_BITS, SECOND_BLOCK, SECOND_FACTORS, ADDED, TILE, ROWS, INTERPRETED,
         )  # fmt: skip
     else:
         whole = _code_dots(
-            rows, third_weights, third_scales, third_minima, third_bias, part, inside, exist, row, used, rows_row,
-            THIRD_SCALES, SIZE, SPAN, THIRD_BITS, THIRD_BLOCK, ADDED, TILE, ROWS, INTERPRETED,
+            rows, third_weights, third_factors, third_bias, part, inside, exist, row, used, rows_row, THIRD_ACROSS, SIZE,
+            SPAN, THIRD_BITS, THIRD_BLOCK, THIRD_FACTORS, ADDED, TILE, ROWS, INTERPRETED,
         )  # fmt: skip
     at = sums + part * part_size + row.to(tl.int64)[None, :] * every + column[:, None]
     tl.store(at, whole, mask=used[None, :] & exist[:, None])
-    both: tl.constexpr = 2 if FOLLOWS == _FOLLOWS_SILU else 1
-    unit = tile % tiles if both == 2 else tile
-    units: tl.constexpr = tiles if both == 2 else behind + (THIRD + WIDTH - 1) // WIDTH
-    if _is_last(counters + tl.program_id(0) * units + unit, PARTS * both):
+    # tiles that what follows waits for: those of two products, or of a head
+    of_head: tl.constexpr = 2 * HALF // WIDTH if FOLLOWS == _FOLLOWS_HEADS else 1
+    together: tl.constexpr = 2 if FOLLOWS == _FOLLOWS_SILU else of_head
+    unit = tile % tiles if FOLLOWS == _FOLLOWS_SILU else tile // together
+    counter = counters + tl.program_id(0) * tl.num_programs(1) + unit
+    if _is_last(counter, PARTS * together):
         first = tl.program_id(0) * ROWS
+        some: tl.constexpr = min(ROWS, 16)  # rows at a time, as registers are few
         if FOLLOWS == _FOLLOWS_ADD:
-            for begin in range(first, first + ROWS, 16):  # at a time, as registers are few
+            for begin in range(first, first + ROWS, some):
                 _finish_sums(
-                    sums, hidden, out, None, begin, count, tile, part_size, hidden_row, OUTPUTS, TILE, 1, 1, PARTS, 16,
+                    sums, hidden, out, None, begin, count, tile, part_size, hidden_row, OUTPUTS, TILE, 1, 1, PARTS, some,
                     INTERPRETED,
                 )  # fmt: skip
         elif FOLLOWS == _FOLLOWS_HEADS:
-            for begin in range(first, first + ROWS, 16):
-                lines = begin + tl.arange(0, 16)
+            for begin in range(first, first + ROWS, some):
+                lines = begin + tl.arange(0, some)
                 _finish_head(
-                    sums + tile * 2 * HALF, every, lines, lines < count, tile, cosines, sines, query_weight, key_weight,
+                    sums + unit * 2 * HALF, every, lines, lines < count, unit, cosines, sines, query_weight, key_weight,
                     rotated, keys, values, key_steps, value_steps, length, part_size, keys_head, keys_slot, values_head, values_slot, head_eps,
-                    nodes, capacity, QUERY_HEADS, KV_HEADS, HALF, LEVELS, PARTS, 16, INTERPRETED,
+                    nodes, capacity, QUERY_HEADS, KV_HEADS, HALF, LEVELS, PARTS, some, INTERPRETED,
                 )  # fmt: skip
         else:
             own = unit * WIDTH + places[None, :]
@@ -276,7 +279,7 @@ class CodedProduct(NamedTuple):
     @property
     def given(self) -> tuple[Tensor | None, ...]:
         """What the kernel takes of it."""
-        return self.weights.bytes, self.weights.scale, self.weights.minimum, self.bias
+        return self.weights.bytes, self.weights.factors, self.bias
 
 
 def product_parts(inputs: int, tiles: int) -> int:
@@ -301,6 +304,8 @@ def _multiply(
     count, inputs = rows.shape
     sizes = [each.weights.outputs for each in products]
     width = TILE if heads is None else heads.keys.shape[2]
+    if width > TILE:
+        width //= 2  # as one program has too few registers for more
     tiles = sum(triton.cdiv(size, width) for size in sizes)
     parts = product_parts(inputs, tiles)
     many = count > MOST_ROWS
@@ -309,10 +314,10 @@ def _multiply(
         "SPAN": inputs // parts,
         "ADDED": parts if many else 1,
         "PARTS": 1 if many else parts,
-        "ROWS": _LEAST_ROWS if count <= _LEAST_ROWS else _BLOCK_OF_ROWS,
+        "ROWS": max(_LEAST_ROWS, min(triton.next_power_of_2(count), _MOST_ROWS)),
     }
     counters = _counters(rows.device)
-    counts = layout["PARTS"] > 1 or follows == _SILU
+    counts = layout["PARTS"] > 1 or follows in (_SILU, _HEADS)
     if counts and triton.cdiv(count, layout["ROWS"]) * tiles > len(counters):
         raise ValueError(f"{count:,} rows of {sum(sizes):,} products are too many at a time")
     sums = _sums(rows, layout, sum(sizes), sums)
@@ -325,24 +330,23 @@ def _multiply(
         for name, value in {
             "BITS": each.bits,
             "BLOCK": each.block,
-            "SCALES": each.scale.shape[1],
+            "FACTORS": each.factors.shape[2],
+            "ACROSS": each.factors.stride(0),
         }.items()
     }
-    kinds = {(each.bits, each.block, each.minimum is None) for each in codes}
+    kinds = {(each.bits, each.block, each.factors.shape[2]) for each in codes}
     alike = len(kinds) == 1 == len({each.bias is None for each in three})
     of_heads: tuple[object, ...] = (None,) * 10 + (0,) * 4 + (0.0, 0, 0)
     if heads is not None and rotated is not None:
         of_heads = (*_places(heads, rotated), *_strides(heads))
     shape = dict.fromkeys(("QUERY_HEADS", "KV_HEADS", "HALF", "LEVELS"), 1)
-    # before Hopper two warps have too few registers for a wide head
-    warps = 4 if width > TILE and generation_of(rows.device) < _HOPPER else 2
     with torch.cuda.device_of(rows):
         multiply_codes[triton.cdiv(count, layout["ROWS"]), tiles, layout["PARTS"]](
             rows, *(part for each in three for part in each.given), sums, counters, out, count,
             rows.stride(0), sums.stride(0), hidden, 0 if hidden is None else hidden.stride(0), *of_heads,
             **dict(zip(("OUTPUTS", "SECOND", "THIRD"), [*sizes, 0, 0], strict=False)), **forms, ALIKE=alike, WIDTH=width,
             TILE=max(16, triton.next_power_of_2(width)), FOLLOWS=follows, **layout,
-            **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=warps, num_stages=3, **UNFUSED,
+            **(shape if heads is None else _sizes(heads)), INTERPRETED=_INTERPRETED, num_warps=2, num_stages=3, **UNFUSED,
         )  # fmt: skip
 
 
