@@ -27,6 +27,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -98,15 +99,19 @@ def compiled_launch(
 
 
 def assembled(ptx: str) -> dict[str, int]:
-    """Registers, and bytes of stack and spills, of a thread, as the assembler reports them."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
+    """Registers, and bytes of stack and spills, of a thread, as the assembler reports them,
+    and instructions of a warp in the loop that multiplies: the longest, of several.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
         (target,) = re.findall(r"\.target (\w+)", ptx)
         # Triton has two, and which of them takes its code depends on its version
         assembler = get_ptxas(int(re.sub(r"\D", "", target))).path
-        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        command = [assembler, "-v", f"--gpu-name={target}", source, "-o", made]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", made]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
     )
@@ -114,7 +119,34 @@ def assembled(ptx: str) -> dict[str, int]:
         "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
         "stack": max(int(stack) for stack, _, _ in numbers),
         "spills": max(int(stores) + int(loads) for _, stores, loads in numbers),
+        "loop": longest_loop(code),
     }
+
+
+def longest_loop(code: str) -> int:
+    """Instructions of the longest innermost loop that multiplies matrices; 0 for none.
+
+    Args:
+        code: as ``nvdisasm -c`` prints it.
+    """
+    begins: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in code.splitlines():
+        label = re.match(r"(\.L_x_\d+):", line.strip())
+        if label is not None:
+            begins[label[1]] = len(instructions)
+        instructions += re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*);", line)
+        back = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        if back is not None and back[1] in begins:
+            loops.append((begins[back[1]], len(instructions)))
+    inner = [
+        (begin, end)
+        for begin, end in loops
+        if not any(begin <= other[0] and other[1] < end for other in loops)
+        and any("MMA" in each for each in instructions[begin:end])
+    ]
+    return max((end - begin for begin, end in inner), default=0)
 
 
 NAMES = ("attend_chunk", "combine_chunks", "store_new")
@@ -250,7 +282,8 @@ def resources(ptx: str, capability: int, warps: int, shared: int) -> dict[str, i
     total, _, most, threads = LIMITS[capability]
     by_registers = 65_536 // (-(-registers // 8) * 8 * 32 * warps)
     fit = min(most, threads // (32 * warps), by_registers, total * 1024 // (shared + 1024))
-    return {"registers": registers, "spills": taken["spills"], "shared": shared, "programs": fit}
+    of_thread = {name: taken[name] for name in ("registers", "spills", "loop")}
+    return of_thread | {"shared": shared, "programs": fit}
 
 
 def compiled(
