@@ -58,6 +58,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     int: "i32",
@@ -492,7 +493,7 @@ def compiled_codes(
         held = CodesOnDevice.__new__(CodesOnDevice)
         nn.Module.__init__(held)
         held.outputs, held.inputs, held.bits, held.block = outputs, inputs, bits, block
-        held.bytes = torch.zeros(16, dtype=torch.uint8)
+        held.bytes = torch.zeros(16, dtype=torch.int16)
         held.factors = torch.zeros(1, outputs, 1 + minima)
         return code_kernels.CodedProduct(held)
 

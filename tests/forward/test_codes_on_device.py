@@ -156,6 +156,45 @@ def test_some_rows_of_an_lm_head_are_all_that_is_made(kind: type, monkeypatch) -
     assert MtpSpeculator._scores(drafter, torch.zeros(1, 64)) == "of all tokens"
 
 
+def run(assembly: str, word: Tensor) -> dict[str, Tensor]:
+    """What the instructions of a device make of 32 bits ``$4``, by the manual of PTX."""
+    held = {"$4": word}
+    for line in assembly.strip("{}\n;").split(";"):
+        name, *operands = line.replace(",", " ").split()
+        if name.startswith("."):
+            continue  # registers have names
+        to, *given = operands
+        read = [held[each] if each in held else int(each, 0) for each in given]
+        if name == "shr.u32":
+            held[to] = read[0] >> read[1]
+        else:  # the bits of the first and the second, or of the third
+            assert (name, read.pop()) == ("lop3.b32", 0xEA)
+            held[to] = read[0] & read[1] | read[2]
+    return held
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_device_makes_numbers_of_all_codes(bits: int, dtype: torch.dtype) -> None:
+    """The interpreter has no assembler, and the kernel is told its codes there."""
+    first = torch.arange(1 << 16)
+    words = first | first.flip(0) << 16
+    name = f"_{bits}_" + ("BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16")
+    found = run(getattr(kernels, name).value, words)
+    made = [
+        torch.stack([found[f"${at}"] & 0xFFFF, found[f"${at}"] >> 16]).short().view(dtype).float()
+        for at in range(4)
+    ]
+    zero = 136.0 if dtype == torch.bfloat16 else 1032.0
+    numbers = (
+        [each - zero for each in made] if bits == 4 else [made[0] - made[2], made[1] - made[3]]
+    )
+    both = torch.stack([words & 0xFFFF, words >> 16])
+    for at, number in enumerate(numbers):
+        code = both >> at * bits & 2**bits - 1
+        assert torch.equal(number, (code - 8 if bits == 4 else code.to(torch.int8)).float())
+
+
 def test_rows_that_are_no_units_are_refused() -> None:
     with pytest.raises(ValueError, match="96 inputs are no multiple of 64"):
         CodesOnDevice(codes(4, 96, 4, 32, True))

@@ -21,6 +21,7 @@ _GROUP = 16  # outputs that lie together in the packed form
 _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 UNIT = 64  # inputs whose codes lie together on a device
 LINES = 64  # outputs whose units lie together there
+WORDS = 16  # inputs that share their words there with the next as many
 _MIDDLE = {4: 8, 8: 128}  # what is taken from a code there, by its bits
 
 
@@ -228,10 +229,10 @@ class CodesOnDevice(Packed):
     """Codes as the kernels of a device read them.
 
     A unit is 64 inputs of 64 outputs, one output after the other; units lie in the order of inputs,
-    then of outputs, and missing outputs are filled up. With 4 bits, a byte has the code of one of
-    the first 32 inputs and that of the input 32 places on. A middle is taken from all codes, so
-    that most stand near 0: with 8 bits, bytes are signed numbers. Blocks have float32 scales,
-    each beside its minimum where the middle does not stand for 0.
+    then of outputs, and missing outputs are filled up. A word of two bytes has the codes of inputs
+    16 places apart, from its last bits on: 4 codes of 4 bits or 2 of 8. A middle is taken from all
+    codes, so that most stand near 0: with 8 bits, bytes are signed numbers. Blocks have float32
+    scales, each beside its minimum where the middle does not stand for 0.
 
     Args:
         codes: on the device where they stay.
@@ -240,7 +241,7 @@ class CodesOnDevice(Packed):
         ValueError: the inputs are no multiple of a unit.
     """
 
-    bytes: Tensor  # [outputs / 64, inputs / 64, 64, 64 * bits / 8] uint8
+    bytes: Tensor  # words, [outputs / 64, inputs / 64, 64, 64 * bits / 16] int16
     factors: Tensor  # [inputs / block, outputs, filled up, 1 or 2] float32
 
     def __init__(self, codes: Codes) -> None:
@@ -261,17 +262,17 @@ class CodesOnDevice(Packed):
             )
             self.centre = next(zeros, self.centre)
         minimum = codes.minimum + self.centre * codes.scale
-        bytes = codes.codes
-        if self.bits == 4:
-            low, high = bytes.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
-            bytes = (low | high << 4).flatten(1)
-        else:
-            bytes = bytes - self.centre  # uint8, which wraps around as signed numbers do
+        # uint8, which wraps around as signed numbers do
+        numbers = codes.codes if self.bits == 4 else codes.codes - self.centre
+        words = torch.zeros((), dtype=torch.int16, device=numbers.device)
+        for at, part in enumerate(numbers.unflatten(1, (-1, 16 // self.bits, WORDS)).unbind(2)):
+            words = words | part.short() << at * self.bits
         factors = [codes.scale, minimum] if minimum.any() else [codes.scale]
-        bytes, *factors = (
-            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES)) for each in (bytes, *factors)
+        words, *factors = (
+            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES))
+            for each in (words.flatten(1), *factors)
         )
-        units = bytes.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 8))
+        units = words.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 16))
         self.register_buffer("bytes", units.transpose(1, 2).contiguous())
         self.register_buffer("factors", torch.stack([each.t() for each in factors], 2))
 
@@ -283,12 +284,12 @@ class CodesOnDevice(Packed):
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
         wanted = outputs.flatten()
-        lines = self.bytes[wanted // LINES, :, wanted % LINES]  # [n, inputs / 64, bytes]
-        if self.bits == 4:
-            numbers = torch.stack([lines & 15, lines >> 4], 2).float() - self.centre
-        else:
-            numbers = lines.view(torch.int8).float()
-        blocks = numbers.view(len(wanted), -1, self.block)
+        lines = self.bytes[wanted // LINES, :, wanted % LINES].view(len(wanted), -1, 1, WORDS)
+        bits = torch.arange(0, 16, self.bits, device=lines.device).view(-1, 1)
+        codes = lines >> bits & 2**self.bits - 1
+        # with 8 bits bytes are signed
+        numbers = codes - self.centre if self.bits == 4 else codes.to(torch.int8)
+        blocks = numbers.float().view(len(wanted), -1, self.block)
         scale, *minimum = self.factors[:, wanted].transpose(0, 1).split(1, 2)
         weights = blocks * scale
         for each in minimum:

@@ -39,7 +39,7 @@ from tswift.forward.cuda.layer_kernels import (
     _strides,
     _sums,
 )
-from tswift.models.codes import LINES, UNIT, CodesOnDevice
+from tswift.models.codes import LINES, UNIT, WORDS, CodesOnDevice
 
 TILE = 64  # outputs of a program at most
 _LEAST_ROWS = 8
@@ -48,60 +48,89 @@ _PROGRAMS = 520  # that there should be at least: four on each of some 130 proce
 _MOST_PARTS = 16
 _ROWS, _ADD, _SILU, _HEADS = 0, 1, 2, 3  # what follows a product
 
-# Four bytes become the numbers of their low codes and those of their high ones, as 128 (or 1024)
-# and a code are the bits of a number and those of the code in its last places.
-_NIBBLES = """{{
-.reg .b32 first, second;
-prmt.b32 first, $4, 0, 0x4140;
-prmt.b32 second, $4, 0, 0x4342;
-lop3.b32 $0, first, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+# Two words become the numbers of their codes, two at a time: 128 (or 1024) and the code, whose bits
+# are the last of that number. Of 8 bits the highest is the sign, 0 or 128, which is a number apart.
+_CODES_OF_4 = """{{
+.reg .b32 second, third, fourth;
+shr.u32 second, $4, 4;
+shr.u32 third, $4, 8;
+shr.u32 fourth, $4, 12;
+lop3.b32 $0, $4, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
 lop3.b32 $1, second, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
-shr.u32 first, first, 4;
-shr.u32 second, second, 4;
-lop3.b32 $2, first, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
-lop3.b32 $3, second, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $2, third, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $3, fourth, 0x000F000F, 0x{0:04X}{0:04X}, 0xEA;
 }}"""
-_ONES = "mov.b32 $0, 0x{0:04X}{0:04X}; mov.b32 $1, 0x{0:04X}{0:04X};"
-_NIBBLES_BFLOAT16 = tl.constexpr(_NIBBLES.format(0x4300))
-_NIBBLES_FLOAT16 = tl.constexpr(_NIBBLES.format(0x6400))
-_ONES_BFLOAT16 = tl.constexpr(_ONES.format(0x3F80))
-_ONES_FLOAT16 = tl.constexpr(_ONES.format(0x3C00))
+_CODES_OF_8 = """{{
+.reg .b32 high;
+shr.u32 high, $4, 8;
+lop3.b32 $0, $4, 0x007F007F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $1, high, 0x007F007F, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $2, $4, 0x00800080, 0x{0:04X}{0:04X}, 0xEA;
+lop3.b32 $3, high, 0x00800080, 0x{0:04X}{0:04X}, 0xEA;
+}}"""
+_ONES = "mov.b32 $0, 0x{0:04X}{0:04X};"
+_4_BFLOAT16 = tl.constexpr(_CODES_OF_4.format(0x4300))
+_4_FLOAT16 = tl.constexpr(_CODES_OF_4.format(0x6400))
+_8_BFLOAT16 = tl.constexpr(_CODES_OF_8.format(0x4300))
+_8_FLOAT16 = tl.constexpr(_CODES_OF_8.format(0x6400))
+_1_BFLOAT16 = tl.constexpr(_ONES.format(0x3F80))
+_1_FLOAT16 = tl.constexpr(_ONES.format(0x3C00))
 _LINES = tl.constexpr(LINES)
 _UNIT = tl.constexpr(UNIT)
+_WORDS = tl.constexpr(WORDS)
 _FOLLOWS_ADD = tl.constexpr(_ADD)
 _FOLLOWS_SILU = tl.constexpr(_SILU)
 _FOLLOWS_HEADS = tl.constexpr(_HEADS)
 
 
 @triton.jit
-def _nibbles(raw, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The low and the high codes of bytes, less 8."""
-    if INTERPRETED:
-        low, high = (raw & 15).to(tl.float32) - 8, (raw >> 4).to(tl.float32) - 8
-    elif kind == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [raw], (tl.bfloat16, tl.bfloat16), True, 4
+def _codes_of(words, BITS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The numbers that the codes of words are, from their last bits on: of 4 bits less 8."""
+    of_4: tl.constexpr = _4_BFLOAT16 if kind == tl.bfloat16 else _4_FLOAT16
+    of_8: tl.constexpr = _8_BFLOAT16 if kind == tl.bfloat16 else _8_FLOAT16
+    zero: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
+    if INTERPRETED and BITS == 4:
+        bits = words.to(tl.int32)
+        codes = (
+            (bits & 15).to(tl.float32) - 8,
+            (bits >> 4 & 15).to(tl.float32) - 8,
+            (bits >> 8 & 15).to(tl.float32) - 8,
+            (bits >> 12 & 15).to(tl.float32) - 8,
         )
-        low, high = (low - 136.0).to(kind), (high - 136.0).to(kind)
+    elif INTERPRETED:
+        codes = (words.to(tl.int8).to(tl.float32), (words >> 8).to(tl.int8).to(tl.float32))
+    elif BITS == 4:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            of_4, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+        codes = (
+            (first.to(kind, bitcast=True) - zero).to(kind),
+            (second.to(kind, bitcast=True) - zero).to(kind),
+            (third.to(kind, bitcast=True) - zero).to(kind),
+            (fourth.to(kind, bitcast=True) - zero).to(kind),
+        )
     else:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [raw], (tl.float16, tl.float16), True, 4
+        low, high, low_sign, high_sign = tl.inline_asm_elementwise(
+            of_8, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
-        low, high = (low - 1032.0).to(kind), (high - 1032.0).to(kind)
-    return low, high
+        codes = (
+            low.to(kind, bitcast=True) - low_sign.to(kind, bitcast=True),
+            high.to(kind, bitcast=True) - high_sign.to(kind, bitcast=True),
+        )
+    return codes
 
 
 @triton.jit
-def _ones_like(raw, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+def _ones_like(words, kind: tl.constexpr, INTERPRETED: tl.constexpr):
     """Ones, which the compiler takes for numbers that come of codes: it would not fetch rows ahead
     that are multiplied by two kinds of matrices.
     """
+    of_1: tl.constexpr = _1_BFLOAT16 if kind == tl.bfloat16 else _1_FLOAT16
     if INTERPRETED:
-        ones = tl.full(raw.shape, 1.0, tl.float32)
-    elif kind == tl.bfloat16:
-        ones = tl.inline_asm_elementwise(_ONES_BFLOAT16, "=r,=r,r", [raw], tl.bfloat16, True, 4)
+        ones = tl.full(words.shape, 1.0, tl.float32)
     else:
-        ones = tl.inline_asm_elementwise(_ONES_FLOAT16, "=r,=r,r", [raw], tl.float16, True, 4)
+        made = tl.inline_asm_elementwise(of_1, "=r,r", [words], tl.int16, True, 2)
+        ones = made.to(kind, bitcast=True)
     return ones
 
 
@@ -115,9 +144,9 @@ def _code_dots(
     or the sum of ``ADDED`` parts.
     """
     kind: tl.constexpr = rows.dtype.element_ty
-    per: tl.constexpr = 8 // BITS  # times 32 inputs, of a load of 32 bytes
-    line: tl.constexpr = _UNIT // per  # bytes of an output in a unit
-    inputs = tl.arange(0, 32)
+    per: tl.constexpr = 16 // BITS  # codes of a word
+    line: tl.constexpr = _UNIT // per  # words of an output in a unit
+    inputs = tl.arange(0, _WORDS)
     row_at = rows + row.to(tl.int64)[None, :] * rows_row + inputs[:, None]
     at = weights + ((outputs // _LINES).to(tl.int64) * SIZE + outputs % _LINES)[:, None] * line
     at += inputs[None, :]
@@ -129,38 +158,32 @@ def _code_dots(
         # all that a step reads is fetched ahead, which the compiler does by itself for rows alone
         for step in tl.range(0, SPAN // _UNIT, num_stages=3):
             place = begin + step * _UNIT
-            for load in tl.static_range(line // 32):
-                raw = tl.load(at + place.to(tl.int64) * line + load * 32)
-                if per == 2:
-                    low, high = _nibbles(raw, kind, INTERPRETED)
-                for half in tl.static_range(per):
-                    first = (load * per + half) * 32
-                    if per == 2:
-                        number = low if half == 0 else high
-                    else:
-                        number = raw.to(tl.int8, bitcast=True).to(tl.float32).to(kind)
-                    if INTERPRETED:  # numpy cannot calculate in bfloat16
-                        number = number.to(tl.float32)
-                    for cut in tl.static_range(32 // BLOCK):
-                        # rows are loaded again for each block of 16: what is loaded can be fetched
-                        # ahead, and what is made of that cannot
-                        taken = (inputs // BLOCK == cut)[:, None] & used[None, :]
-                        own = tl.load(row_at + place + first, mask=taken, other=0.0)
-                        if INTERPRETED:
+            for load in tl.static_range(line // _WORDS):
+                words = tl.load(at + place.to(tl.int64) * line + load * _WORDS)
+                codes = _codes_of(words, BITS, kind, INTERPRETED)
+                for block in tl.static_range(per * _WORDS // BLOCK):
+                    first = place + load * per * _WORDS + block * BLOCK
+                    found = tl.zeros([TILE, ROWS], tl.float32)
+                    inputs_sum = tl.zeros([TILE, ROWS], tl.float32)
+                    for cut in tl.static_range(BLOCK // _WORDS):
+                        at_row = row_at + first + cut * _WORDS
+                        own = tl.load(at_row, mask=used[None, :], other=0.0)
+                        if INTERPRETED:  # numpy cannot calculate in bfloat16
                             own = own.to(tl.float32)
-                        block = (place // BLOCK + first // BLOCK + cut).to(tl.int64)
-                        factor = tl.load(factor_at + block * factors_row)
-                        found = tl.dot(number, own, input_precision="ieee")
-                        if FACTORS == 1:
-                            total = tl.fma(found, tl.broadcast_to(factor, [TILE, ROWS]), total)
-                        else:
-                            scale, minimum = tl.split(factor)
-                            scale = tl.broadcast_to(scale[:, None], [TILE, ROWS])
-                            total = tl.fma(found, scale, total)
-                            ones = _ones_like(raw, kind, INTERPRETED)
-                            found = tl.dot(ones, own, input_precision="ieee")
-                            minimum = tl.broadcast_to(minimum[:, None], [TILE, ROWS])
-                            total = tl.fma(found, minimum, total)
+                        number = codes[block * (BLOCK // _WORDS) + cut]
+                        found = tl.dot(number, own, found, input_precision="ieee")
+                        if FACTORS == 2:
+                            ones = _ones_like(words, kind, INTERPRETED)
+                            inputs_sum = tl.dot(ones, own, inputs_sum, input_precision="ieee")
+                    factor = tl.load(factor_at + (first // BLOCK).to(tl.int64) * factors_row)
+                    if FACTORS == 1:
+                        total = tl.fma(found, tl.broadcast_to(factor, [TILE, ROWS]), total)
+                    else:
+                        scale, minimum = tl.split(factor)
+                        scale = tl.broadcast_to(scale[:, None], [TILE, ROWS])
+                        total = tl.fma(found, scale, total)
+                        minimum = tl.broadcast_to(minimum[:, None], [TILE, ROWS])
+                        total = tl.fma(inputs_sum, minimum, total)
         if bias is not None:  # noqa: SIM102 (a kernel has no "and" of what is fixed and what is not)
             if part + index == 0:
                 total += tl.load(bias + outputs, mask=exist, other=0.0).to(tl.float32)[:, None]
