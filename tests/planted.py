@@ -617,7 +617,7 @@ FAULTS = [
     Fault("another middle is taken from a code of 4 bits", "models/codes.py", CODES_ON_DEVICE,
           "_MIDDLE = {4: 8, 8: 128}", "_MIDDLE = {4: 7, 8: 128}"),
     Fault("kernels take another middle from a code of 4 bits", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
-          "(bits >> 8 & 15).to(tl.float32) - 8", "(bits >> 8 & 15).to(tl.float32) - 7"),
+          "third, fourth = (bits >> 8 & 15).to(tl.float32) - 8", "third, fourth = (bits >> 8 & 15).to(tl.float32) - 7"),
     Fault("the second block of a unit is read as the first", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "codes[block * (BLOCK // _WORDS) + cut]", "codes[cut]"),
     Fault("a part of a product begins where the first does", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,

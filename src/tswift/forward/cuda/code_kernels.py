@@ -84,40 +84,38 @@ _FOLLOWS_HEADS = tl.constexpr(_HEADS)
 
 
 @triton.jit
-def _codes_of(words, BITS: tl.constexpr, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The numbers that the codes of words are, from their last bits on: of 4 bits less 8."""
-    of_4: tl.constexpr = _4_BFLOAT16 if kind == tl.bfloat16 else _4_FLOAT16
-    of_8: tl.constexpr = _8_BFLOAT16 if kind == tl.bfloat16 else _8_FLOAT16
+def _codes_of_4(words, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The numbers that the four codes of words are, less 8; from a word's last bits on."""
+    made_by: tl.constexpr = _4_BFLOAT16 if kind == tl.bfloat16 else _4_FLOAT16
     zero: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
-    if INTERPRETED and BITS == 4:
+    if INTERPRETED:
         bits = words.to(tl.int32)
-        codes = (
-            (bits & 15).to(tl.float32) - 8,
-            (bits >> 4 & 15).to(tl.float32) - 8,
-            (bits >> 8 & 15).to(tl.float32) - 8,
-            (bits >> 12 & 15).to(tl.float32) - 8,
-        )
-    elif INTERPRETED:
-        codes = (words.to(tl.int8).to(tl.float32), (words >> 8).to(tl.int8).to(tl.float32))
-    elif BITS == 4:
+        first, second = (bits & 15).to(tl.float32) - 8, (bits >> 4 & 15).to(tl.float32) - 8
+        third, fourth = (bits >> 8 & 15).to(tl.float32) - 8, (bits >> 12 & 15).to(tl.float32) - 8
+    else:
         first, second, third, fourth = tl.inline_asm_elementwise(
-            of_4, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+            made_by, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
-        codes = (
-            (first.to(kind, bitcast=True) - zero).to(kind),
-            (second.to(kind, bitcast=True) - zero).to(kind),
-            (third.to(kind, bitcast=True) - zero).to(kind),
-            (fourth.to(kind, bitcast=True) - zero).to(kind),
-        )
+        first = (first.to(kind, bitcast=True) - zero).to(kind)
+        second = (second.to(kind, bitcast=True) - zero).to(kind)
+        third = (third.to(kind, bitcast=True) - zero).to(kind)
+        fourth = (fourth.to(kind, bitcast=True) - zero).to(kind)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _codes_of_8(words, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The numbers that the two codes of words are; from a word's last bits on."""
+    made_by: tl.constexpr = _8_BFLOAT16 if kind == tl.bfloat16 else _8_FLOAT16
+    if INTERPRETED:
+        low, high = words.to(tl.int8).to(tl.float32), (words >> 8).to(tl.int8).to(tl.float32)
     else:
         low, high, low_sign, high_sign = tl.inline_asm_elementwise(
-            of_8, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+            made_by, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
-        codes = (
-            low.to(kind, bitcast=True) - low_sign.to(kind, bitcast=True),
-            high.to(kind, bitcast=True) - high_sign.to(kind, bitcast=True),
-        )
-    return codes
+        low = low.to(kind, bitcast=True) - low_sign.to(kind, bitcast=True)
+        high = high.to(kind, bitcast=True) - high_sign.to(kind, bitcast=True)
+    return low, high
 
 
 @triton.jit
@@ -160,7 +158,10 @@ def _code_dots(
             place = begin + step * _UNIT
             for load in tl.static_range(line // _WORDS):
                 words = tl.load(at + place.to(tl.int64) * line + load * _WORDS)
-                codes = _codes_of(words, BITS, kind, INTERPRETED)
+                if BITS == 4:
+                    codes = _codes_of_4(words, kind, INTERPRETED)
+                else:
+                    codes = _codes_of_8(words, kind, INTERPRETED)
                 for block in tl.static_range(per * _WORDS // BLOCK):
                     first = place + load * per * _WORDS + block * BLOCK
                     found = tl.zeros([TILE, ROWS], tl.float32)
