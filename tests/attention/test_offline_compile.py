@@ -124,18 +124,21 @@ def layers(lines: list[dict]) -> list[dict]:
     return made
 
 
-_CODED = 12 * len(CODED)  # four kernels over 1 row, 32 and 512
+_CODED = 16 * len(CODED)  # four kernels over 1 row, 16, 32 and 512
+_LOOPS = {8: 280, 16: 340, 32: 430}  # instructions for 64 by 64 codes, by rows at a time
 
 
-def test_products_of_codes_fit_and_do_not_spill(lines: list[dict]) -> None:
-    """But for heads in a wide pass; and on Hopper, which was measured with two warps a program."""
+def test_products_of_codes_fit_and_hardly_spill(lines: list[dict]) -> None:
+    """They are bound by instructions where memory is fast. Outside of its loop a wide pass of heads
+    spills a little.
+    """
     end = -len(WALKING + STEPPING)
     made = lines[end - _CODED : end]
     assert {kernel["kernel"] for kernel in made} == {"multiply_codes"}
     for at, kernel in enumerate(made):
-        heads = at % 4 == 0 and (at % 12 == 8 or kernel["capability"] == 90)
-        assert kernel["spills"] <= (1024 if heads else 0), kernel
-        assert kernel["programs"] >= 2, kernel
+        assert kernel["spills"] <= (64 if at % 16 == 12 else 0), kernel
+        assert kernel["programs"] >= 5, kernel
+        assert 100 < kernel["loop"] <= _LOOPS[kernel["ROWS"]], kernel
         assert kernel["mma"] + kernel["wgmma"] > 0, kernel
         assert kernel["copies"] > 0, kernel
 
