@@ -285,8 +285,8 @@ class CodesOnDevice(Packed):
         """The weights of some outputs, ``[..., inputs]`` float32."""
         wanted = outputs.flatten()
         lines = self.bytes[wanted // LINES, :, wanted % LINES].view(len(wanted), -1, 1, WORDS)
-        bits = torch.arange(0, 16, self.bits, device=lines.device).view(-1, 1)
-        codes = lines >> bits & 2**self.bits - 1
+        places = torch.arange(0, 16, self.bits, device=lines.device).short().view(-1, 1)
+        codes = lines >> places & 2**self.bits - 1
         # with 8 bits bytes are signed
         numbers = codes - self.centre if self.bits == 4 else codes.to(torch.int8)
         blocks = numbers.float().view(len(wanted), -1, self.block)

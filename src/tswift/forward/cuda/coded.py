@@ -32,7 +32,7 @@ class CodedLinear(nn.Module):
     @property
     def form(self) -> tuple[int, int, bool]:
         """Of its codes: their bits, inputs of a block, and whether there are minima."""
-        return self.packed.bits, self.packed.block, self.packed.minimum is not None
+        return self.packed.bits, self.packed.block, self.packed.factors.shape[2] == 2
 
     @property
     def weight(self) -> Tensor:
